@@ -160,7 +160,7 @@ LEFT_OUT = {
     f'ssh "${{hosts[$i]}}" "cd job && {SELFTEST} --coordinator ${{hosts[0]}}:8476 '
     '--num-processes ${#hosts[@]} --process-id $i" &': "needs other hosts",
     f"{RUN_ON_HOSTS} --devices 8 --coordinator host0:8476 --num-processes 4 "
-    "--process-id $i": "is one of several processes; tests/train/test_cli.py starts them",
+    "--process-id $i": "is one of several processes; tests/commands/test_train.py starts them",
     "python -m benchmarks.compare --peer-python PATH --rounds 5 --batches 2048 8192 16384": PEER,
     "python -m benchmarks.compare --peer-python PATH --keras-python PATH --what models": PEER,
     "python -m benchmarks.score --peer-python PATH": PEER,

@@ -40,7 +40,7 @@ def main(options: Options) -> None:
 
     from jaxrec.train.config import DataConfig, ModelConfig, TrainConfig
     from jaxrec.train.datasets import split_datasets
-    from jaxrec.train.host_batch import put_batch
+    from jaxrec.train.placed_batches import put_batch
 
     data = DataConfig(generated_rows=options.batch * options.steps, generated_eval_rows=1)
     sizes: dict[str, Any] = {}

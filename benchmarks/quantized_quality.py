@@ -58,12 +58,12 @@ def main(options: Options) -> None:
 
 def compare(options: Options, seed: int) -> Iterator[dict[str, Any]]:
     """Yield the figures of each way to make the tables of a run smaller."""
-    from jaxrec.cli import main as jaxrec
+    from jaxrec.commands import main as jaxrec
     from jaxrec.serve import by_frequency, by_norm, count_ids, quality, quantize
     from jaxrec.train import load_model
+    from jaxrec.train.config import load_config
     from jaxrec.train.datasets import split_datasets
     from jaxrec.train.model import predict
-    from jaxrec.train.options import load_config
 
     run = options.runs / str(seed)
     if not run.exists():

@@ -102,10 +102,9 @@ def main(options: Options) -> None:
 def export_models(options: Options, directory: pathlib.Path) -> Any:
     """Export the run's model with tables of each type; return its configuration."""
     from jaxrec.serve import export, quantize
-    from jaxrec.serve.commands.export import click_scores, column_encoder
+    from jaxrec.serve.exported_run import click_scores, column_encoder
     from jaxrec.train import load_model
-    from jaxrec.train.model import CONFIG_FILE
-    from jaxrec.train.options import load_config
+    from jaxrec.train.config import CONFIG_FILE, load_config
 
     model, encoder = load_model(options.run), column_encoder(options.run)
     for dtype in options.dtypes:

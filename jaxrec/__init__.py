@@ -37,17 +37,37 @@ if TYPE_CHECKING:
     from jaxrec import ragged as ragged
     from jaxrec import serve as serve
     from jaxrec import train as train
-    from jaxrec._names import *  # noqa: F403
+    from jaxrec.embed import EmbeddingBagCollection as EmbeddingBagCollection
+    from jaxrec.embed import EmbeddingBagConfig as EmbeddingBagConfig
+    from jaxrec.embed import EmbeddingCollection as EmbeddingCollection
+    from jaxrec.embed import EmbeddingConfig as EmbeddingConfig
+    from jaxrec.embed import Optimizer as Optimizer
+    from jaxrec.embed import mean_gradients as mean_gradients
+    from jaxrec.embed import value_and_grad as value_and_grad
     from jaxrec.memory import keep_freed_memory as keep_freed_memory
+    from jaxrec.ragged import JaggedArray as JaggedArray
+    from jaxrec.ragged import KeyedArray as KeyedArray
+    from jaxrec.ragged import KeyedJaggedArray as KeyedJaggedArray
+    from jaxrec.ragged import Packer as Packer
     from jaxrec.tier.shard import shard as shard
 
     __version__: str
 
-# Names apart from those of `jaxrec._names`: this one loads meshes and tiers, which those do not,
-_APART = {
+# Where the names of `jaxrec` itself are: each loads its module alone on first use.
+_MODULES = {
+    "EmbeddingBagCollection": "jaxrec.embed",
+    "EmbeddingBagConfig": "jaxrec.embed",
+    "EmbeddingCollection": "jaxrec.embed",
+    "EmbeddingConfig": "jaxrec.embed",
+    "JaggedArray": "jaxrec.ragged",
+    "KeyedArray": "jaxrec.ragged",
+    "KeyedJaggedArray": "jaxrec.ragged",
+    "Optimizer": "jaxrec.embed",
+    "Packer": "jaxrec.ragged",
+    "keep_freed_memory": "jaxrec.memory",  # loads nothing else, since it must come first
+    "mean_gradients": "jaxrec.embed",
     "shard": "jaxrec.tier.shard",
-    # and this one nothing, since it must come first.
-    "keep_freed_memory": "jaxrec.memory",
+    "value_and_grad": "jaxrec.embed",
 }
 
 
@@ -55,22 +75,15 @@ def __getattr__(name: str) -> Any:
     """Load a package or a name on first use, so that ``jaxrec --help`` does not wait for JAX."""
     if name == "__version__":
         return importlib.metadata.version("jaxrec")
-    if name in _APART:
-        module = importlib.import_module(_APART[name])
+    if name in _MODULES:
+        module = importlib.import_module(_MODULES[name])
         return globals().setdefault(name, getattr(module, name))
-    if not name.startswith("_"):
-        if importlib.util.find_spec(f"jaxrec.{name}") is not None:
-            return importlib.import_module(f"jaxrec.{name}")
-        names = importlib.import_module("jaxrec._names")
-        if hasattr(names, name):
-            return globals().setdefault(name, getattr(names, name))
+    if not name.startswith("_") and importlib.util.find_spec(f"jaxrec.{name}") is not None:
+        return importlib.import_module(f"jaxrec.{name}")
     raise AttributeError(f"module 'jaxrec' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     modules = pkgutil.iter_modules(__spec__.submodule_search_locations)
-    names = vars(importlib.import_module("jaxrec._names"))
     packages = {module.name for module in modules if module.ispkg}
-    return sorted(
-        packages | {name for name in names if not name.startswith("_")} | {*_APART, "__version__"}
-    )
+    return sorted(packages | {*_MODULES, "__version__"})

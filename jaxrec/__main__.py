@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxrec.cli import main
+from jaxrec.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,6 +17,9 @@ import yaml
 
 Options = TypeVar("Options")
 
+# Default of required paths, which no file has: tyro's own error for a missing one is no sentence.
+NOT_GIVEN = pathlib.Path("\0")
+
 
 class ConfigError(ValueError):
     """An option or a file of options is wrong; the message is one sentence for the user."""
@@ -62,6 +65,11 @@ def parse(command: str, options: Sequence[str], default: Options) -> Options:
             + f" `jaxrec {command} --help` lists all options"
         )
     return parsed
+
+
+def required(name: str) -> Any:
+    """Return the annotation of an option whose default is `NOT_GIVEN`; ``name`` is shown for it."""
+    return tyro.conf.arg(metavar=name, help_behavior_hint="(required)")
 
 
 def read_yaml(text: str) -> Any:

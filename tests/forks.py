@@ -137,7 +137,7 @@ class Fork:
 def serve(handle: int) -> None:
     """Answer the requests of a `ForkServer`; a fork returns from here to exit as any process."""
     connection = Connection(handle)
-    for module in ("jaxrec.train.cli", "jaxrec.tier", "optax", "pyarrow.parquet", "pytest"):
+    for module in ("jaxrec.commands.train", "jaxrec.tier", "optax", "pyarrow.parquet", "pytest"):
         importlib.import_module(module)
     from tests.quick import (
         collect_garbage_rarely,

@@ -32,9 +32,12 @@ void append_integer(const Json& value, ArrayValues& out) {
     const auto number = value.get<uint64_t>();
     if (number > static_cast<uint64_t>(Limits::max())) throw std::out_of_range("");
     append(static_cast<Integer>(number), out);
-  } else {  // negative
+  } else {  // negative, or a float
     const auto number = value.get<int64_t>();
-    if (number < static_cast<int64_t>(Limits::min())) throw std::out_of_range("");
+    if (number < static_cast<int64_t>(Limits::min()) ||
+        (number > 0 && static_cast<uint64_t>(number) > static_cast<uint64_t>(Limits::max()))) {
+      throw std::out_of_range("");
+    }
     append(static_cast<Integer>(number), out);
   }
 }
@@ -88,7 +91,7 @@ class ArrayReader {
     const bool is_bool = spec_.dtype == DType::kBool;
     const bool fits = is_bool ? value.is_boolean()
                               : is_floating(spec_.dtype) ? value.is_number()
-                                                         : value.is_number_integer();
+                                                         : is_whole(value);
     const std::string dtype(name_of(spec_.dtype));
     if (!fits) {
       throw RequestError(in_sample(name_, sample) + "it must be an array of " + dtype +
@@ -118,7 +121,7 @@ ArrayValues read_array(const ArraySpec& spec, const std::string& name, const Jso
 }
 
 int64_t read_id(const Feature& feature, const Json& value, int64_t sample) {
-  if (value.is_number_integer()) {
+  if (is_whole(value)) {
     if (!value.is_number_unsigned()) return value.get<int64_t>();
     const auto id = value.get<uint64_t>();
     if (id <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) {

@@ -203,9 +203,12 @@ class CategoricalEncoder {
   }
 
   void check_kind(const Json& value, int64_t sample, Kind& kind) const {
-    if (!value.is_string() && !value.is_number_integer()) {
-      throw RequestError(in_column(name(), sample) + "expected text or an integer" + or_null() +
-                         ", got " + excerpt(value));
+    if (column_.is_text.value_or(value.is_string())) {
+      text(value, sample);
+    } else if (!is_whole(value)) {
+      const char* wanted = column_.is_text ? "an integer" : "text or an integer";
+      throw RequestError(in_column(name(), sample) + "expected " + wanted + or_null() + ", got " +
+                         excerpt(value));
     }
     const Kind of_value = value.is_string() ? Kind::kText : Kind::kInteger;
     if (kind == Kind::kUnknown) kind = of_value;
@@ -217,9 +220,10 @@ class CategoricalEncoder {
   }
 
   int64_t hash_row(const Json& value, int64_t sample, Kind& kind) const {
-    check_kind(value, sample, kind);
     uint64_t hash;
-    if (value.is_string()) {
+    if (column_.is_boolean) {
+      hash = hash_of(static_cast<uint64_t>(integer(value, sample)), 0);
+    } else if (check_kind(value, sample, kind); value.is_string()) {
       hash = hash_of(value.get_ref<const std::string&>(), 0);
     } else if (value.is_number_unsigned()) {
       hash = hash_of(value.get<uint64_t>(), 0);
@@ -242,7 +246,7 @@ class CategoricalEncoder {
       throw RequestError(in_column(name(), sample) + "expected true or false" + or_null() +
                          ", got " + excerpt(value));
     }
-    if (!value.is_number_integer()) {
+    if (!is_whole(value)) {
       throw RequestError(in_column(name(), sample) + "expected an integer" + or_null() + ", got " +
                          excerpt(value));
     }

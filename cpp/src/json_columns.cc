@@ -1,5 +1,6 @@
 #include "json_columns.h"
 
+#include <cmath>
 #include <stdexcept>
 
 namespace jaxrec::serving {
@@ -31,6 +32,13 @@ const Json& list_of_samples(const Json& value, const std::string& name) {
                        excerpt(value));
   }
   return value;
+}
+
+bool is_whole(const Json& value) {
+  constexpr double kMost = 9007199254740992.0;  // 2**53
+  if (!value.is_number_float()) return value.is_number_integer();
+  const double number = value.get<double>();
+  return std::fabs(number) <= kMost && number == std::floor(number);
 }
 
 void SampleCount::add(const std::string& name, int64_t samples) {

@@ -24,6 +24,10 @@ const Json& column_of(const Json& columns, const std::string& name);
 // value's name.
 const Json& list_of_samples(const Json& value, const std::string& name);
 
+// Returns whether a number is an integer, or a float such as 3.0: whole, and no larger than those
+// that leave integers out. `get<int64_t>` then returns the integer.
+bool is_whole(const Json& value);
+
 // Takes the number of samples of a column, which must be that of the first one.
 class SampleCount {
  public:

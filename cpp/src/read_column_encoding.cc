@@ -82,6 +82,7 @@ CategoricalColumn read_categorical(const Json& value) {
   if (fields.has("vocabulary")) column.vocabulary = read_vocabulary(fields.get("vocabulary"));
   if (fields.has("ids")) column.ids = fields.string("ids");
   column.is_boolean = read_is_boolean(fields);
+  if (fields.has("is_text")) column.is_text = fields.boolean("is_text");
   fields.finish();
   if (column.ids.has_value() != (column.encoding == Encoding::kFrozen)) {
     throw std::invalid_argument("column " + in_quotes(column.name) +

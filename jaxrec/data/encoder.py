@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jaxrec.data.clicks import ClickBatch
-from jaxrec.data.column_types import check_columns
+from jaxrec.data.column_types import check_columns, is_dense, value_type
 from jaxrec.data.encode import (
     Location,
     check_booleans,
@@ -107,6 +107,22 @@ class TableEncoder:
         }
 
     @functools.cached_property
+    def is_text(self) -> dict[str, bool]:
+        """Whether training had text in a column that takes text and numbers, hashed or as they are.
+
+        Columns are left out whose type in training is not known.
+        """
+        if self.example is None:
+            return {}
+        kinds = {field.name: value_type(field.type) for field in self.example.schema}
+        return {
+            name: not is_dense(kinds[name])
+            for name, options in self.schema.categorical.items()
+            if options.encoding in ("hash", "dynamic", "frozen")
+            and not pa.types.is_null(kinds[name])
+        }
+
+    @functools.cached_property
     def _packer(self) -> Packer:
         """Packer of all batches, which knows the lengths of the columns' lists."""
         one = LengthMoments(1.0, 0.0, 0.0)
@@ -148,6 +164,7 @@ class TableEncoder:
         """
         schema = self.schema
         check_columns(schema, table.schema, path, has_labels=False)
+        self._check_kinds(table.schema, path)
 
         def location(name: str) -> Location:
             return Location(path, first_row, name)
@@ -173,6 +190,18 @@ class TableEncoder:
                 column = pa.nulls(len(table), pa.list_(pa.null()))
             columns.append(encode_categorical(column, options, vocabulary, location(name)))
         return pa.table(columns, [*_FIRST, *schema.dense, *schema.categorical])
+
+    def _check_kinds(self, columns: pa.Schema, path: str | os.PathLike[str]) -> None:
+        """Check that text stands where training had text: the hash of "7" is not that of 7."""
+        for name, was_text in self.is_text.items():
+            kind = value_type(columns.field(name).type)
+            if not pa.types.is_null(kind) and was_text == is_dense(kind):
+                assert self.example is not None
+                raise DataError(
+                    f"{path}, column {name!r} is of type {columns.field(name).type}; expected "
+                    f"{'text' if was_text else 'numbers'}, as in training, where it was of type "
+                    f"{self.example.schema.field(name).type}"
+                )
 
     def pack(self, encoded: pa.Table, batch_size: int) -> ClickBatch:
         """Make a batch of encoded rows, filled up with padding.

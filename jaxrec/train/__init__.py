@@ -11,8 +11,8 @@ from jaxrec.train.checkpoint import Difference as Difference
 from jaxrec.train.checkpoint import PreservationPolicy as PreservationPolicy
 from jaxrec.train.checkpoint import restore as restore
 from jaxrec.train.checkpoint import restore_state as restore_state
-from jaxrec.train.host_batch import put_batch as put_batch
 from jaxrec.train.model import load_model as load_model
+from jaxrec.train.placed_batches import put_batch as put_batch
 from jaxrec.train.step import CompiledStep as CompiledStep
 from jaxrec.train.step import compile_step as compile_step
 from jaxrec.train.tables import export_table as export_table

@@ -20,10 +20,9 @@ from jaxrec.metrics import Calibration, LogLoss, NormalizedEntropy, auc
 from jaxrec.nn import sum_in_chunks
 from jaxrec.train.datasets import LogDataset, ParquetDataset
 from jaxrec.train.evaluation import Evaluation
-from jaxrec.train.host_batch import put_batch
 from jaxrec.train.model import Model, with_rows
 from jaxrec.train.open_vocabularies import describe, scalars
-from jaxrec.train.placed_batches import placed_batches
+from jaxrec.train.placed_batches import placed_batches, put_batch
 from jaxrec.train.progress import Progress
 from jaxrec.train.trainer import Callback, StepResult, Trainer
 
@@ -71,10 +70,8 @@ def _cross_entropy(
 
 
 def click_metrics(sums: Float[np.ndarray, " sums"]) -> dict[str, float]:
-    """Return normalized entropy, log loss and calibration.
-
-    Args:
-        sums: The sums that `SUMS` names, in float64.
+    """Return normalized entropy, log loss and calibration from the float64 sums that `SUMS`
+    names.
     """
     by_name = {name: sums[[i]] for i, name in enumerate(SUMS)}
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -203,12 +200,8 @@ class HeldOutEvaluation(Callback):
     def __call__(self) -> dict[str, float] | None:
         """Evaluate the current model; None if ``stop`` ended the evaluation.
 
-        Returns:
-            ``auc``, the values of `click_metrics`, and ``best_auc``, the AUC of the true
-            probabilities, where they are known.
-
-        Raises:
-            OSError, DataError: The rows cannot be read.
+        The values are ``auc``, those of `click_metrics`, and ``best_auc``, the AUC of the true
+        probabilities, where they are known.
         """
         columns, sums = [], np.zeros(len(SUMS))
         host_batches = self._dataset.batches(self._batch_size)

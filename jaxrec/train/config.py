@@ -1,18 +1,31 @@
-"""The configuration of a training run."""
+"""The configuration of a training run, from the command line and from files."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import tyro
+import yaml
 
-from jaxrec.arguments import ConfigError
+from jaxrec.arguments import ConfigError, parse, read_yaml
+from jaxrec.data import Schema
+from jaxrec.data.encoder import SCHEMA_FILE
+from jaxrec.files.atomic import write_atomically
 from jaxrec.mesh.processes import check_processes
 from jaxrec.mesh.watch import LOST_AFTER_SECONDS
 from jaxrec.tier.stores import open_store
 from jaxrec.tier.vocabulary.counts import MAX_SIGHTINGS
+
+# Files of a run's directory: its options, and the `TableEncoder` of its Parquet files.
+CONFIG_FILE = "config.yaml"
+FEATURES_DIRECTORY = "features"
+
+# First line of the options file of a run.
+_HEADER = "# Written by jaxrec train."
 
 
 def _positive(config: Any, *names: str) -> None:
@@ -166,6 +179,20 @@ class ModelConfig:
                     f"{_option('model', name)} must be 1 or more, got {getattr(self, name)}"
                 )
 
+    def check_columns(self, schema: Schema) -> None:
+        """Check that the model can take the columns of a schema."""
+        widths = {x.embedding_dim or self.embedding_dim for x in schema.categorical.values()}
+        if self.name != "dcn_v2" and len(widths) > 1:
+            raise ConfigError(
+                f"model.name {self.name} has tables of one width; leave embedding_dim out of the "
+                "schema, or take --model.name dcn_v2"
+            )
+        if self.name == "dlrm" and not schema.dense:
+            raise ConfigError(
+                "model.name dlrm needs a dense column, and there is none; take --model.name dcn_v2 "
+                "or --model.name deepfm"
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
@@ -275,3 +302,93 @@ class TrainConfig:
             raise ConfigError(f"evaluate-every must be 0 or more, got {self.evaluate_every}")
         if self.seed < 0:
             raise ConfigError(f"seed must be 0 or more, got {self.seed}")
+
+
+_DEFAULT = TrainConfig()
+
+
+def _read_options(path: pathlib.Path) -> list[str]:
+    """Return the options of a YAML or TOML file as command-line arguments.
+
+    Keys are option names, groups are mappings; dashes and underscores are equivalent.
+    """
+    try:
+        text = path.read_text()
+        options = tomllib.loads(text) if path.suffix == ".toml" else read_yaml(text)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(" ".join(str(error).split())) from None
+    if options is None:
+        return []
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"expected options and their values, got {options!r}")
+    return [token for option in _tokens(TrainConfig, options, "") for token in option]
+
+
+def _tokens(config: type, options: Mapping[str, Any], prefix: str) -> Iterator[list[str]]:
+    known = {
+        field.name: field.default if dataclasses.is_dataclass(field.default) else None
+        for field in dataclasses.fields(config)
+        if field.name != "config"
+    }
+    for key, value in options.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ConfigError(
+                f"unknown option {prefix}{key}; "
+                f"{'options of ' + prefix[:-1] if prefix else 'options'} are "
+                f"{', '.join(name.replace('_', '-') for name in known)}"
+            )
+        option = f"{prefix}{name.replace('_', '-')}"
+        group = known[name]
+        if group is None:
+            values = value if isinstance(value, list) else [value]
+            yield [f"--{option}", *map(str, values)]
+        elif isinstance(value, Mapping):
+            yield from _tokens(type(group), value, f"{option}.")
+        else:
+            raise ConfigError(f"{option} is a group of options, got {value!r}")
+
+
+def load_config(path: pathlib.Path) -> TrainConfig:
+    """Read the configuration of a YAML or TOML file; other options have their defaults."""
+    try:
+        config = parse_options(_read_options(path))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if config.data.schema is not None and is_written(path):
+        data = dataclasses.replace(config.data, schema=path.parent / config.data.schema)
+        config = dataclasses.replace(config, data=data)
+    return config
+
+
+def parse_options(options: Sequence[str], default: TrainConfig = _DEFAULT) -> TrainConfig:
+    """Parse command-line arguments; ``default`` has the values of options that are not given."""
+    return parse("train", options, default)
+
+
+def write_options(config: TrainConfig, path: pathlib.Path) -> None:
+    """Write a configuration to a YAML file for `load_config`, complete or not at all."""
+    options = _plain(config)
+    for name in ("config", "resume", "output", "eval_only", "step", "profile", "job"):
+        del options[name]
+    if config.data.schema is not None:
+        # The copy in the run's encoder, so that the run can be repeated and moved.
+        options["data"]["schema"] = str(pathlib.PurePath(FEATURES_DIRECTORY, SCHEMA_FILE))
+    with write_atomically(path) as unfinished:
+        unfinished.write_text(f"{_HEADER}\n{yaml.safe_dump(options, sort_keys=False)}")
+
+
+def is_written(path: pathlib.Path) -> bool:
+    """Return whether `write_options` wrote a file."""
+    return path.exists() and path.read_bytes().startswith(f"{_HEADER}\n".encode())
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value):
+            return _plain(value)
+        if isinstance(value, tuple):
+            return list(value)
+        return str(value.absolute()) if isinstance(value, pathlib.Path) else value
+
+    return {field.name: plain(getattr(config, field.name)) for field in dataclasses.fields(config)}

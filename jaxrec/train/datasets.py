@@ -169,13 +169,8 @@ class ParquetDataset:
 def run_batches(
     dataset: LogDataset | ParquetDataset, batch_size: int, epochs: int, first: int = 0
 ) -> Iterator[ClickBatch]:
-    """Yield the batches of a run of several epochs.
-
-    Args:
-        dataset: The rows.
-        batch_size: Number of samples of a batch, over all processes.
-        epochs: Number of epochs of the whole run.
-        first: Number of batches of the run that were used before, which are left out.
+    """Yield this process's batches of all epochs, without the ``first`` ones, which were used
+    before.
     """
     per_epoch = dataset.num_batches(batch_size)
     for epoch in range(first // per_epoch, epochs):
@@ -187,14 +182,7 @@ def split_datasets(
 ) -> tuple[LogDataset | ParquetDataset, LogDataset | ParquetDataset]:
     """Return the training rows and the held-out rows, which are the last ones, as the latest.
 
-    Args:
-        config: The configuration.
-        shard: Number of this process and of all processes.
-        encoder: Encoder of Parquet files; None: it is learned.
-
-    Raises:
-        OSError, DataError, SchemaError: A file cannot be read, does not fit its schema, or has too
-            few rows.
+    Without an encoder, that of Parquet files is learned.
     """
     data = config.data
     if is_parquet(data.path):
@@ -239,11 +227,7 @@ def bad_lines(*parts: LogDataset | ParquetDataset) -> dict[pathlib.Path, int]:
 
 
 def check_held_out(rows: LogDataset | ParquetDataset, config: TrainConfig) -> None:
-    """Read held-out rows that nothing has read, so that a bad value is found before training.
-
-    Raises:
-        OSError, DataError: A line is malformed, or a value is invalid.
-    """
+    """Read held-out rows that nothing has read, so that a bad value is found before training."""
     if isinstance(rows, ParquetDataset):
         # A new run has read its rows when it learned the encoder.
         if config.resume is not None and config.data.eval_path is not None:

@@ -19,7 +19,7 @@ from jaxrec.mesh.dense import DenseName
 from jaxrec.plan import Planner, ShardingPlan, Topology
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.capacity import capacity_for
-from jaxrec.train.host_batch import put_batch
+from jaxrec.train.placed_batches import put_batch
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -56,10 +56,8 @@ class Devices:
         return shard_batch(batch, self.mesh, capacities=self._capacities(self.mesh, batch.features))
 
     def _capacities(self, mesh: Mesh, features: KeyedJaggedArray) -> dict[str, int] | None:
-        """Return the capacity of each key on one device; None: the packer of the batch chooses it.
-
-        Raises:
-            DataError: Lists exceed the capacity that several processes have agreed on.
+        """Return the capacity of each key on one device; None: the packer of the batch chooses
+        it.
         """
         devices = len(mesh.local_devices)
         samples = features.batch_size // devices
@@ -91,12 +89,7 @@ def simulate_cpus(count: int) -> None:
 
 
 def plan_devices(count: int, tables: Sequence[TableConfig], batch_size: int) -> Devices:
-    """Plan the tables for ``count`` devices of each process.
-
-    Raises:
-        ConfigError: There are fewer devices, or the batch size does not divide by their number.
-        PlanError: The tables do not fit the devices.
-    """
+    """Plan the tables for ``count`` devices of each process."""
     processes = jax.process_count()
     total = processes * count
     if total == 1:

@@ -1,23 +1,73 @@
-"""Evaluation of a model on batches."""
+"""Calls of a loss function, and the evaluation of a model on batches."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
+from jaxrec.data.padding import WeightedBatch, num_samples
 from jaxrec.mesh.capacity import GroupPath, capacity_factors, set_capacity_factors
 from jaxrec.mesh.store import mesh_stores
 from jaxrec.metrics import MetricGroup
 from jaxrec.metrics.sums import Total
 from jaxrec.tier.planning.tier import tier_of
-from jaxrec.train.loss import Loss, Outputs, call_loss, sample_count
 from jaxrec.train.routed_calls import RoutedCalls
 from jaxrec.train.step import MAX_PENDING_STEPS
+
+Outputs = Mapping[str, Array]
+Loss = Callable[..., tuple[Float[Array, ""], Outputs]]
+
+
+def call_loss(
+    loss: Loss, model: nnx.Module, batch: Any, *, has_metrics: bool
+) -> tuple[Float[Array, ""], Outputs]:
+    """Call ``loss(model, batch)``, or ``loss(model, batch, weights)`` for a `WeightedBatch`; check
+    the arguments that it takes, and the outputs if metrics read them.
+    """
+    is_weighted = isinstance(batch, WeightedBatch)
+    arguments = (model, *batch) if is_weighted else (model, batch)
+    try:
+        inspect.signature(loss).bind(*arguments)
+    except TypeError:
+        wanted = "loss(model, batch, weights)" if is_weighted else "loss(model, batch)"
+        raise TypeError(
+            f"batches have {'' if is_weighted else 'no '}weights (see batch_size of Trainer), so "
+            f"that the loss is called as {wanted}, but it takes {inspect.signature(loss)}"
+        ) from None
+    returned = loss(*arguments)
+    if not (isinstance(returned, tuple | list) and len(returned) == 2):
+        raise TypeError(
+            "the loss must return a pair, the loss and the outputs for metrics by name, such as "
+            f"(loss, {{}}), got {_shown(returned)}"
+        )
+    value, outputs = returned
+    if jnp.shape(value) != ():
+        raise TypeError(f"the loss must be one number, the mean over samples, got {_shown(value)}")
+    if has_metrics and not isinstance(outputs, Mapping):
+        raise TypeError(
+            "the loss must return the outputs for metrics by name, such as (loss, {'p': p, 'y': y})"
+            f", got {_shown(outputs)}"
+        )
+    return jnp.asarray(value), outputs
+
+
+def sample_count(batch: Any) -> Float[Array, ""] | int:
+    """Return the weight of a batch's loss: the sum of sample weights, or the number of samples."""
+    return batch.weights.sum() if isinstance(batch, WeightedBatch) else num_samples(batch)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, jax.Array):
+        return f"an array {jax.typeof(value)}"
+    return f"a {type(value).__name__} of {len(value)}" if hasattr(value, "__len__") else repr(value)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,20 +97,8 @@ class Evaluation:
     def __call__(
         self, model: nnx.Module, loss: Loss, group: MetricGroup | None, batches: Iterable[Any]
     ) -> dict[str, float]:
-        """Compute the mean loss and metrics over batches.
-
-        Args:
-            model: The model; it does not change.
-            loss: The loss function, as of `jaxrec.train.Trainer`.
-            group: The metrics; None: only the loss.
-            batches: Batches on the devices.
-
-        Returns:
-            ``loss``, the mean over all samples, and the metrics by name.
-
-        Raises:
-            TypeError: The loss takes or returns something else.
-            ValueError: There are no batches.
+        """Return ``loss``, the mean over all samples of the batches, and the group's metrics by
+        name.
         """
 
         def add_batch(
@@ -88,16 +126,7 @@ class Evaluation:
         return {"loss": float(total.on_host() / samples.on_host()), **values}
 
     def outputs(self, model: nnx.Module, loss: Loss, batches: Iterable[Any]) -> Iterator[Outputs]:
-        """Yield the outputs of the loss function for each batch.
-
-        Args:
-            model: The model; it does not change.
-            loss: The loss function, as of `jaxrec.train.Trainer`.
-            batches: Batches on the devices.
-
-        Raises:
-            TypeError: The loss takes or returns something else.
-        """
+        """Yield the outputs of the loss function for each batch on the devices."""
 
         def outputs_of(model: nnx.Module, carry: None, batch: Any) -> tuple[None, Outputs]:
             return None, call_loss(loss, model, batch, has_metrics=True)[1]
@@ -143,12 +172,9 @@ class Evaluation:
 
 
 def _in_evaluation_mode(model: nnx.Module, factors: Mapping[GroupPath, float] | None) -> nnx.Module:
-    """Return a copy of the model in evaluation mode, which shares the model's arrays.
+    """Return a copy of the model in evaluation mode that shares its arrays.
 
-    Args:
-        model: The model.
-        factors: Capacity factors for a copy with variables of its own; None: the copy shares the
-            model's variables.
+    With capacity factors the copy has variables of its own, so that the model keeps its factors.
     """
     copy = nnx.merge(*nnx.split(model), copy=factors is not None)
     copy.eval()

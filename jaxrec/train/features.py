@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import time
 from collections.abc import Sequence
 
 import pyarrow as pa
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxrec.arguments import ConfigError
 from jaxrec.data import (
@@ -31,44 +31,36 @@ from jaxrec.data.files import ParquetFiles, has_pattern, parquet_files
 from jaxrec.data.groups import GroupRange
 from jaxrec.data.learn import needs_pass
 from jaxrec.data.transforms import NUM_CATEGORICAL
-from jaxrec.train.config import DataConfig, ModelConfig, TrainConfig
-from jaxrec.train.model_columns import check_model
+from jaxrec.train.config import FEATURES_DIRECTORY, DataConfig, ModelConfig, TrainConfig
 from jaxrec.train.open_vocabularies import check_fixed, with_dynamic_columns
-
-# Directory of the `TableEncoder` in a run's directory.
-FEATURES_DIRECTORY = "features"
+from jaxrec.train.progress import counted
 
 # First bytes of a Parquet file.
 _MAGIC = b"PAR1"
 
 
 def is_parquet(path: pathlib.Path | None) -> bool:
-    """Return whether a path is a Parquet file, or a directory or pattern of Parquet files.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """Return whether a path is a Parquet file, or a directory or pattern of Parquet files."""
     if path is None or path.is_dir() or has_pattern(path):
         return path is not None
     with path.open("rb") as file:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
+def saved_encoder(path: str | os.PathLike[str]) -> TableEncoder | None:
+    """Load the encoder of a saved run; None: the run is not on Parquet files."""
+    features = pathlib.Path(path, FEATURES_DIRECTORY)
+    return TableEncoder.load(features) if features.is_dir() else None
+
+
 def run_encoder(config: TrainConfig, console: Console) -> TableEncoder:
-    """Load the encoder of a resumed run, or learn the encoder of a new run.
-
-    Args:
-        config: The configuration of a run on Parquet files.
-        console: Console that shows an inferred schema and the sizes of the vocabularies.
-
-    Raises:
-        OSError, DataError, SchemaError: The rows cannot be read or do not fit the schema.
-        ConfigError: The resumed run has another schema; or the schema does not fit --vocabulary.
+    """Load the encoder of a resumed run, or learn that of a new run; the console shows its
+    schema.
     """
     data, resume, is_dynamic = config.data, config.resume, config.vocabulary.is_dynamic
-    if resume is None or not (resume / FEATURES_DIRECTORY).is_dir():
+    encoder = None if resume is None else saved_encoder(resume)
+    if resume is None or encoder is None:
         return learn_features(data, console, is_dynamic=is_dynamic, model=config.model)
-    encoder = TableEncoder.load(resume / FEATURES_DIRECTORY)
     schema = encoder.schema
     if data.schema is not None:
         schema = _with_vocabularies(read_schema(data.schema), data, is_dynamic)
@@ -95,17 +87,8 @@ def learn_features(
     """Find the schema of a run's files and learn its encoder from the training rows.
 
     The types of all files are compared first. With several processes each of them learns the same
-    encoder.
-
-    Args:
-        data: The Parquet files.
-        console: Console that shows an inferred schema and the sizes of the vocabularies.
-        is_dynamic: Whether columns with a vocabulary get an open one, which is not learned.
-        model: The model that takes the columns; None: any.
-
-    Raises:
-        OSError, DataError, SchemaError: The rows cannot be read or do not fit the schema.
-        ConfigError: The schema does not fit ``is_dynamic`` or the model.
+    encoder. With ``is_dynamic`` columns get open vocabularies, which are not learned; with a model,
+    its demands on the columns are checked.
     """
     console = console or Console(quiet=True)
     schema = converted_schema(data, is_dynamic)
@@ -113,7 +96,7 @@ def learn_features(
     if schema is None:
         schema = _find_schema(data, console, is_dynamic)
     if model is not None:
-        check_model(model, schema)
+        model.check_columns(schema)
     training, held_out = split_groups(data, schema)
     encoder = TableEncoder(schema, {}, {}, {})
     if is_converted:
@@ -125,19 +108,8 @@ def learn_features(
         check_rows(encoder, held_out)
         return encoder
     started, rows = time.perf_counter(), sum(training.sizes)
-    bar = Progress(
-        TextColumn("reading the columns"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
-    with bar:
-        task = bar.add_task("", total=rows + sum(held_out.sizes))
-        encoder = learn_encoder(
-            schema, training, held_out, lambda count: bar.update(task, advance=count)
-        )
+    with counted(console, "reading the columns", rows + sum(held_out.sizes)) as advance:
+        encoder = learn_encoder(schema, training, held_out, advance)
     console.print(
         f"learned the columns from {rows:,} rows in {time.perf_counter() - started:.1f} s"
     )
@@ -147,23 +119,14 @@ def learn_features(
 
 
 def check_rows(encoder: TableEncoder, rows: GroupRange) -> None:
-    """Encode rows, so that an invalid value is found before training.
-
-    Raises:
-        OSError: The rows cannot be read.
-        DataError: A value is invalid.
-    """
+    """Encode rows, so that an invalid value is found before training."""
     groups = EncodedGroups(rows, encoder)
     for group in range(len(groups.sizes)):
         groups.read(group)
 
 
 def split_groups(data: DataConfig, schema: Schema) -> tuple[GroupRange, GroupRange]:
-    """Return the training rows and the held-out rows of Parquet files, with a schema's columns.
-
-    Raises:
-        OSError, DataError: A file cannot be read, lacks a column, or has too few rows.
-    """
+    """Return the training rows and the held-out rows of Parquet files, with a schema's columns."""
     whole = _all_rows(_files(data.path).paths, schema)
     if data.eval_path is not None:
         return whole, _all_rows(_files(data.eval_path).paths, schema)
@@ -172,11 +135,7 @@ def split_groups(data: DataConfig, schema: Schema) -> tuple[GroupRange, GroupRan
 
 
 def held_out_rows(data: DataConfig, count: int) -> int:
-    """Return the number of held-out rows of ``count`` rows.
-
-    Raises:
-        DataError: No training rows are left.
-    """
+    """Return the number of held-out rows of ``count`` rows; refuse to leave none to train on."""
     held_out = max(1, round(count * data.eval_fraction))
     if held_out >= count:
         raise DataError(
@@ -195,11 +154,7 @@ def _with_vocabularies(schema: Schema, data: DataConfig, is_dynamic: bool) -> Sc
 
 
 def converted_schema(data: DataConfig, is_dynamic: bool = False) -> Schema | None:
-    """Return the schema of a directory that `jaxrec data criteo` has written; None: of another.
-
-    Raises:
-        ConfigError: The schema does not fit ``is_dynamic``.
-    """
+    """Return the schema of a directory that `jaxrec data criteo` has written; None: of another."""
     directory = data.path
     if data.schema is not None or directory is None or not directory.is_dir():
         return None
@@ -270,11 +225,7 @@ def _inferred_schema(
 
 
 def _files(path: pathlib.Path | None) -> ParquetFiles:
-    """Return the Parquet files of a path.
-
-    Raises:
-        DataError: It is a file of another format.
-    """
+    """Return the Parquet files of a path."""
     if path is None:
         raise ConfigError("give the Parquet files with --data")
     if not is_parquet(path):

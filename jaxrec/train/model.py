@@ -22,14 +22,10 @@ from jaxrec.nn import DLRM, DCNv2, DeepFM
 from jaxrec.ragged.raw_ids import is_raw
 from jaxrec.tier import ahead, make
 from jaxrec.train.checkpoint import CheckpointError, restore
-from jaxrec.train.config import TrainConfig
+from jaxrec.train.config import CONFIG_FILE, TrainConfig, load_config
 from jaxrec.train.devices import Devices
-from jaxrec.train.features import FEATURES_DIRECTORY
-from jaxrec.train.model_columns import check_model
+from jaxrec.train.features import saved_encoder
 from jaxrec.train.open_vocabularies import dynamic_features, settings
-from jaxrec.train.options import load_config
-
-CONFIG_FILE = "config.yaml"
 
 Model: TypeAlias = DLRM | DCNv2 | DeepFM
 
@@ -49,14 +45,8 @@ def table_rows(config: TrainConfig) -> tuple[int, ...]:
 def table_configs(
     config: TrainConfig, encoder: TableEncoder | None = None
 ) -> list[EmbeddingBagConfig]:
-    """Return the configurations of the model's tables.
-
-    Args:
-        config: The configuration.
-        encoder: Encoder of Parquet files; None: the data are text in Criteo's format or generated.
-
-    Raises:
-        ConfigError: Two tables have one name.
+    """Return the configurations of the model's tables; without an encoder those of Criteo's
+    columns.
     """
     dtype, dim = config.model.table_dtype, config.model.embedding_dim
     if encoder is None:
@@ -94,11 +84,7 @@ def make_model(
     devices: Devices = _ONE_DEVICE,
     encoder: TableEncoder | None = None,
 ) -> tuple[Model, Optimizer]:
-    """Make a model and its optimizer for a run of ``num_steps`` steps.
-
-    Raises:
-        ConfigError: The columns do not fit the model.
-    """
+    """Make a model and its optimizer for a run of ``num_steps`` steps."""
     rates = config.optimizer
 
     tables = table_configs(config, encoder)
@@ -124,7 +110,7 @@ def _make(
     tables = table_configs(config, encoder)
     num_dense = NUM_DENSE if encoder is None else len(encoder.schema.dense)
     if encoder is not None:
-        check_model(options, encoder.schema)
+        options.check_columns(encoder.schema)
 
     def collection(tables: Sequence[EmbeddingBagConfig]) -> EmbeddingBagCollection:
         return EmbeddingBagCollection(tables, optimizer=optim.rowwise_adagrad(schedule), rngs=rngs)
@@ -167,12 +153,7 @@ def _wide(tables: Sequence[EmbeddingBagConfig]) -> list[EmbeddingBagConfig]:
 
 
 def predict(model: Model, batch: ClickBatch) -> Float[Array, " batch"]:
-    """Compute the logits of a batch.
-
-    Args:
-        model: The model.
-        batch: The batch; see `with_rows`.
-    """
+    """Compute the logits of a batch, ``[batch]``; see `with_rows`."""
     batch = with_rows(model, batch)
     return model(batch.dense, batch.features)
 
@@ -187,6 +168,14 @@ def with_rows(model: Model, batch: ClickBatch) -> ClickBatch:
     return batch
 
 
+def saved_config(path: str | os.PathLike[str]) -> TrainConfig:
+    """Return the configuration of a saved run; CheckpointError: there is none."""
+    config_file = pathlib.Path(path, CONFIG_FILE)
+    if not config_file.exists():
+        raise CheckpointError(f"{path}: there is no saved run here ({CONFIG_FILE} is missing)")
+    return load_config(config_file)
+
+
 def load_model(directory: str | os.PathLike[str], step: int | None = None) -> Model:
     """Load the model that `jaxrec train` saved in a directory.
 
@@ -198,13 +187,7 @@ def load_model(directory: str | os.PathLike[str], step: int | None = None) -> Mo
         CheckpointError: There is no saved model, or it is damaged.
         OSError: The model cannot be read.
     """
-    config_file = pathlib.Path(directory, CONFIG_FILE)
-    if not config_file.exists():
-        raise CheckpointError(
-            f"{directory}: there is no saved model here ({CONFIG_FILE} is missing)"
-        )
-    features = pathlib.Path(directory, FEATURES_DIRECTORY)
-    encoder = TableEncoder.load(features) if features.is_dir() else None
-    model, _ = make_model(load_config(config_file), num_steps=1, encoder=encoder)
+    config = saved_config(directory)
+    model, _ = make_model(config, num_steps=1, encoder=saved_encoder(directory))
     restore(directory, model, step=step)
     return model

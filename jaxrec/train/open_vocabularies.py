@@ -53,28 +53,15 @@ def settings(config: VocabularyConfig) -> Dynamic:
 def dynamic_features(
     config: TrainConfig, encoder: TableEncoder | None, names: Iterable[str]
 ) -> set[str]:
-    """Return the features whose tables have open vocabularies.
-
-    Args:
-        config: The configuration.
-        encoder: Encoder of Parquet files; None: the data are text in Criteo's format or generated.
-        names: Names of all features.
-    """
+    """Return the features whose tables have open vocabularies, of all with these names."""
     if encoder is not None:
         return set(encoder.schema.dynamic)
     return set(names) if config.vocabulary.is_dynamic else set()
 
 
 def with_dynamic_columns(schema: Schema, rows: int) -> Schema:
-    """Return a schema in which columns of encoding "vocabulary" are of encoding "dynamic".
-
-    Args:
-        schema: The schema.
-        rows: Number of rows of the tables of these columns.
-
-    Raises:
-        ConfigError: No column would have an open vocabulary, or one has options that only a learned
-            vocabulary has.
+    """Return a schema in which columns of encoding "vocabulary" are of encoding "dynamic" and have
+    ``rows`` rows.
     """
     columns = {}
     for name, column in schema.categorical.items():
@@ -103,11 +90,7 @@ def _check_options(name: str, column: CategoricalColumn) -> None:
 
 
 def check_fixed(schema: Schema) -> None:
-    """Check that no column of a schema has an open vocabulary.
-
-    Raises:
-        ConfigError: A column has one.
-    """
+    """Check that no column of a schema has an open vocabulary."""
     if schema.dynamic:
         raise ConfigError(
             f"column {schema.dynamic[0]!r} of the schema has encoding dynamic; give --vocabulary "

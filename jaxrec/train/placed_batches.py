@@ -1,4 +1,4 @@
-"""Batches on the devices, ahead of the steps that take them."""
+"""Batches on the devices: the copy of one, and many ahead of the steps that take them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,76 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import jax
+import numpy as np
 from flax import nnx
 
 from jaxrec.data import Pipeline
 from jaxrec.data.pipeline import each_batch
 from jaxrec.mesh.batch_counts import even_batches
 from jaxrec.mesh.processes import spans_processes
+from jaxrec.ragged.columns import numbers
 from jaxrec.tier import ahead
 from jaxrec.tier.planning.tier import tier_of
 
 # Number of batches whose ids get their rows ahead of the steps.
 _LOOK_AHEAD = 2
+
+# Bytes; XLA on a CPU copies arrays with another alignment.
+ALIGNMENT = 64
+
+# Types that need no check.
+_DEVICE_TYPES = frozenset(map(np.dtype, ("bool", "int32", "float32")))
+
+
+def put_batch(batch: Any) -> Any:
+    """Copy a host batch to the default device; `jaxrec.mesh.shard_batch` is for meshes.
+
+    `jax.device_put` may use host memory in place on a CPU, or copy it later, so that a reader that
+    reuses its buffers would change the batch. This function copies the batch before it returns.
+
+    Args:
+        batch: Any pytree of arrays and numbers.
+
+    Raises:
+        TypeError: A leaf has no numbers, such as an array of strings.
+        ValueError: An integer does not fit 32 bits, or elements are masked.
+
+    Example:
+        >>> import numpy as np
+        >>> host = np.zeros(1024, np.float32)
+        >>> there = put_batch(host)
+        >>> host[:] = 1
+        >>> float(there.sum())
+        0.0
+    """
+    batch = jax.tree_util.tree_map_with_path(_checked, batch)
+    if jax.default_backend() != "cpu":
+        return jax.device_put(batch)
+    return _on_device(jax.tree.map(_copied, batch))
+
+
+def _checked(path: tuple[Any, ...], leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) or (type(leaf) is np.ndarray and leaf.dtype in _DEVICE_TYPES):
+        return leaf
+    return numbers(f"batch{jax.tree_util.keystr(path)}", leaf)
+
+
+def _copied(leaf: Any) -> Any:
+    """Copy a host array to memory that XLA uses in place."""
+    if isinstance(leaf, jax.Array):
+        return leaf
+    memory = np.empty(leaf.nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    copy = memory[start : start + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape)
+    copy[...] = leaf
+    return copy
+
+
+@jax.jit
+def _on_device(batch: Any) -> Any:
+    """Convert to device arrays, in a third of the time of `jax.device_put`."""
+    return batch
 
 
 def placed_batches(
@@ -29,23 +88,11 @@ def placed_batches(
     accumulate: int = 1,
     empty: Callable[[Any], Any] | None = None,
 ) -> AbstractContextManager[Iterator[Any]]:
-    """Process batches in threads, give their ids rows, and put them on the devices.
+    """Return a context with the batches on the devices, which threads process and place ahead.
 
-    Ids get rows if the model has open vocabularies (`jaxrec.tier.ahead`). If the model is on
-    devices of several processes, these have equally many batches (`jaxrec.mesh.even_batches`).
-    Threads end with the context.
-
-    Args:
-        model: The model that takes the batches.
-        batches: Host batches.
-        *stages: Functions of a host batch, in order, each with its own thread.
-        place: Function that puts a batch on the devices.
-        is_training: Whether new ids get rows, as for `jaxrec.tier.ahead`.
-        accumulate: Number of batches whose gradients one update sums.
-        empty: As for `jaxrec.mesh.even_batches`, from a batch after the stages.
-
-    Returns:
-        A context with the iterator over the batches.
+    Each stage is a function of a host batch with a thread of its own. Ids get rows if the model has
+    open vocabularies (`jaxrec.tier.ahead`). If the model is on devices of several processes, these
+    have equally many batches (`jaxrec.mesh.even_batches`, to which ``empty`` goes).
     """
     is_shared, tier = spans_processes(model), tier_of(model)
     if tier is None and not is_shared:

@@ -1,16 +1,23 @@
-"""Progress of training: a bar on a terminal, lines elsewhere."""
+"""What a run shows: its progress on the standard output, and a picture of its curves at the end."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
+import os
+import pathlib
+import sys
 import time
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Column
+
+from jaxrec.plan.plot import require_matplotlib
 
 # Seconds between two updates of the bar, and between two printed lines.
 BAR_SECONDS = 0.2
@@ -20,6 +27,24 @@ BAR_WIDTH = 20
 
 # Number of first steps, which compile, that do not count for the samples per second.
 WARM_UP_STEPS = 1
+
+SUMMARY_FILE = "summary.png"
+
+# Prefix of the names of held-out values in the history.
+HELD_OUT = "held_out_"
+
+# Curves of the plot: name in the history, title, and name in the results.
+CURVES = (
+    ("log_loss", "log loss (nats)", "log_loss"),
+    ("normalized_entropy", "normalized entropy", "normalized_entropy"),
+    ("auc", "AUC", "auc"),
+    ("samples_per_second", "samples/s", None),
+)
+
+_LOST = (
+    "jaxrec train: the output is lost ({error}), and training goes on without it; stop it by "
+    "Ctrl-C or `kill {pid}`, which saves the model"
+)
 
 
 class Progress:
@@ -73,12 +98,7 @@ class Progress:
             self._console.print("compiling the training step")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
     @property
@@ -102,13 +122,7 @@ class Progress:
         return self._clock() - self._shown > self._seconds
 
     def show(self, step: int, ne: float, ids: str = "") -> None:
-        """Show the step and the running NE.
-
-        Args:
-            step: Number of the step.
-            ne: The running NE.
-            ids: Text about the ids of open vocabularies.
-        """
+        """Show the step, the running NE, and a text about the ids of open vocabularies."""
         self._shown = self._clock()
         speed = self.samples_per_second
         rate = f"{speed:,.0f} samples/s" if speed else "compiling"
@@ -141,6 +155,113 @@ class Progress:
                 self._paused_for += self._clock() - self._paused_at
 
 
+@contextlib.contextmanager
+def counted(console: Console, title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on a terminal while this lasts; yield a function that counts some more rows."""
+    bar = Bar(
+        TextColumn(title),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("", total=total)
+        yield lambda count: bar.update(task, advance=count)
+
+
 def _fixed(width: int) -> Column:
     """Return a column that a narrow terminal does not cut."""
     return Column(min_width=width, no_wrap=True)
+
+
+class Output:
+    """A text file whose loss is no error: what is written afterwards is dropped.
+
+    Args:
+        file: The file, such as `sys.stdout`.
+        report: File of the message that the output is lost.
+    """
+
+    def __init__(self, file: TextIO, report: TextIO):
+        self._file, self._report = file, report
+        self._is_lost = False
+
+    def write(self, text: str) -> int:
+        """Write a text, or drop it."""
+        if not self._is_lost:
+            try:
+                return self._file.write(text)
+            except OSError as error:
+                self._lose(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered, or drop it."""
+        if not self._is_lost:
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        self._is_lost = True
+        # The file still has a buffer, which Python writes when it ends.
+        with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), self._file.fileno())
+        message = _LOST.format(error=error.strerror, pid=os.getpid())
+        with contextlib.suppress(OSError):  # both may be one pipe
+            print(message, file=self._report, flush=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def standard_output() -> Output:
+    """Return the standard output as it is now."""
+    return Output(sys.stdout, sys.stderr)
+
+
+def read_history(path: pathlib.Path) -> dict[int, dict[str, float]]:
+    """Return the values that `jaxrec.metrics.JSONLinesWriter` wrote, by step and name.
+
+    The last value counts: a resumed run writes the steps after its checkpoint again. An incomplete
+    line of a killed run is left out.
+    """
+    history: dict[int, dict[str, float]] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        step = record.pop("step")
+        values = {n: math.nan if x is None else x for n, x in record.items()}
+        # An evaluation has a line of its own.
+        history[step] = history.get(step, {}) | values
+    return dict(sorted(history.items()))
+
+
+def draw_summary(
+    history: Mapping[int, Mapping[str, float]],
+    results: Mapping[str, float | None],
+    path: pathlib.Path,
+) -> None:
+    """Draw the curves of a run, by step and name, and its final held-out results as lines."""
+    figure = require_matplotlib()(figsize=(10, 7), layout="constrained")
+    for axes, (name, title, result) in zip(figure.subplots(2, 2).flat, CURVES, strict=True):
+        steps = [step for step, values in history.items() if name in values]
+        # A curve of one point is invisible without a marker.
+        marker = "o" if len(steps) == 1 else None
+        axes.plot(steps, [history[step][name] for step in steps], marker=marker, label="training")
+        evaluated = f"{HELD_OUT}{name}"
+        seen = [step for step, values in history.items() if evaluated in values]
+        if seen:
+            axes.plot(seen, [history[step][evaluated] for step in seen], "C1.-")
+        held_out = None if result is None else results.get(result)
+        if held_out is not None:
+            axes.axhline(held_out, color="C1", linestyle="--", label=f"held out: {held_out:.4f}")
+        axes.set(title=title, xlabel="step")
+        if steps or held_out is not None:
+            axes.legend()
+    figure.savefig(path)

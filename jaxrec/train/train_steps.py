@@ -18,7 +18,7 @@ from jaxrec.mesh.ahead import follows_from_batch, look_up_ahead, use_ahead
 from jaxrec.mesh.store import mesh_stores
 from jaxrec.metrics import MetricGroup
 from jaxrec.train.ahead import RoutedSteps
-from jaxrec.train.loss import Loss, Outputs, call_loss, sample_count
+from jaxrec.train.evaluation import Loss, Outputs, call_loss, sample_count
 
 
 class DeviceResult(NamedTuple):

@@ -34,10 +34,8 @@ from jaxrec.train.checkpoint import (
     load_state,
     open_checkpoint,
 )
-from jaxrec.train.evaluation import Evaluation
-from jaxrec.train.host_batch import put_batch
-from jaxrec.train.loss import Loss, Outputs
-from jaxrec.train.placed_batches import placed_batches
+from jaxrec.train.evaluation import Evaluation, Loss, Outputs
+from jaxrec.train.placed_batches import placed_batches, put_batch
 from jaxrec.train.step import MAX_PENDING_STEPS
 from jaxrec.train.train_steps import DeviceResult, SemiSynchronousSteps, SynchronousSteps
 

@@ -122,8 +122,15 @@ def test_types_and_nested_outputs(tmp_path):
     columns = {name: np.asarray(array).tolist() for name, array in inputs.items()}
     # More digits than the type has: they are rounded as NumPy rounds.
     columns["float16"] = [0.1, -7e-8, 6e-6, 1e-3, 60000]
+    columns["int32"] = [float(number) for number in columns["int32"]]
     expected = jaxrec.serve.load(model).predict(inputs, features)
-    (line,) = cpp.predict(model, [json.dumps(columns | features.to_lists())]).lines
+    columns |= features.to_lists()
+    wrong = [{"int8": [[1.0, 128.0]] * 5}, {"int8": [[1.0, 1.5]] * 5}]
+    line, *refused = cpp.predict(model, [json.dumps(columns | each) for each in ({}, *wrong)]).lines
+    assert [each["error"] for each in refused] == [
+        "column 'int8', sample 0: 128.0 does not fit int8",
+        "column 'int8', sample 0: it must be an array of int8, got 1.5",
+    ]
     names = {"inverse", "pooled", "sums.1", *(f"sums.0.{name}" for name in inputs)}
     assert set(line) == names - {"sums.0.is_new"}
     assert line["inverse"] == (~inputs["is_new"]).tolist()

@@ -15,8 +15,8 @@ import jaxrec
 from jaxrec.data import DataError, Schema, learn_encoder
 from jaxrec.data.encoder import bags_of
 from jaxrec.data.vocabulary import FrozenVocabulary
-from jaxrec.serve.commands.frozen_run import with_vocabularies
-from jaxrec.serve.http.json_body import JsonDecoder
+from jaxrec.serve.exported_run import with_vocabularies
+from jaxrec.serve.http.bodies import JsonDecoder
 from jaxrec.serve.http.predictor import Predictor, RequestError
 from tests.serve import cpp
 from tests.serve.artifact.edited import write_manifest
@@ -193,12 +193,27 @@ BAD_REQUESTS = {
     "a list for a word": ({"word": [["a"], "a"]}, "column 'word', sample 0: expected text or null"),
     "a number with a fraction": (
         {"hashed": [1.5, 2]},
-        "column 'hashed', sample 0: expected text or an integer or null, got 1.5",
+        "column 'hashed', sample 0: expected text or null, got 1.5",
     ),
-    "a mixture": (
+    "a hashed word for an integer": (
         {"hashes": [[1, 2], ["a"]]},
-        "column 'hashes', sample 1: \"a\" is of another type than the values before it; give "
-        "either text or integers",
+        "column 'hashes', sample 1: expected an integer, got \"a\"",
+    ),
+    "a word for a raw id": (
+        {"opens": [["7"], []]},
+        "column 'opens', sample 0: expected an integer, got \"7\"",
+    ),
+    "an integer for a raw word": (
+        {"open": ["a", 7]},
+        "column 'open', sample 1: expected text or null, got 7",
+    ),
+    "an integer with a fraction": (
+        {"row": [3.0, 3.5]},
+        "column 'row', sample 1: expected an integer or null, got 3.5",
+    ),
+    "a float that leaves integers out": (
+        {"codes": [[], [2.0**53 + 2]]},
+        "column 'codes', sample 1: expected an integer, got 9",
     ),
     "more than 64 bits": (
         {"modulo": [1, 2**63]},
@@ -282,6 +297,27 @@ def test_python_takes_the_same_values(exported):
         else:
             np.testing.assert_array_equal(answer["rows"], result.columns["rows"])
             np.testing.assert_allclose(answer["dense"], result.columns["dense"], rtol=1e-6)
+
+
+@needs_runtime
+def test_models_of_earlier_versions_take_text_and_integers(exported, tmp_path):
+    subprocess.run(["cp", "-r", str(exported), str(tmp_path / "model")], check=True)
+
+    def forget_types(manifest: dict) -> None:
+        for column in manifest["encoding"]["categorical"]:
+            column.pop("is_text", None)
+
+    write_manifest(tmp_path / "model", forget_types)
+    changes = {"hashes": [["a"], [], None], "hashed": [1, 2.0, None], "open": [7, 8, 7]}
+    columns = raw_rows(3) | changes
+    mixture = columns | {"hashes": [[1, 2], ["a"], []]}
+    requests = [json.dumps(columns), json.dumps(mixture)]
+    taken, refused = cpp.predict(tmp_path / "model", requests).lines
+    assert len(taken["rows"]) == 3
+    assert refused["error"] == (
+        "column 'hashes', sample 1: \"a\" is of another type than the values before it; give "
+        "either text or integers"
+    )
 
 
 def test_counts_of_more_than_64_bits_are_refused(exported):

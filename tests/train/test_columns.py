@@ -17,19 +17,24 @@ import pytest
 import yaml
 
 import jaxrec
-from jaxrec.cli import main
+from jaxrec.commands import main
 from jaxrec.data import ClickBatch, DataError, Schema, Shard, TableEncoder
 from jaxrec.data.statistics import ListLengths
 from jaxrec.metrics import auc
 from jaxrec.train import Trainer, checkpoint, load_model
 from jaxrec.train.checkpoint.tree import saved_tree
 from jaxrec.train.click_metrics import HeldOutEvaluation, click_loss
-from jaxrec.train.config import DataConfig, ModelConfig, TrainConfig
+from jaxrec.train.config import (
+    FEATURES_DIRECTORY,
+    DataConfig,
+    ModelConfig,
+    TrainConfig,
+    load_config,
+)
 from jaxrec.train.datasets import run_batches, split_datasets
 from jaxrec.train.devices import Devices
-from jaxrec.train.features import FEATURES_DIRECTORY, learn_features
+from jaxrec.train.features import learn_features
 from jaxrec.train.model import make_model, predict
-from jaxrec.train.options import load_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = (ROOT / "docs/data.md").read_text()

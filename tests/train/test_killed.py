@@ -1,7 +1,7 @@
 """A run that is killed again and again, at random moments, ends with the same bits.
 
 Minutes for twenty kills: JAXREC_TEST_KILLS=20 runs it (with -s it says where they fell); a kill at
-each of three moments is in test_cli.py.
+each of three moments is in tests/commands/test_train.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jaxrec.data.transforms import NUM_CATEGORICAL
 from jaxrec.train import checkpoint
 from jaxrec.train.checkpoint.arrays import read_arrays
 from jaxrec.train.checkpoint.files import UNFINISHED
+from tests.commands.test_train import PROGRAM, SMALL
 from tests.data.criteo.test_log import KAGGLE
-from tests.train.test_cli import PROGRAM, SMALL
 
 KILLS = int(os.environ.get("JAXREC_TEST_KILLS", "0"))
 

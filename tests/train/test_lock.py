@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from jaxrec.cli import main
+from jaxrec.commands import main
 from jaxrec.train.checkpoint.files import lock_directory
-from tests.train.test_cli import SMALL
+from tests.commands.test_train import SMALL
 
 # Locks a file, says so, and waits to be killed.
 OTHER_RUN = """

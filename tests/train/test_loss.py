@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxrec.data import WeightedBatch
-from jaxrec.train.loss import call_loss
+from jaxrec.train.evaluation import call_loss
 
 MODEL = nnx.Dropout(0.5)
 BATCH = np.ones(3, np.float32)

@@ -14,18 +14,17 @@ import pytest
 
 import jaxrec
 from jaxrec.arguments import ConfigError
-from jaxrec.cli import main
+from jaxrec.commands import main
 from jaxrec.data import CategoricalColumn, CriteoFile, GeneratedLog, Schema
 from jaxrec.data.criteo.conversion import convert
 from jaxrec.data.criteo.parts import Conversion
 from jaxrec.metrics import auc
 from jaxrec.tier import default_row, lfu_lru, zeros
 from jaxrec.train import Trainer, WriteMetrics, load_model
-from jaxrec.train.config import TrainConfig
+from jaxrec.train.config import TrainConfig, load_config, parse_options
 from jaxrec.train.datasets import split_datasets
 from jaxrec.train.model import predict
 from jaxrec.train.open_vocabularies import check_fixed, settings, with_dynamic_columns
-from jaxrec.train.options import load_config, parse_options
 from tests.data.criteo.test_log import KAGGLE
 from tests.tier import models
 from tests.train.vocabulary_runs import LAYERS, assert_same, history, rows_by_id

@@ -16,13 +16,13 @@ import pytest
 import yaml
 
 import jaxrec
-from jaxrec.cli import main
+from jaxrec.commands import main
 from jaxrec.data import TableEncoder
 from jaxrec.metrics import auc
 from jaxrec.train import load_model, progress
-from jaxrec.train.features import FEATURES_DIRECTORY, learn_features
+from jaxrec.train.config import FEATURES_DIRECTORY, parse_options
+from jaxrec.train.features import learn_features
 from jaxrec.train.model import predict
-from jaxrec.train.options import parse_options
 from tests.train.vocabulary_runs import LAYERS, assert_same, history, rows_by_id
 
 ROWS = 400

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from jaxrec.cli import main
-from jaxrec.train.output import Output
-from tests.train.test_cli import SMALL
+from jaxrec.commands import main
+from jaxrec.train.progress import Output
+from tests.commands.test_train import SMALL
 
 
 @contextlib.contextmanager

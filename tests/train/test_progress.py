@@ -8,8 +8,8 @@ import jax
 import pytest
 from rich.console import Console
 
+from jaxrec.train.callbacks import FIRST_STEP, STEPS, StepTrace
 from jaxrec.train.progress import LINE_SECONDS, Progress
-from jaxrec.train.trace import FIRST_STEP, STEPS, StepTrace
 
 
 def shown(*, terminal):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import jaxrec
-from jaxrec.cli import main
+from jaxrec.commands import main
+from tests.commands.test_train import SMALL
 from tests.forks import free_port
 from tests.train.ranker import WEIGHTED_GROUP, ids_of, make, weighted_loss, weights
-from tests.train.test_cli import SMALL
 from tests.train.uneven import data_of
 
 pytestmark = pytest.mark.slow

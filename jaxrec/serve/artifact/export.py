@@ -248,6 +248,7 @@ def write_columns(directory: pathlib.Path, encoder: TableEncoder) -> ColumnEncod
             if isinstance(vocabulary, FrozenVocabulary)
             else None,
             is_boolean=is_boolean(encoder.example, name),
+            is_text=encoder.is_text.get(name),
         )
         for number, (name, options) in enumerate(encoder.schema.categorical.items())
     ]

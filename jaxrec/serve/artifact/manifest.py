@@ -168,6 +168,8 @@ class CategoricalEncoding(
         ids: File of the int64 ``[size]`` raw ids of encoding "frozen", ascending: the row of the
             first is 1, and row 0 is that of other ids.
         is_boolean: Whether its values are true and false.
+        is_text: Whether the values of encodings "hash" and "frozen" are text, else integers; None:
+            not known, as in models that earlier versions exported.
     """
 
     name: str
@@ -178,6 +180,7 @@ class CategoricalEncoding(
     vocabulary: VocabularyFiles | None
     ids: str | None = None
     is_boolean: bool = False
+    is_text: bool | None = None
 
 
 class ColumnEncoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -20,17 +20,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jaxrec.serve.artifact.load import ServedModel
 from jaxrec.serve.artifact.refresh import Refresher
-from jaxrec.serve.http import arrow_body, json_body, metrics, page
-from jaxrec.serve.http.arrow_body import ArrowDecoder
+from jaxrec.serve.http import bodies, metrics, page
 from jaxrec.serve.http.batcher import Batcher
-from jaxrec.serve.http.body import Memory, discard
-from jaxrec.serve.http.description import describe
-from jaxrec.serve.http.errors import RequestError, busy
-from jaxrec.serve.http.follow import Follower
-from jaxrec.serve.http.json_body import JsonDecoder
-from jaxrec.serve.http.limits import Limits
+from jaxrec.serve.http.bodies import ARROW, JSON
+from jaxrec.serve.http.limits import Limits, Memory, RequestError, busy, discard
 from jaxrec.serve.http.metrics import Metrics
-from jaxrec.serve.http.predictor import Predictor
+from jaxrec.serve.http.predictor import Follower, Predictor
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +73,8 @@ class Application:
         self._memory = Memory(limits, self.metrics)
         self._follower = Follower(served, refresher, poll_seconds, self.metrics)
         self._decoders = {
-            json_body.MEDIA_TYPE: JsonDecoder(columns, limits.max_samples).decode,
-            arrow_body.MEDIA_TYPE: ArrowDecoder(columns, limits.max_samples).decode,
+            JSON: bodies.JsonDecoder(columns, limits.max_samples).decode,
+            ARROW: bodies.ArrowDecoder(columns, limits.max_samples).decode,
         }
         self._allowed_hosts = frozenset(allowed_hosts)
         self._on_ready = on_ready
@@ -139,10 +134,8 @@ class Application:
         await self._follower.follow()
 
     async def _until_started(self) -> None:
-        """Wait until the model is loaded.
-
-        Raises:
-            RequestError: That takes too long, or too many requests wait.
+        """Wait until the model is loaded; refuse if that takes too long or too many requests
+        wait.
         """
         if self._is_started.is_set():
             return
@@ -186,14 +179,13 @@ class Application:
         await self._until_started()
         if self.failure is not None:
             raise busy("the model cannot be loaded; the server's log says why")
-        with self._memory.body() as body:
-            try:
-                received = await body.read(request)
-            except ClientDisconnect:
-                raise RequestError(400, "the client closed the connection") from None
-            payload = await self._offload(len(received) > _INLINE_BYTES, decode, received)
-            scores = await self._batcher.submit(payload)
-        encode = arrow_body.encode if accepted == arrow_body.MEDIA_TYPE else json_body.encode
+        try:
+            async with self._memory.body(request) as body:
+                payload = await self._offload(len(body) > _INLINE_BYTES, decode, body)
+                scores = await self._batcher.submit(payload)
+        except ClientDisconnect:
+            raise RequestError(400, "the client closed the connection") from None
+        encode = bodies.encode_arrow if accepted == ARROW else bodies.encode_json
         content = await self._offload(payload.num_samples > _INLINE_SAMPLES, encode, scores.columns)
         return self._respond(
             content, media_type=accepted, headers={VERSION_HEADER: str(scores.version)}
@@ -226,7 +218,7 @@ class Application:
 
     async def _model(self, request: Request) -> Response:
         self._check_host(request)
-        return self._json(200, describe(self.served, self._predictor.columns, self.limits))
+        return self._json(200, page.describe(self.served, self._predictor.columns, self.limits))
 
     async def _example(self, request: Request) -> Response:
         self._check_host(request)
@@ -236,7 +228,7 @@ class Application:
             for name, values in self._predictor.columns.example().items()
         ]
         content = b"{\n" + b",\n".join(lines) + b"\n}\n"
-        return self._respond(content, media_type=json_body.MEDIA_TYPE)
+        return self._respond(content, media_type=JSON)
 
     async def _page(self, request: Request) -> Response:
         self._check_host(request)
@@ -280,7 +272,7 @@ class Application:
 
     def _json(self, status: int, content: Any, headers: Any = None) -> Response:
         encoded = msgspec.json.encode(content)
-        return self._respond(encoded, status, json_body.MEDIA_TYPE, headers)
+        return self._respond(encoded, status, JSON, headers)
 
     def _respond(
         self, content: bytes, status: int = 200, media_type: str = "", headers: Any = None
@@ -299,7 +291,7 @@ class _Refusal(Response):
     """
 
     def __init__(self, request: Request, content: bytes, status: int) -> None:
-        super().__init__(content, status, {"connection": "close"}, json_body.MEDIA_TYPE)
+        super().__init__(content, status, {"connection": "close"}, JSON)
         self._request = request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -325,17 +317,11 @@ def loopback_hosts(host: str) -> tuple[str, ...]:
 
 
 def _accepted(header: str, default: str) -> str:
-    """Return the media type of a response, given the ``Accept`` header and the body's type.
-
-    Raises:
-        RequestError: The client accepts neither JSON nor Arrow.
-    """
+    """Return the media type of a response, given the ``Accept`` header and the body's type."""
     kinds = [each.partition(";")[0].strip().lower() for each in header.split(",") if each.strip()]
     for kind in kinds:
-        if kind in (json_body.MEDIA_TYPE, arrow_body.MEDIA_TYPE):
+        if kind in (JSON, ARROW):
             return kind
     if not kinds or any(kind in ("*/*", "application/*") for kind in kinds):
         return default
-    raise RequestError(
-        406, f"accept {json_body.MEDIA_TYPE} or {arrow_body.MEDIA_TYPE}, got {header}"
-    )
+    raise RequestError(406, f"accept {JSON} or {ARROW}, got {header}")

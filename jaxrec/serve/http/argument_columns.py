@@ -13,8 +13,7 @@ import pyarrow.compute as pc
 from jaxrec.ragged.bounds import find_bad_ids
 from jaxrec.serve.artifact.batch_spec import ArrayInput, BatchSpec, Feature, RaggedInput
 from jaxrec.serve.artifact.requests import Column, Request, checked_array, offsets_of
-from jaxrec.serve.http.input_column import InputColumn, Kind
-from jaxrec.serve.http.input_columns import InputColumns
+from jaxrec.serve.http.input_columns import InputColumn, InputColumns, Kind
 
 WEIGHTS = ".weights"
 

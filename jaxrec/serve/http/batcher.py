@@ -10,10 +10,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from jaxrec.serve.http.errors import RequestError, busy
-from jaxrec.serve.http.limits import Limits
+from jaxrec.serve.http.bodies import Payload
+from jaxrec.serve.http.limits import Limits, RequestError, busy
 from jaxrec.serve.http.metrics import Metrics
-from jaxrec.serve.http.payload import Payload
 from jaxrec.serve.http.predictor import Scores
 
 logger = logging.getLogger(__name__)
@@ -57,11 +56,7 @@ class Batcher:
         self.thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="predict")
 
     async def submit(self, payload: Payload) -> Scores:
-        """Return the scores of a request.
-
-        Raises:
-            RequestError: The request is wrong, too many requests wait, or it took too long.
-        """
+        """Return the scores of a request; refuse it if too many wait, or if it takes too long."""
         limits = self._limits
         if self._active >= limits.max_concurrent:
             raise busy(f"{self._active} requests are under way; try again later")

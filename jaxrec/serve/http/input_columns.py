@@ -1,15 +1,137 @@
-"""The columns of requests: those of a model's encoder, or those of the arguments of a model."""
+"""The columns of requests: their types in JSON and in Arrow, and how they become inputs."""
 
 from __future__ import annotations
 
 import abc
+import dataclasses
+import types
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 
 from jaxrec.serve.artifact.requests import Request
-from jaxrec.serve.http.input_column import InputColumn
+
+Kind = Literal["number", "integer", "bool", "text", "text or integer"]
+
+_JSON: dict[Kind, Any] = {
+    "number": float,
+    "integer": int,
+    "bool": bool,
+    "text": str,
+    "text or integer": int | str,
+}
+_INT64 = range(-(2**63), 2**63)
+
+# A float up to this leaves no integer out; larger ones may not be the integer that was meant.
+_MOST_WHOLE = 2.0**53
+
+
+@dataclasses.dataclass(frozen=True)
+class InputColumn:
+    """A column of the requests that a model answers.
+
+    Attributes:
+        name: Its name.
+        kind: Type of its values.
+        is_list: Whether each sample has a list of any number of values.
+        shape: Shape of the values of a sample, for arrays; () otherwise.
+        num_ids: Ids are from 0 to ``num_ids - 1``; None: any value.
+        may_be_null: Whether the value or the list of a sample may be missing.
+        arrow_type: Arrow type of the values; None: it follows from them.
+        example: Values of an example, one for each sample.
+    """
+
+    name: str
+    kind: Kind
+    is_list: bool = False
+    shape: tuple[int, ...] = ()
+    num_ids: int | None = None
+    may_be_null: bool = False
+    arrow_type: pa.DataType | None = None
+    example: tuple[Any, ...] = ()
+
+    def json_type(self, *, with_floats: bool = False) -> Any:
+        """Return the type of the column in a JSON body; with floats in the place of integers."""
+        sample = _JSON[self.kind]
+        if with_floats and self.takes_integers:
+            sample = sample | float
+        for _ in range(self.depth):
+            sample = types.GenericAlias(list, (sample,))
+        return types.GenericAlias(list, (sample | None if self.may_be_null else sample,))
+
+    @property
+    def takes_integers(self) -> bool:
+        """Whether its values may be integers."""
+        return self.kind in ("integer", "text or integer")
+
+    def whole(self, values: list[Any]) -> list[Any]:
+        """Return the values of a JSON body with integers in the place of floats such as 3.0."""
+
+        def integer(value: Any, sample: int) -> Any:
+            if isinstance(value, list):
+                return [integer(each, sample) for each in value]
+            if not isinstance(value, float):
+                return value
+            if not (abs(value) <= _MOST_WHOLE and value.is_integer()):
+                raise ValueError(
+                    f"column {self.name!r}, sample {sample}: expected an integer, got {value!r}"
+                )
+            return int(value)
+
+        return [integer(value, sample) for sample, value in enumerate(values)]
+
+    @property
+    def depth(self) -> int:
+        """Number of nested lists of a sample."""
+        return len(self.shape) + self.is_list
+
+    def as_arrow(self, values: list[Any]) -> pa.Array:
+        """Return the values of a JSON body as an Arrow array."""
+        kind = self.arrow_type
+        if kind is None:
+            kind = self._type_of(values)
+        for _ in range(self.depth):
+            kind = pa.list_(kind)
+        try:
+            return pa.array(values, kind)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ValueError(self._problem(values) or f"column {self.name!r}: {error}") from None
+
+    def describe(self) -> dict[str, Any]:
+        """Return the column as the endpoint's ``/model`` shows it."""
+        return {
+            "name": self.name,
+            "type": self.kind,
+            "is_list": self.is_list,
+            "shape": list(self.shape),
+            "num_ids": self.num_ids,
+            "may_be_null": self.may_be_null,
+        }
+
+    def _type_of(self, values: list[Any]) -> pa.DataType:
+        """Return the type of values that are text or integers, or integers with or without sign."""
+        flat = [each for value in values for each in (value if self.is_list else (value,)) or ()]
+        first = next((each for each in flat if each is not None), None)
+        if isinstance(first, str) or (first is None and self.kind != "integer"):
+            return pa.string()
+        largest = max((each for each in flat if isinstance(each, int)), default=0)
+        return pa.int64() if largest in _INT64 else pa.uint64()
+
+    def _problem(self, values: list[Any]) -> str:
+        """Return which sample has an integer that does not fit, or another type than others."""
+        kinds: set[type] = set()
+        for sample, value in enumerate(values):
+            for each in (value if self.is_list else (value,)) or ():
+                if isinstance(each, int) and each not in _INT64 and self.kind == "integer":
+                    return f"column {self.name!r}, sample {sample}: {each} does not fit 64 bits"
+                kinds |= {type(each)} - {type(None)}
+                if len(kinds) > 1:
+                    return (
+                        f"column {self.name!r}, sample {sample}: {each!r} is of another type than "
+                        "the values before it; give either text or integers"
+                    )
+        return ""
 
 
 class InputColumns(abc.ABC):
@@ -29,19 +151,12 @@ class InputColumns(abc.ABC):
     def request(self, table: pa.Table) -> Request:
         """Return the samples of a table that has all of these columns.
 
-        Raises:
-            ValueError, TypeError: A value cannot be that of a sample; the message names the column
-                and the sample.
+        A ValueError or TypeError names the column and the sample whose value is wrong.
         """
 
     def table(self, parts: Sequence[Any]) -> pa.Table:
-        """Return the columns of some JSON bodies, one after the other.
-
-        Args:
-            parts: For each body its columns by name.
-
-        Raises:
-            ValueError: Values do not fit the type of a column.
+        """Return the columns of some JSON bodies, one after the other, from each body's columns by
+        name.
         """
         arrays = []
         for column in self.columns:

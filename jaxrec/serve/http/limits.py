@@ -1,10 +1,24 @@
-"""Limits of the HTTP endpoint."""
+"""Limits of the endpoint, bodies that are read within them, and errors that clients get."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+import time
+from collections.abc import AsyncIterator, Mapping
+
+from starlette.requests import ClientDisconnect, Request
+
+from jaxrec.serve.http.metrics import Metrics
 
 MEGABYTE = 1 << 20
+
+RETRY_SECONDS = 1
+
+# How long the rest of a refused body is read, so that a client that is still sending gets the
+# response: closing a connection with unread bytes resets it.
+LINGER_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,3 +54,96 @@ class Limits:
     keep_alive: float = 30.0
     drain: float = 1.0
     stop: float = 30.0
+
+
+class RequestError(Exception):
+    """A request that is refused.
+
+    Args:
+        status: Status of the response.
+        message: What is wrong, and what to do.
+        headers: Headers of the response.
+    """
+
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None):
+        super().__init__(message)
+        self.status, self.message, self.headers = status, message, dict(headers or {})
+
+
+def invalid(message: str) -> RequestError:
+    """Return the error of a request whose content is wrong."""
+    return RequestError(400, message)
+
+
+def busy(message: str) -> RequestError:
+    """Return the error of a request that may be sent again later."""
+    return RequestError(503, message, {"retry-after": str(RETRY_SECONDS)})
+
+
+class Memory:
+    """The bytes of all bodies that the endpoint holds."""
+
+    def __init__(self, limits: Limits, metrics: Metrics) -> None:
+        self._limits, self._metrics, self._held = limits, metrics, 0
+
+    @contextlib.asynccontextmanager
+    async def body(self, request: Request) -> AsyncIterator[bytearray]:
+        """Read a body, and hold its bytes until the context ends.
+
+        Raises:
+            RequestError: It is too large, comes too slowly, or there is too little memory.
+            ClientDisconnect: The client closed the connection.
+        """
+        content = bytearray()
+        try:
+            await self._read(request, content)
+            yield content
+        finally:
+            self._hold(-len(content))
+
+    async def _read(self, request: Request, content: bytearray) -> None:
+        limits = self._limits
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length) > limits.max_body:
+            raise _too_large(limits.max_body)
+        try:
+            async with asyncio.timeout(limits.read_timeout):
+                async for part in request.stream():
+                    if len(content) + len(part) > limits.max_body:
+                        raise _too_large(limits.max_body)
+                    if self._held + len(part) > limits.max_buffer:
+                        raise busy(
+                            f"requests of {self._held / MEGABYTE:,.0f} MB are under way; try again "
+                            "later"
+                        )
+                    self._hold(len(part))
+                    content += part
+        except TimeoutError:
+            raise RequestError(
+                408,
+                f"the body did not come within {limits.read_timeout:g} s; "
+                f"{len(content):,} bytes did",
+            ) from None
+
+    def _hold(self, size: int) -> None:
+        self._held += size
+        self._metrics.body_bytes.set(self._held)
+
+
+async def discard(request: Request, seconds: float = LINGER_SECONDS) -> None:
+    """Read the rest of a body and forget it, for some time."""
+    stop = time.monotonic() + seconds
+    with contextlib.suppress(TimeoutError, ClientDisconnect, RuntimeError):
+        async with asyncio.timeout(seconds):
+            while time.monotonic() < stop:
+                message = await request.receive()
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+
+
+def _too_large(most: int) -> RequestError:
+    return RequestError(
+        413,
+        f"the body is larger than {most / MEGABYTE:g} MB; send fewer samples, or start the server "
+        "with a larger --max-body-mb",
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -37,44 +39,28 @@ class Metrics:
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        self.responses = Counter(
-            "jaxrec_responses", "Responses to /predict.", ["status"], registry=registry
+        counter = functools.partial(Counter, registry=registry)
+        gauge = functools.partial(Gauge, registry=registry)
+        seconds = functools.partial(Histogram, buckets=_SECONDS, registry=registry)
+        counts = functools.partial(Histogram, buckets=_SAMPLES, registry=registry)
+        self.responses = counter("jaxrec_responses", "Responses to /predict.", ["status"])
+        self.seconds = seconds(
+            "jaxrec_request_seconds", "Seconds from the header of a request to its response."
         )
-        self.seconds = Histogram(
-            "jaxrec_request_seconds",
-            "Seconds from the header of a request to its response.",
-            buckets=_SECONDS,
-            registry=registry,
+        self.batch_samples = counts("jaxrec_batch_samples", "Samples that are predicted together.")
+        self.batch_requests = counts(
+            "jaxrec_batch_requests", "Requests that are predicted together."
         )
-        self.batch_samples = Histogram(
-            "jaxrec_batch_samples",
-            "Samples that are predicted together.",
-            buckets=_SAMPLES,
-            registry=registry,
+        self.batch_seconds = seconds(
+            "jaxrec_batch_seconds", "Seconds in which requests are encoded and predicted."
         )
-        self.batch_requests = Histogram(
-            "jaxrec_batch_requests",
-            "Requests that are predicted together.",
-            buckets=_SAMPLES,
-            registry=registry,
-        )
-        self.batch_seconds = Histogram(
-            "jaxrec_batch_seconds",
-            "Seconds in which requests are encoded and predicted.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.waiting = Gauge("jaxrec_waiting_samples", "Samples that wait.", registry=registry)
-        self.body_bytes = Gauge("jaxrec_body_bytes", "Bytes of bodies.", registry=registry)
-        self.connections = Gauge("jaxrec_connections", "Open connections.", registry=registry)
-        self.is_ready = Gauge("jaxrec_ready", "1 if requests are answered.", registry=registry)
-        self.tables_version = Gauge(
-            "jaxrec_tables_version", "Version of the tables.", registry=registry
-        )
-        self.refresh_errors = Counter(
-            "jaxrec_refresh_errors",
-            "Times that published versions could not be taken over.",
-            registry=registry,
+        self.waiting = gauge("jaxrec_waiting_samples", "Samples that wait.")
+        self.body_bytes = gauge("jaxrec_body_bytes", "Bytes of bodies.")
+        self.connections = gauge("jaxrec_connections", "Open connections.")
+        self.is_ready = gauge("jaxrec_ready", "1 if requests are answered.")
+        self.tables_version = gauge("jaxrec_tables_version", "Version of the tables.")
+        self.refresh_errors = counter(
+            "jaxrec_refresh_errors", "Times that published versions could not be taken over."
         )
 
     def text(self) -> bytes:

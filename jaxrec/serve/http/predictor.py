@@ -1,8 +1,10 @@
-"""Prediction of several requests by one call of a model."""
+"""The model behind the endpoint: one call for several requests, and new versions of its tables."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,12 +13,17 @@ import pyarrow as pa
 
 from jaxrec.serve.artifact.batch_spec import output_columns
 from jaxrec.serve.artifact.load import ServedModel
+from jaxrec.serve.artifact.refresh import Refresher
 from jaxrec.serve.artifact.requests import Request
 from jaxrec.serve.http.argument_columns import ArgumentColumns
-from jaxrec.serve.http.errors import RequestError, invalid
+from jaxrec.serve.http.bodies import Payload
 from jaxrec.serve.http.input_columns import InputColumns
-from jaxrec.serve.http.payload import Payload
+from jaxrec.serve.http.limits import RequestError, invalid
+from jaxrec.serve.http.metrics import Metrics
 from jaxrec.serve.http.raw_columns import RawColumns
+from jaxrec.tier import VersionError
+
+logger = logging.getLogger(__name__)
 
 # Errors of values that a model cannot take.
 _INPUT_ERRORS = (ValueError, TypeError, KeyError, OverflowError, pa.ArrowException)
@@ -72,11 +79,8 @@ class Predictor:
         return [results[number] for number in range(len(payloads))]
 
     def _scores(self, request: Request, sizes: Mapping[int, int]) -> dict[int, Scores]:
-        """Return the scores of some requests, whose samples follow each other in one request.
-
-        Args:
-            request: The samples.
-            sizes: Number of samples of each request, in order.
+        """Return the scores of some requests, whose samples follow each other in one; sizes are in
+        order.
         """
         variables = self.served.variables
         columns = output_columns(self.served.predict_request(request, variables))
@@ -110,3 +114,47 @@ class Predictor:
 def _message(error: Exception) -> str:
     text = error.args[0] if isinstance(error, KeyError) and error.args else error
     return " ".join(str(text).split())
+
+
+class Follower:
+    """Looks for published versions, and takes them over.
+
+    Args:
+        served: The model.
+        refresher: Takes versions over; None: there are none.
+        seconds: Seconds between two looks.
+        metrics: Metrics of the endpoint.
+    """
+
+    def __init__(
+        self, served: ServedModel, refresher: Refresher | None, seconds: float, metrics: Metrics
+    ) -> None:
+        self._served, self._refresher = served, refresher
+        self._seconds, self._metrics = seconds, metrics
+
+    async def begin(self) -> None:
+        """Take over the versions that are there before the first request."""
+        if self._refresher is not None:
+            try:
+                await self._update(self._refresher)
+            except (OSError, VersionError) as error:
+                self._report(error)
+
+    async def follow(self) -> None:
+        """Take versions over as they appear, until the task is cancelled."""
+        while self._refresher is not None:
+            await asyncio.sleep(self._seconds)
+            try:
+                await self._update(self._refresher)
+            except Exception as error:  # the tables of before stay in use
+                self._report(error)
+
+    async def _update(self, refresher: Refresher) -> None:
+        if await asyncio.to_thread(refresher.update):
+            version = self._served.variables.version
+            self._metrics.tables_version.set(version)
+            logger.info("tables are of version %d", version)
+
+    def _report(self, error: Exception) -> None:
+        self._metrics.refresh_errors.inc()
+        logger.warning("tables stay at version %d: %s", self._served.variables.version, error)

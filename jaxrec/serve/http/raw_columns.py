@@ -16,8 +16,7 @@ from jaxrec.data.encoder import bags_of
 from jaxrec.data.statistics import Moments
 from jaxrec.serve.artifact.batch_spec import ArrayInput, BatchSpec
 from jaxrec.serve.artifact.requests import Column, Request, offsets_of
-from jaxrec.serve.http.input_column import InputColumn, Kind
-from jaxrec.serve.http.input_columns import InputColumns
+from jaxrec.serve.http.input_columns import InputColumn, InputColumns, Kind
 
 
 class RawColumns(InputColumns):
@@ -83,6 +82,11 @@ def _categorical(encoder: TableEncoder) -> Iterator[InputColumn]:
             kind, arrow_type = ("integer" if is_integer else "text"), known.type
             values = [_shown(value) for value in known[:2].to_pylist()]
             values = values or ([0] if is_integer else [""])
+        elif name in encoder.is_text:
+            if encoder.is_text[name]:
+                kind, arrow_type, values = "text", pa.string(), ["a", "b"]
+            else:
+                kind = "integer"  # of a type that the values choose: with a sign or without
         elif options.encoding in ("ids", "modulo"):
             kind, arrow_type = "integer", pa.int64()
             num_ids = options.num_embeddings if options.encoding == "ids" else None

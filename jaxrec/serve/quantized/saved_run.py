@@ -8,12 +8,11 @@ import shutil
 
 from flax import nnx
 
-from jaxrec.data import TableEncoder
 from jaxrec.serve.quantized.saved import restore_quantized, save_quantized
 from jaxrec.train.checkpoint import CheckpointError
-from jaxrec.train.features import FEATURES_DIRECTORY
-from jaxrec.train.model import CONFIG_FILE, Model, make_model
-from jaxrec.train.options import load_config
+from jaxrec.train.config import CONFIG_FILE, FEATURES_DIRECTORY, load_config
+from jaxrec.train.features import saved_encoder
+from jaxrec.train.model import Model, make_model
 
 # The options of the run. Another name than the run's own file: the model is not trained further.
 RUN_FILE = "run.yaml"
@@ -64,7 +63,6 @@ def load_quantized(directory: str | os.PathLike[str]) -> Model:
             f"{directory}: there is no model of jaxrec quantize here ({RUN_FILE} is missing)"
         )
     config = load_config(directory / RUN_FILE)
-    features = directory / FEATURES_DIRECTORY
-    encoder = TableEncoder.load(features) if features.is_dir() else None
+    encoder = saved_encoder(directory)
     model = nnx.eval_shape(lambda: make_model(config, num_steps=1, encoder=encoder)[0])
     return restore_quantized(directory, model)

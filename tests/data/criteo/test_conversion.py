@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from jaxrec.cli import main
+from jaxrec.commands import main
 from jaxrec.data import DataError
 from jaxrec.data.contiguous import Appearances, ContiguousMap
 from jaxrec.data.criteo import conversion, parts

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxrec.cli import main
+from jaxrec.commands import main
 from jaxrec.data import (
     BatchSource,
     DataError,

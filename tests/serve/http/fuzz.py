@@ -9,9 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from jaxrec.serve.http.arrow_body import ArrowDecoder
-from jaxrec.serve.http.errors import RequestError
-from jaxrec.serve.http.json_body import JsonDecoder
+from jaxrec.serve.http.bodies import ArrowDecoder, JsonDecoder
+from jaxrec.serve.http.limits import RequestError
 from jaxrec.serve.http.predictor import Predictor, Scores
 from tests.serve.http.endpoint import stream
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import decimal
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -13,9 +15,10 @@ from flax import nnx
 import jaxrec
 from jaxrec.data import DataError, Schema, learn_encoder
 from jaxrec.serve import export, load
-from jaxrec.serve.http.errors import RequestError
-from jaxrec.serve.http.json_body import JsonDecoder
+from jaxrec.serve.http.bodies import JsonDecoder
+from jaxrec.serve.http.limits import RequestError
 from jaxrec.serve.http.predictor import Predictor
+from jaxrec.serve.http.raw_columns import RawColumns
 
 TABLE = pa.table(
     {
@@ -27,6 +30,8 @@ TABLE = pa.table(
         "city": ["Ulm", "Bern", "Ulm", "Bern"],
         "tags": pa.array([[b"a"], [], [b"a", b"b"], None], pa.list_(pa.binary())),
         "user": pa.array([2**64 - 7, 5, 5, 2**64 - 7], pa.uint64()),
+        "shop": ["x", None, "y", "y"],
+        "zip": pa.array([[7], [], [8, 9], [7]]),
     }
 )
 EXAMPLE = {
@@ -37,12 +42,16 @@ EXAMPLE = {
     "city": ["Ulm", "Bern"],
     "tags": [["a"], []],
     "user": [-7, 5],
+    "shop": ["x", None],
+    "zip": [[7], []],
 }
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    dense, categorical = ["age", "share", "price", "member"], ["city", "tags", "user"]
+    dense = ["age", "share", "price", "member"]
+    hashed = {"encoding": "hash", "num_embeddings": 20}
+    categorical = {"city": {}, "tags": {}, "user": {}, "shop": hashed, "zip": hashed}
     columns = {"label": "label", "dense": dense, "categorical": categorical}
     encoder = learn_encoder(Schema.from_dict(columns), [TABLE[:3], TABLE[3:]])
     tables = [
@@ -99,3 +108,37 @@ def test_other_values_are_no_booleans(served, value):
     given = rows.set_column(rows.column_names.index("member"), "member", pa.array([0, value]))
     with pytest.raises(DataError, match=r"row 1 .*'member': the value is 7; expected true or fals"):
         served.predict_columns(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "by_columns", "by_json"),
+    [
+        ("shop", [7, 8], "'shop' is of type int64; expected text, as in training, where it was of "
+         "type string", "'shop', sample 0: expected `str | null`, got `int`"),
+        ("zip", [[], ["7"]], f"'zip' is of type {pa.list_(pa.string())}; expected numbers, as in "
+         "training, where it was of type list<",
+         "'zip', sample 1: expected `int`, got `str`"),
+    ],
+)  # fmt: skip
+def test_text_and_numbers_are_those_of_training(served, name, values, by_columns, by_json):
+    """Their hashes differ: the row of "7" is not that of 7."""
+    with pytest.raises(RequestError) as refused:
+        scores_of(served, EXAMPLE | {name: values})
+    assert refused.value.message == f"column {by_json}"
+    rows = TABLE[:2].drop_columns("label")
+    index = rows.column_names.index(name)
+    with pytest.raises(DataError, match=re.escape(f"the table, column {by_columns}")):
+        served.predict_columns(rows.set_column(index, name, pa.array(values)))
+    # Nothing is known of a column without any value, and a float may be whole.
+    for missing in (pa.nulls(2), pa.array([[], []]) if name == "zip" else pa.nulls(2, pa.string())):
+        served.predict_columns(rows.set_column(index, name, missing))
+    if name == "zip":
+        floats = rows.set_column(index, name, pa.array([[7.0], []]))
+        expected = served.predict_columns(rows)
+        np.testing.assert_array_equal(served.predict_columns(floats), expected)
+
+
+def test_examples_without_rows_are_of_the_types_of_training(served):
+    encoder = dataclasses.replace(served.encoder, example=served.encoder.example.slice(0, 0))
+    example = RawColumns(encoder, served.manifest.batch).example()
+    assert (example["shop"], example["zip"]) == (["a", "b"], [[0, 1], []])

@@ -42,6 +42,9 @@ struct CategoricalColumn {
   // npy file, int64 [size] raw ids of kFrozen, ascending: the first has row 1, others have row 0.
   std::optional<std::string> ids;
   bool is_boolean = false;  // values are true and false
+  // Whether values of kHash and kFrozen are text, else integers; models of earlier versions do not
+  // say so, and take either.
+  std::optional<bool> is_text;
 };
 
 struct ColumnEncoding {

@@ -1,0 +1,75 @@
+"""The command ``jaxrec export``."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.filesize import decimal
+
+from jaxrec.arguments import NOT_GIVEN, ConfigError, parse, required
+from jaxrec.data import DataError, SchemaError
+from jaxrec.serve import export, load, quantize
+from jaxrec.serve.artifact.export import BATCH_SIZES
+from jaxrec.serve.artifact.manifest import ArtifactError
+from jaxrec.serve.exported_run import click_scores, load_run
+from jaxrec.train.checkpoint import CheckpointError
+
+USAGE_ERRORS = (ConfigError,)
+FAILURES = (ArtifactError, CheckpointError, DataError, FileExistsError, SchemaError, ValueError)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportOptions:
+    """Write a model that `jaxrec train` saved for prediction, with the encoding of its columns.
+
+    `jaxrec predict` and `jaxrec.serve.load` read it. They return the probability of a click and
+    its logit.
+    """
+
+    run: Annotated[pathlib.Path, tyro.conf.Positional, required("RUN")] = NOT_GIVEN
+    """Directory of the run."""
+    model: Annotated[pathlib.Path, tyro.conf.Positional, required("MODEL")] = NOT_GIVEN
+    """Directory of the exported model; one that is there is replaced."""
+    step: int | None = None
+    """Step of the checkpoint; by default the newest."""
+    dtype: Literal["int8", "int4", "int2", "float8", "float16"] | None = None
+    """Format of the tables; by default their type in training."""
+    batch_sizes: tuple[int, ...] = BATCH_SIZES
+    """Numbers of samples that programs are made for; other batches are cut and padded."""
+    platforms: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
+    """Platforms that programs are made for; this machine need not have them."""
+    example: bool = True
+    """Keep two training rows in the model, the example of a request that `jaxrec serve` gives."""
+
+
+def run(options: Sequence[str]) -> int:
+    """Run ``jaxrec export``; return the exit code."""
+    parsed = parse("export", options, ExportOptions())
+    if NOT_GIVEN in (parsed.run, parsed.model):
+        raise ConfigError("give the directories of the run and of the model: RUN MODEL")
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    model, encoder = load_run(parsed.run, parsed.step, has_example=parsed.example)
+    if parsed.dtype is not None:
+        model = quantize(model, parsed.dtype)
+    export(
+        model,
+        parsed.model,
+        function=click_scores,
+        encoder=encoder,
+        batch_sizes=parsed.batch_sizes,
+        platforms=parsed.platforms,
+    )
+    manifest = load(parsed.model, verify=False).manifest if "cpu" in parsed.platforms else None
+    size = sum(path.stat().st_size for path in parsed.model.rglob("*") if path.is_file())
+    tables = "" if manifest is None else f"{len(manifest.tables)} tables, "
+    console.print(
+        f"{tables}{decimal(size)}; programs for {', '.join(parsed.platforms)} and batches of "
+        f"{', '.join(map(str, sorted(set(parsed.batch_sizes))))}"
+    )
+    console.print(f"model exported to {parsed.model}")
+    return 0

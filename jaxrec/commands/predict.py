@@ -1,0 +1,174 @@
+"""The command ``jaxrec predict``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tyro
+from rich.console import Console
+
+from jaxrec.arguments import NOT_GIVEN, ConfigError, parse, required
+from jaxrec.data import DataError, ParquetGroups, Vocabulary
+from jaxrec.data.column_types import CommonTypes
+from jaxrec.data.files import key_column, key_types, keys_of, parquet_files
+from jaxrec.data.parquet import open_parquet
+from jaxrec.files.atomic import write_atomically
+from jaxrec.serve import ArtifactError, ServedModel, load
+from jaxrec.serve.artifact.batch_spec import arrow_column, output_columns
+from jaxrec.train.progress import counted
+
+USAGE_ERRORS = (ConfigError,)
+FAILURES = (ArtifactError, DataError)
+
+# Bytes of a column that are read from a file at a time.
+_BUFFER_BYTES = 1 << 18
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictOptions:
+    """Predict the rows of Parquet files by a model that `jaxrec export` wrote.
+
+    The columns are encoded as in training; labels are not needed. The output has a row for each
+    row of the input, in the same order.
+    """
+
+    model: Annotated[pathlib.Path, tyro.conf.Positional, required("MODEL")] = NOT_GIVEN
+    """Directory of the exported model."""
+    input: Annotated[pathlib.Path, tyro.conf.Positional, required("INPUT")] = NOT_GIVEN
+    """Parquet file, directory of Parquet files, or a pattern in quotes: 'parts/*.parquet'."""
+    output: Annotated[
+        pathlib.Path,
+        tyro.conf.arg(aliases=["-o"], metavar="OUTPUT", help_behavior_hint="(required)"),
+    ] = NOT_GIVEN
+    """Parquet file of the scores."""
+    keep: tuple[str, ...] = ()
+    """Columns of the input that the output has, too."""
+    batch_size: int = 16_384
+    """Number of rows that are read at a time."""
+
+
+def run(options: Sequence[str]) -> int:
+    """Run ``jaxrec predict``; return the exit code."""
+    parsed = parse("predict", options, PredictOptions())
+    if NOT_GIVEN in (parsed.model, parsed.input, parsed.output):
+        raise ConfigError("give the model, the rows and the output: MODEL INPUT -o OUTPUT")
+    if parsed.batch_size < 1:
+        raise ConfigError(f"--batch-size must be above 0, got {parsed.batch_size}")
+    paths = parquet_files(parsed.input).paths
+    if parsed.output.resolve() in [path.resolve() for path in paths]:
+        raise ConfigError(f"{parsed.output} is one of the input files; give another output")
+    if parsed.output.is_dir():
+        raise ConfigError(f"{parsed.output} is a directory; the output is a Parquet file")
+    served = load(parsed.model)
+    if served.encoder is None:
+        raise ArtifactError(
+            f"{parsed.model} was exported without an encoder of columns; jaxrec export writes one, "
+            "and jaxrec.serve.load takes other batches"
+        )
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    begun = time.perf_counter()
+    rows = _predict(parsed, served, paths, console)
+    seconds = time.perf_counter() - begun
+    console.print(f"{rows:,} rows in {seconds:.1f} s; scores in {parsed.output}")
+    return 0
+
+
+def _predict(
+    options: PredictOptions, served: ServedModel, paths: Sequence[pathlib.Path], console: Console
+) -> int:
+    """Write the scores of all rows; return the number of rows."""
+    total = sum(ParquetGroups(tuple(paths)).sizes)
+    with contextlib.ExitStack() as stack:
+        unfinished = stack.enter_context(write_atomically(options.output))
+        advance = stack.enter_context(counted(console, "predicting", total))
+        writer = None
+        for table in _scores(options, served, paths):
+            if writer is None:
+                writer = stack.enter_context(
+                    pq.ParquetWriter(unfinished, table.schema, write_page_checksum=True)
+                )
+            writer.write_table(table)
+            advance(len(table))
+        if writer is None:
+            raise DataError(f"{options.input} has no rows")
+    return total
+
+
+def _scores(
+    options: PredictOptions, served: ServedModel, paths: Sequence[pathlib.Path]
+) -> Iterator[pa.Table]:
+    """Yield the columns of the output, some rows at a time."""
+    assert served.encoder is not None
+    schema = served.encoder.schema
+    columns = list(dict.fromkeys([*schema.dense, *schema.categorical, *options.keep]))
+    kept = _kept_types(paths, options.keep)
+    types = key_types(paths)
+    is_text = {
+        name: not pa.types.is_integer(vocabulary.values.type)
+        for name, vocabulary in served.encoder.vocabularies.items()
+        if isinstance(vocabulary, Vocabulary)
+    }
+    # Directories such as shop=7 may name only numbers here, and others in training.
+    for name in types:
+        if (is_text | served.encoder.is_text).get(name):
+            types[name] = pa.string()
+    for path in paths:
+        first = 0
+        for rows in _read(path, columns, options.batch_size, types):
+            encoded = served.encoder.encode(rows, path, first)
+            batch = served.encoder.pack(encoded, len(rows))
+            outputs = dict(_columns(served.predict(batch.dense, batch.features)))
+            if clash := sorted(outputs.keys() & set(options.keep)):
+                raise DataError(f"--keep {clash[0]} has the name of a column of scores")
+            columns_kept = {field.name: rows[field.name].cast(field.type) for field in kept}
+            yield pa.table(columns_kept | outputs)
+            first += len(rows)
+
+
+def _kept_types(paths: Sequence[pathlib.Path], keep: tuple[str, ...]) -> pa.Schema:
+    """Return the types of the columns that the output has, too, which files may store in others."""
+    types = CommonTypes(keep)
+    for path, columns in ParquetGroups(tuple(paths), keep).schemas.items():
+        types.add(columns, path)
+    return pa.schema([types.schema.field(name) for name in keep])
+
+
+def _read(
+    path: pathlib.Path, columns: list[str], batch_size: int, types: Mapping[str, pa.DataType]
+) -> Iterator[pa.Table]:
+    """Yield the rows of a Parquet file, some at a time, with columns that are keys of its
+    directories.
+
+    ``types`` are those of the keys.
+    """
+    keys = keys_of(path)
+    # Pages are read when they are needed: a row group need not fit memory.
+    with open_parquet(
+        path, pre_buffer=False, buffer_size=_BUFFER_BYTES, page_checksum_verification=True
+    ) as file:
+        stored = file.schema_arrow.names
+        for name in columns:
+            if name not in stored and name not in keys:
+                raise DataError(
+                    f"{path} has no column {name!r}; its columns are {', '.join(stored)}"
+                )
+        wanted = [name for name in columns if name in stored]
+        for batch in file.iter_batches(batch_size, columns=wanted):
+            rows = pa.Table.from_batches([batch])
+            for name in columns:
+                if name not in stored:
+                    rows = rows.append_column(name, key_column(keys[name], types[name], len(batch)))
+            if len(batch):
+                yield rows
+
+
+def _columns(outputs: Any) -> Mapping[str, pa.Array]:
+    """Return outputs as columns: ``{"a": (x, y)}`` are ``a.0`` and ``a.1``, vectors are lists."""
+    return {name: arrow_column(array) for name, array in output_columns(outputs).items()}

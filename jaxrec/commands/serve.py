@@ -1,0 +1,129 @@
+"""The command ``jaxrec serve``."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import pathlib
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from jaxrec.arguments import NOT_GIVEN, ConfigError, parse, required
+from jaxrec.serve import ArtifactError, load
+from jaxrec.serve.artifact.refresh import Refresher
+
+USAGE_ERRORS = (ConfigError,)
+FAILURES = (ArtifactError, ValueError)
+
+_MEGABYTE = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeOptions:
+    """Answer requests over HTTP by a model that `jaxrec export` wrote.
+
+    POST /predict takes JSON and Arrow bodies; GET / is a page to try it.
+    """
+
+    model: Annotated[pathlib.Path, tyro.conf.Positional, required("MODEL")] = NOT_GIVEN
+    """Directory of the exported model."""
+    host: str = "127.0.0.1"
+    """Address that the server listens on; 0.0.0.0 is all of this machine's."""
+    port: int = 8000
+    """Port that the server listens on; 0: any free one."""
+    deltas: str = ""
+    """Folder or URL of the versions of `jaxrec.tier.publish`, which the tables follow."""
+    poll_s: float = 10.0
+    """Seconds between two looks for new versions."""
+    max_batch: int = 1024
+    """Number of samples from which waiting requests are predicted at once."""
+    max_delay_ms: float = 2.0
+    """Longest time that a request waits for others to be predicted with it."""
+    max_samples: int = 65_536
+    """Largest number of samples of a request."""
+    max_body_mb: float = 16.0
+    """Largest size of a body."""
+    max_buffer_mb: float = 256.0
+    """Largest size of the bodies of all requests under way."""
+    max_concurrent: int = 1024
+    """Largest number of requests that wait or are predicted; others get status 503."""
+    max_connections: int = 16_384
+    """Largest number of open connections."""
+    timeout_s: float = 30.0
+    """Longest time from a request to its response; then it gets status 504."""
+    read_timeout_s: float = 10.0
+    """Longest time in which a client sends a header, and then a body."""
+    drain_s: float = 1.0
+    """Time from SIGTERM to the end of new connections, for load balancers to see /ready."""
+    stop_s: float = 30.0
+    """Longest time that requests under way have then."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names of the server in the Host header; by default all, and on a loopback address localhost,
+    127.0.0.1 and [::1]."""
+
+
+def run(options: Sequence[str]) -> int:
+    """Run ``jaxrec serve``; return the exit code."""
+    parsed = parse("serve", options, ServeOptions())
+    if parsed.model == NOT_GIVEN:
+        raise ConfigError("give the directory of an exported model: MODEL")
+    _check(parsed)
+    try:
+        from jaxrec.serve.http.app import Application, loopback_hosts
+        from jaxrec.serve.http.limits import Limits
+        from jaxrec.serve.http.server import address_of, allow_connections, listen, serve
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"it needs {error.name}; install it by pip install 'jaxrec[serve]'"
+        ) from None
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    logging.getLogger("jaxrec").setLevel(logging.INFO)
+    limits = Limits(
+        max_batch=parsed.max_batch,
+        max_delay=parsed.max_delay_ms / 1000,
+        max_samples=parsed.max_samples,
+        max_body=int(parsed.max_body_mb * _MEGABYTE),
+        max_buffer=int(parsed.max_buffer_mb * _MEGABYTE),
+        max_concurrent=parsed.max_concurrent,
+        max_connections=allow_connections(parsed.max_connections),
+        timeout=parsed.timeout_s,
+        read_timeout=parsed.read_timeout_s,
+        drain=parsed.drain_s,
+        stop=parsed.stop_s,
+    )
+    served = load(parsed.model)
+    refresher = Refresher(served, parsed.deltas) if parsed.deltas else None
+    with listen(parsed.host, parsed.port) as listener:
+        address = address_of(listener)
+        application = Application(
+            served,
+            limits,
+            refresher=refresher,
+            poll_seconds=parsed.poll_s,
+            allowed_hosts=parsed.allowed_hosts or loopback_hosts(parsed.host),
+            on_ready=lambda: print(f"serving {parsed.model} at {address}", flush=True),
+        )
+        serve(application, listener)
+    return 0
+
+
+def _check(options: ServeOptions) -> None:
+    """Raise a ConfigError where an option has no sense."""
+    above_zero = (
+        "poll_s", "max_batch", "max_samples", "max_body_mb", "max_buffer_mb", "max_concurrent",
+        "max_connections", "timeout_s", "read_timeout_s", "stop_s",
+    )  # fmt: skip
+    for name in (*above_zero, "max_delay_ms", "drain_s"):
+        value = getattr(options, name)
+        is_good = value > 0 if name in above_zero else value >= 0
+        if not is_good or value == float("inf"):
+            least = "above 0" if name in above_zero else "0 or more"
+            raise ConfigError(f"--{name.replace('_', '-')} must be {least}, got {value:g}")
+    if not 0 <= options.port <= 65_535:
+        raise ConfigError(f"--port must be from 0 to 65535, got {options.port}")
+    if options.max_buffer_mb < options.max_body_mb:
+        raise ConfigError(
+            f"--max-buffer-mb must be --max-body-mb or more, got {options.max_buffer_mb:g}"
+        )

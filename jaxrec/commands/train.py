@@ -1,0 +1,441 @@
+"""The command ``jaxrec train``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import json
+import pathlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxrec.arguments import ConfigError
+from jaxrec.data import ClickBatch, DataError, SchemaError, Shard, TableEncoder
+from jaxrec.mesh.agree import gather_texts
+from jaxrec.mesh.processes import join_processes
+from jaxrec.mesh.watch import losses_first
+from jaxrec.metrics.writers import BackgroundWriter, JSONLinesWriter, Values
+from jaxrec.plan import PlanError
+from jaxrec.tier.vocabulary.vocabulary import TableFullError
+from jaxrec.train import checkpoint
+from jaxrec.train.callbacks import SaveCheckpoints, StepTrace
+from jaxrec.train.checkpoint import CheckpointError, CheckpointManager, PreservationPolicy
+from jaxrec.train.checkpoint.files import lock_directory
+from jaxrec.train.click_metrics import HeldOutEvaluation, RunningMetrics, click_loss
+from jaxrec.train.config import (
+    CONFIG_FILE,
+    FEATURES_DIRECTORY,
+    CheckpointConfig,
+    TrainConfig,
+    is_written,
+    load_config,
+    parse_options,
+    write_options,
+)
+from jaxrec.train.datasets import (
+    LogDataset,
+    ParquetDataset,
+    bad_lines,
+    check_held_out,
+    run_batches,
+    split_datasets,
+)
+from jaxrec.train.devices import Devices, plan_devices, simulate_cpus
+from jaxrec.train.features import is_parquet, run_encoder
+from jaxrec.train.interrupt import Interrupt, interruptible
+from jaxrec.train.model import CONFIG_FILE, make_model, saved_config, table_configs
+from jaxrec.train.open_vocabularies import describe, describe_stores
+from jaxrec.train.progress import (
+    HELD_OUT,
+    SUMMARY_FILE,
+    Progress,
+    draw_summary,
+    read_history,
+    standard_output,
+)
+from jaxrec.train.trainer import NotFiniteError, Trainer
+
+RESULTS_FILE = "results.json"
+HISTORY_FILE = "metrics.jsonl"
+PROFILE_DIRECTORY = "profile"
+
+# Number of steps between two lines of the history, and the least number of lines of a long run.
+RECORD_EVERY = 100
+MIN_RECORDS = 20
+
+USAGE_ERRORS = (ConfigError, SchemaError)
+
+
+class JobError(RuntimeError):
+    """The processes of a job cannot connect."""
+
+
+FAILURES = (CheckpointError, DataError, JobError, NotFiniteError, PlanError)
+
+
+def run(options: Sequence[str]) -> int:
+    """Run ``jaxrec train``; return the exit code."""
+    config = train_config(options)
+    simulate_cpus(config.devices)
+    try:
+        job = config.job
+        join_processes(
+            job.coordinator, job.num_processes, job.process_id, lost_after=job.lost_after
+        )
+    except RuntimeError as error:
+        raise JobError(f"the processes of the job do not find each other: {error}") from None
+    # Only process 0 prints.
+    quiet = jax.process_index() != 0
+    output: Any = standard_output()
+    console = Console(file=output, highlight=False, markup=False, soft_wrap=True, quiet=quiet)
+
+    def announce(signal: str) -> None:
+        console.print(f"{signal}: stopping after this step")
+
+    with interruptible(announce) as interrupt, losses_first():
+        return _train(config, console, interrupt)
+
+
+def train_config(options: Sequence[str]) -> TrainConfig:
+    """Parse the options, with defaults from a file or from a resumed run.
+
+    ``jaxrec train CONFIG`` is short for ``jaxrec train --config CONFIG``.
+    """
+    if options and not options[0].startswith("-"):
+        options = ["--config", *options]
+    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    files.add_argument("--config", type=pathlib.Path)
+    files.add_argument("--resume", type=pathlib.Path)
+    try:
+        named, _ = files.parse_known_args(options)
+    except argparse.ArgumentError:
+        raise ConfigError("--config and --resume are followed by a path") from None
+    if named.resume is not None:
+        if named.config is not None:
+            raise ConfigError("--resume goes on with a run's own options; leave --config out")
+        default = saved_config(named.resume)
+        config = parse_options(options, dataclasses.replace(default, output=named.resume))
+        _check_resumed(config, default)
+        return config
+    default = TrainConfig() if named.config is None else load_config(named.config)
+    return parse_options(options, default)
+
+
+def _check_resumed(config: TrainConfig, run: TrainConfig) -> None:
+    """Raise ConfigError if the options of a resumed run give other rows."""
+    if config.seed != run.seed:
+        drawn = "log" if config.data.path is None else "order of the rows"
+        raise ConfigError(
+            f"--seed {config.seed} makes another {drawn} than that of the run, whose seed is "
+            f"{run.seed}; leave --seed out"
+        )
+    if (kind := config.vocabulary.kind) != run.vocabulary.kind:
+        raise ConfigError(
+            f"--vocabulary {kind} is not that of the run, whose tables have "
+            f"{run.vocabulary.kind} vocabularies; leave --vocabulary out"
+        )
+    rows = config.data.generated_rows
+    if config.eval_only and config.data.path is None and rows != run.data.generated_rows:
+        raise ConfigError(
+            f"--data.generated-rows {rows} holds out other rows than the run, which has "
+            f"{run.data.generated_rows} before them; leave it out"
+        )
+
+
+def _train(config: TrainConfig, console: Console, interrupt: Interrupt) -> int:
+    output = _output(config)
+    encoder = None
+    if is_parquet(config.data.path):
+        encoder = run_encoder(config, console)
+    shard = Shard(jax.process_index(), jax.process_count())
+    rows, held_out = split_datasets(config, shard, encoder)
+    if not config.eval_only:
+        check_held_out(held_out, config)
+    with contextlib.nullcontext() if config.eval_only else lock_directory(output):
+        trainer, devices = _make_trainer(config, encoder, rows, console)
+        run = _Run(config, console, interrupt, output, rows, held_out, devices, trainer)
+        return run.evaluate() if config.eval_only else run.train()
+
+
+def _make_trainer(
+    config: TrainConfig,
+    encoder: TableEncoder | None,
+    rows: LogDataset | ParquetDataset,
+    console: Console,
+) -> tuple[Trainer, Devices]:
+    """Make the model on its devices, and load the checkpoint of a resumed run."""
+    if (count := config.devices * jax.process_count()) > 1:
+        console.print(f"planning where the tables go on {count} devices")
+    devices = plan_devices(config.devices, table_configs(config, encoder), config.data.batch_size)
+    devices = dataclasses.replace(devices, encoder=encoder, dense=config.dense)
+    model, optimizer = make_model(config, _num_steps(config, rows), devices, encoder)
+    trainer = Trainer(
+        model=model,
+        optimizer=optimizer,
+        loss=click_loss,
+        place=devices.put_batch,
+        uneven=config.job.uneven,
+    )
+    # A run that was killed before its first checkpoint starts anew.
+    if config.resume is not None and (checkpoint.all_steps(config.resume) or config.eval_only):
+        trainer.restore(config.resume, config.step)
+    return trainer, devices
+
+
+def _num_steps(config: TrainConfig, rows: LogDataset | ParquetDataset) -> int:
+    return rows.num_batches(config.data.batch_size) * config.data.epochs
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Run:
+    """A run of ``jaxrec train``.
+
+    Attributes:
+        output: Directory of the run.
+        rows, held_out: The training rows and the held-out rows.
+    """
+
+    config: TrainConfig
+    console: Console
+    interrupt: Interrupt
+    output: pathlib.Path
+    rows: LogDataset | ParquetDataset
+    held_out: LogDataset | ParquetDataset
+    devices: Devices
+    trainer: Trainer
+
+    def evaluate(self) -> int:
+        """Evaluate the model; return the exit code."""
+        if (values := self._evaluation()()) is not None:
+            _report(self.console, values, len(self.held_out))
+        return self.interrupt.exit_code
+
+    def train(self) -> int:
+        """Train, evaluate and save the model; return the exit code."""
+        config, console, trainer = self.config, self.console, self.trainer
+        num_steps, batch_size = _num_steps(config, self.rows), config.data.batch_size
+        if trainer.step >= num_steps and (self.output / RESULTS_FILE).exists():
+            console.print(
+                f"{self.output} is finished: {trainer.step:,} steps of {num_steps:,} are made. To "
+                f"train on, give more epochs than {config.data.epochs}: --data.epochs; to evaluate "
+                "the model again: --eval-only"
+            )
+            return 0
+        _start_output(self.output, config, self.devices.encoder, trainer)
+        console.print(
+            f"{config.data.path or 'generated log'}: {len(self.rows):,} rows to train on, "
+            f"{len(self.held_out):,} held out; {num_steps:,} steps of {batch_size:,}"
+            + (f", {trainer.step:,} of them made before" if trainer.step else "")
+        )
+        for path, count in bad_lines(self.rows, self.held_out).items():
+            console.print(f"{path}: {count:,} bad lines left out")
+        policy = _preservation_policy(config.checkpoint)
+        with contextlib.ExitStack() as stack:
+            progress = stack.enter_context(Progress(console, num_steps, trainer.step))
+            evaluation = self._add_callbacks(progress, policy, stack)
+            self._steps(run_batches(self.rows, batch_size, config.data.epochs, first=trainer.step))
+            values = None if self.interrupt else evaluation.values_at(trainer.step)
+        if values is None:
+            return _stopped(console, self.interrupt, self.output, trainer.step, num_steps)
+        results = {
+            "auc": values["auc"],
+            "best_auc": values.get("best_auc"),
+            **values,
+            "samples_per_second": progress.samples_per_second,
+        }
+        if (best := checkpoint.best_step(self.output, policy)) is not None:
+            results["best_step"] = best
+        if jax.process_index() == 0:
+            _write_results(console, results, self.output)
+        _report(console, results, len(self.held_out))
+        if ids := describe(trainer.model):
+            console.print(f"  ids          {ids}")
+        if rows := describe_stores(trainer.model):
+            console.print(f"  rows         {rows}")
+        console.print(f"model saved in {self.output}")
+        return 0
+
+    def _steps(self, batches: Iterator[ClickBatch]) -> None:
+        """Train on batches; warnings of the vocabularies are lines of the console."""
+        with warnings.catch_warnings():
+            if self.config.vocabulary.is_dynamic:
+                warnings.showwarning = self._show_warning
+            try:
+                self.trainer.train(batches)
+            except TableFullError as error:
+                raise DataError(
+                    f"{error}: --data.table-rows, --data.batch-size, --vocabulary.admit-after"
+                ) from None
+
+    def _show_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
+        self.console.print(
+            f"warning: {message}: --data.table-rows, --vocabulary.admit-after, --vocabulary.store"
+        )
+
+    def _evaluation(self, **options: Any) -> HeldOutEvaluation:
+        return HeldOutEvaluation(
+            self.trainer.model,
+            self.held_out,
+            batch_size=self.config.data.batch_size,
+            place=self.devices.put_batch,
+            stop=self.interrupt.is_due,
+            **options,
+        )
+
+    def _add_callbacks(
+        self, progress: Progress, policy: PreservationPolicy, stack: contextlib.ExitStack
+    ) -> HeldOutEvaluation:
+        """Add the trainer's callbacks; ``stack`` closes them. Return the evaluation."""
+        config, trainer, plan = self.config, self.trainer, self.devices.plan
+        manager = stack.enter_context(CheckpointManager(self.output, policy))
+        record: Callable[[int, Values], None] = lambda step, values: None  # noqa: E731
+        writer = None
+        if is_first := jax.process_index() == 0:
+            writer = BackgroundWriter(JSONLinesWriter(self.output / HISTORY_FILE))
+            record = stack.enter_context(contextlib.closing(writer)).write
+
+        def report(step: int, values: dict[str, float]) -> None:
+            record(step, {f"{HELD_OUT}{name}": value for name, value in values.items()})
+            progress.show_held_out(step, values["auc"], values["normalized_entropy"])
+
+        evaluation = self._evaluation(
+            every=config.evaluate_every or None,
+            # An evaluation at the end alone is reported with the results.
+            report=report if config.evaluate_every or policy.best else None,
+            paused=progress.paused,
+        )
+
+        def checkpoint_metrics() -> dict[str, float]:
+            is_needed = policy.best and not self.interrupt
+            return (evaluation.values_at(trainer.step) if is_needed else None) or {}
+
+        default_every = min(RECORD_EVERY, -(-_num_steps(config, self.rows) // MIN_RECORDS))
+        trace_directory = self.output / PROFILE_DIRECTORY if config.profile and is_first else None
+        trainer.callbacks = (
+            RunningMetrics(progress, record, config.record_every or default_every),
+            stack.enter_context(StepTrace(trace_directory, progress.paused)),
+            evaluation,
+            _SaveCheckpoints(
+                manager,
+                config.checkpoint.every,
+                metrics=checkpoint_metrics,
+                plan=None if plan is None else plan.to_json(),
+                progress=progress,
+                history=writer,
+            ),
+            self.interrupt,
+        )
+        return evaluation
+
+
+@dataclasses.dataclass
+class _SaveCheckpoints(SaveCheckpoints):
+    """Saves checkpoints outside of the time that the progress bar measures.
+
+    The history of the steps before a checkpoint is written first: a run that is killed and goes on
+    from the checkpoint does not compute it again.
+    """
+
+    progress: Progress = dataclasses.field(kw_only=True)
+    history: BackgroundWriter | None = dataclasses.field(kw_only=True)
+
+    def save(self, trainer: Trainer) -> None:
+        with self.progress.paused():
+            if self.history is not None:
+                self.history.wait()
+            super().save(trainer)
+
+
+def _preservation_policy(config: CheckpointConfig) -> PreservationPolicy:
+    return PreservationPolicy(
+        latest=config.keep_last,
+        best=config.keep_best,
+        metric=config.best_by,
+        mode="max" if config.best_by == "auc" else "min",
+    )
+
+
+def _start_output(
+    output: pathlib.Path, config: TrainConfig, encoder: TableEncoder | None, trainer: Trainer
+) -> None:
+    """Write the options and the encoder of a run, after a check of the disk's space."""
+    checkpoint.require_space(output, trainer.model, trainer.optimizer)
+    if jax.process_index() != 0:
+        return
+    if config.resume is None and is_written(output / CONFIG_FILE):
+        # The folder of a run that failed before its first checkpoint.
+        (output / HISTORY_FILE).unlink(missing_ok=True)
+    if encoder is not None and (config.resume is None or output != config.resume):
+        encoder.save(output / FEATURES_DIRECTORY)
+    write_options(config, output / CONFIG_FILE)
+
+
+def _output(config: TrainConfig) -> pathlib.Path:
+    """Return the directory of the run, the same in all processes."""
+    output = config.output or pathlib.Path(
+        "runs", datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    )
+    problem = None if config.resume is not None else _why_taken(output)
+    if jax.process_count() > 1:
+        # All processes have looked before one writes.
+        text, problem = json.loads(gather_texts(json.dumps([str(output), problem]))[0])
+        output = pathlib.Path(text)
+    if problem is not None:
+        raise ConfigError(problem)
+    return output
+
+
+def _why_taken(output: pathlib.Path) -> str | None:
+    """Return why a new run cannot have a directory; None if it can, as after an early failure."""
+    if not (output / CONFIG_FILE).exists():
+        return None
+    if checkpoint.all_steps(output):
+        return (
+            f"{output} holds a saved run; go on with it by --resume {output}, "
+            "or give another --output"
+        )
+    if is_written(output / CONFIG_FILE):
+        return None
+    return f"{output} holds a {CONFIG_FILE} that no run has written; give another --output"
+
+
+def _write_results(
+    console: Console, results: Mapping[str, float | None], output: pathlib.Path
+) -> None:
+    (output / RESULTS_FILE).write_text(json.dumps(results, indent=2) + "\n")
+    try:
+        draw_summary(read_history(output / HISTORY_FILE), results, output / SUMMARY_FILE)
+    except ImportError as error:
+        console.print(str(error))
+
+
+def _stopped(
+    console: Console, interrupt: Interrupt, output: pathlib.Path, step: int, num_steps: int
+) -> int:
+    name = "" if interrupt.signal is None else interrupt.signal.name
+    console.print(
+        f"stopped by {name} after step {step:,} of {num_steps:,}; model saved in "
+        f"{output}, go on with: jaxrec train --resume {output}"
+    )
+    return interrupt.exit_code
+
+
+def _report(console: Console, results: Mapping[str, float | None], rows: int) -> None:
+    best = results.get("best_auc")
+    reachable = "" if best is None else f"  (best reachable {best:.4f})"
+    # A run of one step only compiles.
+    rate = results.get("samples_per_second")
+    trained = f"; trained at {rate:,.0f} samples/s" if rate else ""
+    console.print(f"on {rows:,} held-out rows{trained}:")
+    console.print(f"  AUC          {results['auc']:.4f}{reachable}")
+    console.print(f"  NE           {results['normalized_entropy']:.4f}")
+    console.print(f"  log loss     {results['log_loss']:.4f} nats")
+    console.print(f"  calibration  {results['calibration']:.4f}")
+    if "best_step" in results:
+        console.print(f"best of the checkpoints that stay: step {results['best_step']:,}")

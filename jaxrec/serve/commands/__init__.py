@@ -1,1 +1,0 @@
-"""Commands of trained models: quantize, export, predict."""

@@ -1,0 +1,173 @@
+"""The model of a run of `jaxrec train` as `jaxrec export` writes it, with its columns' encoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pyarrow as pa
+from flax import nnx
+from jaxtyping import Array
+
+from jaxrec.data import Clicks, DataError, SchemaError, TableEncoder
+from jaxrec.data.criteo.log import criteo_schema
+from jaxrec.data.encoder import NUM_ROWS, first_rows
+from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES
+from jaxrec.data.vocabulary import FrozenVocabulary
+from jaxrec.embed.collection import Collection
+from jaxrec.embed.taps import tapped_modules
+from jaxrec.embed.variables import dense_variables, plain, value_like
+from jaxrec.tier.deltas.tables import PublishedTable, published_tables
+from jaxrec.tier.planning.tier import tier_of
+from jaxrec.train.checkpoint import restore
+from jaxrec.train.config import TrainConfig, VocabularyConfig
+from jaxrec.train.datasets import ParquetDataset, split_datasets
+from jaxrec.train.features import saved_encoder
+from jaxrec.train.model import load_model, make_model, saved_config, table_rows
+
+
+def click_scores(model: nnx.Module, dense: Array, features: Any) -> dict[str, Array]:
+    """Return the probability of a click and its logit, ``[batch]`` each."""
+    call: Any = model
+    logits = call(dense, features)
+    return {"probability": jax.nn.sigmoid(logits), "logit": logits}
+
+
+def load_run(
+    path: pathlib.Path, step: int | None, *, has_example: bool
+) -> tuple[nnx.Module, TableEncoder]:
+    """Load the model of a run and the encoder of its columns, from a step's checkpoint or the
+    newest.
+
+    With ``has_example`` the encoder keeps some training rows, else their types alone.
+    """
+    config = saved_config(path)
+    encoder = _with_example(config, column_encoder(path))
+    if encoder.example is not None and not has_example:
+        # The types of the columns stay known.
+        encoder = dataclasses.replace(encoder, example=encoder.example.slice(0, 0))
+    if encoder.schema.dynamic:
+        return _load_frozen(path, config, encoder, step)
+    return load_model(path, step), encoder
+
+
+def column_encoder(path: pathlib.Path) -> TableEncoder:
+    """Return the encoder of a run's columns; that of Criteo's columns for other click logs."""
+    config = saved_config(path)
+    if (encoder := saved_encoder(path)) is not None:
+        return encoder
+    schema = criteo_schema(table_rows(config), is_dynamic=config.vocabulary.is_dynamic)
+    return TableEncoder(schema, {}, {}, {})
+
+
+def _with_example(config: TrainConfig, encoder: TableEncoder) -> TableEncoder:
+    """Return an encoder that keeps some training rows, if it can be found which they were."""
+    if encoder.example is not None:
+        return encoder
+    try:
+        training, _ = split_datasets(config, encoder=encoder)
+        if isinstance(training, ParquetDataset):
+            rows = training.groups.read(0)
+        else:
+            rows = _columns(next(training.log.chunks(training.start, training.start + NUM_ROWS)))
+    except (OSError, DataError, SchemaError):  # the data are elsewhere by now
+        return encoder
+    return dataclasses.replace(encoder, example=first_rows(encoder.schema, rows))
+
+
+def _columns(clicks: Clicks) -> pa.Table:
+    """Return rows of a log in Criteo's format as `jaxrec data criteo` writes them."""
+    counts = np.round(np.exp(clicks.dense.T) - 3).astype(np.int32)
+    names = (*DENSE_NAMES, *CATEGORICAL_NAMES)
+    return pa.table(dict(zip(names, (*counts, *clicks.ids.T), strict=True)))
+
+
+def _load_frozen(
+    path: pathlib.Path, config: TrainConfig, encoder: TableEncoder, step: int | None
+) -> tuple[nnx.Module, TableEncoder]:
+    """Load a run with open vocabularies as a model that knows the ids of its checkpoint.
+
+    Row 0 of each table is the row that ids without one read, and the others are those of known ids,
+    also of ids whose rows were evicted to a store. The encoder's columns of encoding "dynamic"
+    become "frozen".
+    """
+    vocabulary = config.vocabulary
+    if vocabulary.store is not None:
+        # The run's own store stays as it is.
+        vocabulary = dataclasses.replace(vocabulary, store="memory://")
+    opened = dataclasses.replace(config, vocabulary=vocabulary)
+    model, _ = make_model(opened, num_steps=1, encoder=encoder)
+    restore(path, model, step=step)
+    tier = tier_of(model)
+    assert tier is not None
+    with tier.settled(model):
+        tables = {name: _read_table(table) for name, table in published_tables(model).items()}
+    vocabularies = {
+        feature: FrozenVocabulary(table.ids)
+        for table in tables.values()
+        if table.ids is not None
+        for feature in table.features
+    }
+    frozen = with_vocabularies(encoder, vocabularies)
+    fixed = dataclasses.replace(config, vocabulary=VocabularyConfig())
+    copy, _ = make_model(fixed, num_steps=1, encoder=frozen)
+    variables = dense_variables(copy)
+    for name, variable in dense_variables(model).items():
+        target = variables[name]
+        value = np.asarray(plain(variable.get_raw_value()))
+        target.set_value(value_like(value, target.get_raw_value()))
+    for place, module in tapped_modules(copy).items():
+        assert isinstance(module, Collection)
+        for each in module.configs:
+            rows = tables[f"{place}/{each.name}" if place else each.name].rows
+            module.load_table(each.name, rows)
+    return copy, frozen
+
+
+class _Table(NamedTuple):
+    """A table of the run.
+
+    Attributes:
+        ids: int64 ``[n]`` raw ids, ascending; None: ids are row indices.
+        rows: ``[rows, dim]`` values, the row of unknown ids first where there are raw ids.
+        features: Features that read it.
+    """
+
+    ids: np.ndarray | None
+    rows: np.ndarray
+    features: tuple[str, ...]
+
+
+def _read_table(table: PublishedTable) -> _Table:
+    parts = [(ids, values["rows"]) for ids, values in table.scan(with_state=False)]
+    shape = table.shapes(with_state=False)["rows"]
+    ids = np.concatenate([np.zeros(0, np.int64), *(part for part, _ in parts)])
+    rows = np.concatenate([np.zeros((0, *shape.shape[1:]), shape.dtype), *(r for _, r in parts)])
+    features = tuple(table.config.feature_names)
+    if not table.facts.is_open:
+        return _Table(None, rows, features)
+    order = np.argsort(ids)
+    unknown = table.read_rows(np.arange(1), with_state=False)["rows"]
+    return _Table(ids[order], np.concatenate([unknown, rows[order]]), features)
+
+
+def with_vocabularies(
+    encoder: TableEncoder, vocabularies: Mapping[str, FrozenVocabulary]
+) -> TableEncoder:
+    """Return an encoder in which the columns of vocabularies are of encoding "frozen"."""
+    columns = {
+        name: dataclasses.replace(
+            column, encoding="frozen", num_embeddings=vocabularies[name].num_embeddings
+        )
+        if name in vocabularies
+        else column
+        for name, column in encoder.schema.categorical.items()
+    }
+    schema = dataclasses.replace(encoder.schema, categorical=columns)
+    return dataclasses.replace(
+        encoder, schema=schema, vocabularies={**encoder.vocabularies, **vocabularies}
+    )

@@ -1,0 +1,260 @@
+"""Quality of a quantized model beside the model that it was made from."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxrec.mesh import shard_batch
+from jaxrec.mesh.store import MeshStore
+from jaxrec.metrics import NormalizedEntropy, auc
+from jaxrec.plan.formatting import format_bytes
+from jaxrec.serve.quantized.model_copy import shared_copy
+from jaxrec.serve.quantized.paired_stores import paired_stores, stores
+from jaxrec.serve.quantized.table_quality import TableQuality, draw, table_quality
+
+Predict: TypeAlias = Callable[[Any, Any], tuple[Any, ...]]
+"""Function of a model and a batch that returns logits, labels and, optionally, weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Values of a model's predictions on labelled samples.
+
+    Attributes:
+        samples: Number of samples of a weight above 0.
+        normalized_entropy: See `jaxrec.metrics.NormalizedEntropy`; lower is better.
+        auc: Area under the ROC curve.
+    """
+
+    samples: int
+    normalized_entropy: float
+    auc: float
+
+
+@dataclasses.dataclass(frozen=True)
+class QualityReport:
+    """Sizes, errors and scores of a quantized model; ``str(report)`` is a table.
+
+    Attributes:
+        tables: The tables of the model, in order.
+        before: Scores of the model; None: no batches were given.
+        after: Scores of the quantized model on the same samples.
+    """
+
+    tables: tuple[TableQuality, ...]
+    before: Scores | None = None
+    after: Scores | None = None
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of all tables before quantization."""
+        return sum(table.bytes_before for table in self.tables)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of all tables after quantization."""
+        return sum(table.bytes_after for table in self.tables)
+
+    @property
+    def entropy_change(self) -> float | None:
+        """Relative change of the normalized entropy: 0.001 is 0.1 % worse; None without scores."""
+        if self.before is None or self.after is None:
+            return None
+        return self.after.normalized_entropy / self.before.normalized_entropy - 1
+
+    def __str__(self) -> str:
+        head = ("table", "dtype", "rows", "pruned", "before", "after", "", "rms error", "largest")
+        lines = [head, *map(_line, self.tables), _total(self)]
+        sections = [_aligned(lines, left=2)]
+        if self.before is not None and self.after is not None:
+            sections.append(_scores_text(self.before, self.after))
+        return "\n\n".join(sections)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw sizes and errors of the tables, the largest ones if there are many.
+
+        Args:
+            path: The picture's file; its ending says the format.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed (``pip install 'jaxrec[plot]'``).
+            OSError: The file cannot be written.
+        """
+        draw(self.tables, _title(self), path)
+
+
+def quality(
+    model: nnx.Module,
+    small: nnx.Module,
+    batches: Iterable[Any] | None = None,
+    *,
+    predict: Predict | None = None,
+) -> QualityReport:
+    """Compare a quantized model with the model that it was made from.
+
+    The rows of both are read in parts of 16 MiB, each once, and each batch is predicted once by
+    each model, in evaluation mode. With several processes all of them call this with the same
+    batches.
+
+    Args:
+        model: The model, on one device or over a mesh.
+        small: What `quantize` returned for it, on one device or over a mesh.
+        batches: Labelled batches on the host, such as held-out ones; None: the report has no
+            scores. They are put on the mesh of a model whose tables lie there, and have a multiple
+            of its devices of samples then.
+        predict: Function of a model and a batch that returns logits, labels and, optionally, sample
+            weights, each ``[batch]``; it is compiled. None: batches are pairs of features and
+            labels, and the logits are ``model(features)``.
+
+    Raises:
+        TypeError: ``small`` has tables that are not quantized; or there are batches, and tables lie
+            over several processes.
+        ValueError: The models have different tables; there are batches but no samples of a weight
+            above 0; or a logit is NaN, such as of an id outside of its table.
+
+    Example:
+        >>> import jaxrec
+        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=100, embedding_dim=8)
+        >>> model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+        >>> report = quality(model, jaxrec.serve.quantize(model, "int4"))
+        >>> report.bytes_after / report.bytes_before
+        0.25
+        >>> 0 < report.tables[0].relative_rms_error < 0.1
+        True
+    """
+    tables = tuple(
+        table_quality(before, after, config.name)
+        for _, after, before in paired_stores(small, model)
+        for config in before.configs
+    )
+    if batches is None:
+        return QualityReport(tables)
+    return QualityReport(tables, *_scores((model, small), batches, predict or _default_predict))
+
+
+def _default_predict(model: Any, batch: Any) -> tuple[Any, ...]:
+    features, labels = batch
+    return model(features), labels
+
+
+def _scores(
+    models: tuple[nnx.Module, ...], batches: Iterable[Any], predict: Predict
+) -> list[Scores]:
+    """Return the scores of each model on the same batches."""
+    programs = [_program(model, predict) for model in models]
+    samples: list[list[list[np.ndarray]]] = [[] for _ in models]
+    for batch in batches:
+        for program, columns in zip(programs, samples, strict=True):
+            columns.append(_columns(program(batch)))
+    if not samples[0] or not sum(len(columns[0]) for columns in samples[0]):
+        raise ValueError("the batches hold no sample with a weight above 0; give labelled batches")
+    return [_score(*map(np.concatenate, zip(*columns, strict=True))) for columns in samples]
+
+
+def _program(model: nnx.Module, predict: Predict) -> Callable[[Any], Any]:
+    """Return a compiled function of a batch, of a copy in evaluation mode that shares arrays."""
+    copy = shared_copy(model)
+    copy.eval()
+    graph, variables = nnx.split(copy)
+    run = jax.jit(lambda variables, batch: predict(nnx.merge(graph, variables), batch))
+    mesh = _mesh(model)
+    if mesh is None:
+        return lambda batch: run(variables, batch)
+    return lambda batch: run(variables, shard_batch(batch, mesh))
+
+
+def _mesh(model: nnx.Module) -> Mesh | None:
+    """Return the mesh of a model's tables, None on one device."""
+    for store in stores(model).values():
+        if isinstance(store.placed, MeshStore):
+            if jax.process_count() > 1:
+                raise TypeError(
+                    "the tables lie over several processes; predict by each model yourself, or "
+                    "leave the batches out"
+                )
+            return store.placed.mesh
+    return None
+
+
+def _columns(outputs: tuple[Any, ...]) -> list[np.ndarray]:
+    """Return the logits, labels and weights of the samples of a weight above 0."""
+    logits, labels, *rest = (np.asarray(each, np.float64).reshape(-1) for each in outputs)
+    weights = rest[0] if rest else np.ones_like(labels)
+    is_real = weights > 0
+    if np.isnan(logits[is_real]).any():
+        raise ValueError(
+            "a logit is NaN: the model has NaNs, or an id of the batch is outside of its table; "
+            "give bounds= when batches are made"
+        )
+    return [column[is_real] for column in (logits, labels, weights)]
+
+
+def _score(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> Scores:
+    entropy = np.sum(weights * (np.logaddexp(0, logits) - labels * logits))
+    sums = {"cross_entropy": entropy, "positives": weights @ labels, "weights": weights.sum()}
+    values = NormalizedEntropy().values({name: np.array([x]) for name, x in sums.items()})
+    return Scores(len(logits), values["ne"].item(), auc(logits, labels, weights))
+
+
+def _line(table: TableQuality) -> tuple[str, ...]:
+    return (
+        table.name,
+        table.dtype,
+        f"{table.rows:,}",
+        f"{table.pruned_rows:,}",
+        format_bytes(table.bytes_before),
+        format_bytes(table.bytes_after),
+        f"{table.bytes_after / table.bytes_before:.3f}",
+        f"{table.relative_rms_error:.3%}",
+        f"{table.relative_largest_error:.3%}",
+    )
+
+
+def _total(report: QualityReport) -> tuple[str, ...]:
+    rows = f"{sum(table.rows for table in report.tables):,}"
+    pruned = f"{sum(table.pruned_rows for table in report.tables):,}"
+    before, after = report.bytes_before, report.bytes_after
+    share = f"{after / before:.3f}"
+    return "all", "", rows, pruned, format_bytes(before), format_bytes(after), share, "", ""
+
+
+def _scores_text(before: Scores, after: Scores) -> str:
+    change = after.normalized_entropy / before.normalized_entropy - 1
+    lines = [
+        (f"{before.samples:,} samples", "before", "after", "change"),
+        (
+            "normalized entropy",
+            f"{before.normalized_entropy:.6f}",
+            f"{after.normalized_entropy:.6f}",
+            f"{change:+.4%}",
+        ),
+        ("AUC", f"{before.auc:.6f}", f"{after.auc:.6f}", f"{after.auc - before.auc:+.6f}"),
+    ]
+    return _aligned(lines, left=1)
+
+
+def _title(report: QualityReport) -> str:
+    title = f"{format_bytes(report.bytes_before)} become {format_bytes(report.bytes_after)}"
+    if (change := report.entropy_change) is not None:
+        title += f"; normalized entropy {change:+.4%}"
+    return title
+
+
+def _aligned(lines: Sequence[tuple[str, ...]], left: int) -> str:
+    """Return lines with aligned columns, the first ``left`` of them on the left."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

@@ -1,1 +1,0 @@
-"""Comparison of a quantized model with the one it was made from."""

@@ -1,0 +1,100 @@
+"""The command ``jaxrec doctor``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pathlib
+
+import jax
+import pytest
+
+from jaxrec.commands import doctor, main
+from jaxrec.embed.kernels import Choice, cpu, trial
+from jaxrec.tier.ids import library
+
+FAILED = Choice("row_lookup", {"cuda": "reference"}, {"triton": "on this H200 it fails: OOM"})
+
+
+@pytest.fixture(autouse=True)
+def no_names(monkeypatch):
+    monkeypatch.delenv("JAXREC_KERNELS", raising=False)
+
+
+@pytest.mark.skipif(cpu.missing() is not None, reason="the native library was not built")
+def test_a_machine_in_order(capsys):
+    assert main(["doctor", "--dim", "64"]) == 0
+    output = capsys.readouterr().out
+    assert f"  jax {jax.__version__}\n" in output
+    assert "JAX computes on cpu: 8 x cpu" in output
+    assert f"The native library has {cpu.instruction_set()} code for this processor" in output
+    assert "fused_update of bfloat16 rows of 64: cpu\n" in output
+    assert "pooled_lookup of int8 rows of 64: cpu\n" in output
+    assert "row_lookup of quantized int8 rows of 64: cpu\n" in output
+    assert "triton" not in output
+    assert output.endswith("Nothing to mend.\n")
+
+
+def test_a_package_that_is_not_installed(capsys, monkeypatch):
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert main(["doctor", "--dtypes", "float32"]) == 1
+    output = capsys.readouterr().out
+    assert output.startswith("jaxrec is not installed\n")
+    assert "  jax " not in output
+    assert "To mend\n  jaxrec runs from a folder and is not installed: pip install -e" in output
+
+
+def test_a_missing_library(capsys, monkeypatch):
+    monkeypatch.setattr(cpu, "_load", lambda: "the native library was not built")
+    assert main(["doctor"]) == 1
+    output = capsys.readouterr().out
+    assert "pooled_lookup of float32 rows of 128: reference\n" in output
+    assert "    not cpu: the native library was not built\n" in output
+    assert "up to twenty times slower: the native library was not built.\n" in output
+
+
+def test_a_missing_library_of_id_maps(monkeypatch):
+    monkeypatch.setattr(library, "missing", lambda: "it was not built")
+    assert any(
+        each.endswith("fifty times slower: it was not built.") for each in doctor.problems([])
+    )
+
+
+def test_named_kernels_are_mentioned(monkeypatch):
+    monkeypatch.setenv("JAXREC_KERNELS", "reference")
+    assert any("JAXREC_KERNELS=reference keeps" in each for each in doctor.problems([]))
+
+
+def test_a_card_that_jax_does_not_use(monkeypatch):
+    monkeypatch.setattr(pathlib.Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
+    assert any("jaxrec[cuda12]" in each for each in doctor.problems([]))
+
+
+def test_a_kernel_that_failed_its_trial(monkeypatch):
+    monkeypatch.setattr(trial, "cards", jax.devices)
+    monkeypatch.setattr(doctor, "OLDEST_JAX_ON_GPUS", jax.__version_info__)
+    assert doctor.problems([FAILED]) == [
+        "row_lookup runs without its triton kernel: on this H200 it fails: OOM."
+    ]
+
+
+def test_an_old_jax_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(trial, "cards", jax.devices)
+    monkeypatch.setattr(doctor, "OLDEST_JAX_ON_GPUS", (99, 1, 0))
+    (problem,) = doctor.problems([])
+    assert problem.endswith("install JAX 99.1.0 or later, which needs Python 3.12.")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dim", "0"], "--dim must be 1 or more, got 0"),
+        (["--dtypes", "int3"], "--dtypes are float32, bfloat16, float16, int8, float8_e4m3"),
+        (["--dims", "3"], "unknown option --dims, did you mean --dim"),
+    ],
+)
+def test_wrong_options(capsys, options, message):
+    assert main(["doctor", *options]) == 2
+    assert message in capsys.readouterr().err
