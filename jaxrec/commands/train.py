@@ -49,7 +49,7 @@ from jaxrec.train.datasets import (
 from jaxrec.train.devices import Devices, plan_devices, simulate_cpus
 from jaxrec.train.features import is_parquet, run_encoder
 from jaxrec.train.interrupt import Interrupt, interruptible
-from jaxrec.train.model import CONFIG_FILE, make_model, saved_config, table_configs
+from jaxrec.train.model import make_model, saved_config, table_configs
 from jaxrec.train.open_vocabularies import describe, describe_stores
 from jaxrec.train.progress import (
     HELD_OUT,
