@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from jaxrec import train as train
     from jaxrec._names import *  # noqa: F403
     from jaxrec.memory import keep_freed_memory as keep_freed_memory
-    from jaxrec.tier.shard import shard as shard
+    from jaxrec.mesh.sharding import shard as shard
 
     __version__: str
 
-# Names apart from those of `jaxrec._names`: this one loads meshes and tiers, which those do not,
+# Names apart from those of `jaxrec._names`: this one loads meshes, which those do not,
 _APART = {
-    "shard": "jaxrec.tier.shard",
+    "shard": "jaxrec.mesh.sharding",
     # and this one nothing, since it must come first.
     "keep_freed_memory": "jaxrec.memory",
 }

@@ -29,7 +29,7 @@ def test_modules_load_without_what_they_do_not_use():
     program = (
         "import sys, jaxrec; jaxrec.EmbeddingBagCollection, jaxrec.Optimizer; "
         "assert not {'jaxrec.mesh', 'jaxrec.tier', 'jaxrec.data', 'pyarrow'} & set(sys.modules); "
-        "assert jaxrec.shard.__module__ == 'jaxrec.tier.shard'"
+        "assert jaxrec.shard.__module__ == 'jaxrec.mesh.sharding'"
     )
     subprocess.run([sys.executable, "-P", "-c", program], check=True)
 

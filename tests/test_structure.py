@@ -92,7 +92,8 @@ TESTED_BY = {
     "mesh/test_training": (
         "mesh/layout",
         "mesh/placed_group",
-        "mesh/shard",
+        "mesh/sharding",
+        "mesh/sharding_types",
         "mesh/shard_access",
         "mesh/shards",
         "mesh/tables",
@@ -197,7 +198,6 @@ TESTED_BY = {
     "serve/commands/test_quantize": ("serve/quantized/saved_run",),
     "serve/test_swap": ("serve/quantized/model_copy",),
     "tier/vocabulary/test_cached": ("tier/cached_tables",),
-    "tier/test_stored_runs": ("tier/close",),
     "tier/ids/test_id_map": (
         "tier/ids/arrays",
         "tier/ids/implementation",
@@ -210,7 +210,6 @@ TESTED_BY = {
         "tier/deltas/manifest",
         "tier/deltas/plain_table",
         "tier/deltas/open_table",
-        "tier/deltas/process_zero",
         "tier/deltas/table",
         "tier/deltas/tables",
         "tier/deltas/version_plan",
@@ -242,7 +241,7 @@ TESTED_BY = {
         "tier/stores/rocksdb_snapshot",
     ),
     "tier/stores/test_row_store": ("tier/stores/snapshots",),
-    "tier/test_ahead": ("tier/batch_order",),
+    "tier/test_lookahead": ("tier/batch_order",),
     "tier/test_tier": (
         "tier/batch_ids",
         "tier/model_tables",
@@ -262,7 +261,6 @@ TESTED_BY = {
         "train/features",
         "train/model_columns",
     ),
-    "train/test_evaluation": ("train/routed_calls",),
     "train/test_options": ("train/config",),
     "train/test_trainer": ("train/train_steps",),
     "train/test_progress": (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from jaxtyping import Array
 
 from jaxrec.mesh.watch import losses_first
 from jaxrec.ragged.capacity import capacity_for
+
+Result = TypeVar("Result")
 
 # Bytes of each process that `gather_rows` sends at once.
 _BYTES_AT_ONCE = 1 << 24
@@ -198,35 +200,67 @@ def fail_together(error: Exception, num_lists: int) -> NoReturn:
     raise error
 
 
-def raise_together(error: Exception | None) -> None:
+def raise_together(error: Exception | None, kinds: Sequence[type[Exception]] = ()) -> None:
     """Raise an error in all processes if one has it; every process calls this.
 
     Args:
-        error: The error of this process, which it raises itself; None: it has none.
+        error: The error of this process; None: it has none.
+        kinds: Types of errors that all processes raise alike, the special ones first.
 
     Raises:
-        RuntimeError: Another process has an error.
+        Exception: A process has an error: its own here, or that of another process, of the first
+            of ``kinds`` that it is of, else a RuntimeError. Where several have one and ``kinds``
+            are given, that of the first process counts.
     """
     if jax.process_count() > 1:
-        _gather_sizes([], error)
+        _gather_sizes([], error, kinds)
     if error is not None:
         raise error
 
 
-def _gather_sizes(sizes: Sequence[int], error: Exception | None = None) -> np.ndarray:
-    """Return the sizes of all processes, ``[processes, n]``, unless one of them has an error.
+def on_process_zero(
+    function: Callable[[], Result], kinds: Sequence[type[Exception]] = (OSError, ValueError)
+) -> Result:
+    """Call a function in process 0, and return its result in all processes; every process calls it.
+
+    Args:
+        function: Returns what JSON can hold; between processes tuples become lists.
+        kinds: As for `raise_together`.
 
     Raises:
-        RuntimeError: Another process has an error.
+        Exception: The function raised it in process 0; see `raise_together`.
     """
+    if jax.process_count() == 1:
+        return function()
+    result: Result | None = None
+    error: Exception | None = None
+    if jax.process_index() == 0:
+        try:
+            result = function()
+        except Exception as raised:  # the other processes wait for it
+            error = raised
+    raise_together(error, kinds)
+    return json.loads(gather_texts(json.dumps(result))[0])
+
+
+def _gather_sizes(
+    sizes: Sequence[int], error: Exception | None = None, kinds: Sequence[type[Exception]] = ()
+) -> np.ndarray:
+    """Return the sizes of all processes, ``[processes, n]``, unless one of them has an error."""
     gathered = gather_numbers([error is not None, *sizes])
-    if gathered[:, 0].any():
-        texts = gather_texts("" if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        process = int(np.argmax(gathered[:, 0]))
-        raise RuntimeError(f"process {process} cannot go on: {texts[process]}")
-    return gathered[:, 1:]
+    if not gathered[:, 0].any():
+        return gathered[:, 1:]
+    kind = next((i for i, each in enumerate(kinds) if isinstance(error, each)), None)
+    text = str(error) if kind is not None else f"{type(error).__name__}: {error}"
+    texts = gather_texts(json.dumps([kind, getattr(error, "errno", None), text]))
+    process = int(np.argmax(gathered[:, 0]))
+    if error is not None and (not kinds or process == jax.process_index()):
+        raise error
+    kind, number, text = json.loads(texts[process])
+    text = f"process {process} cannot go on: {text}"
+    if kind is None:
+        raise RuntimeError(text) from error
+    raise (kinds[kind](text) if number is None else kinds[kind](number, text)) from error
 
 
 def fingerprint(value: Any) -> str:

@@ -19,7 +19,6 @@ from jaxrec.embed.taps import (
     tapped_modules,
     zeros_like,
 )
-from jaxrec.mesh.store import mesh_stores
 
 
 @dataclasses.dataclass(eq=False)
@@ -94,34 +93,13 @@ def route_ahead(evaluate: Callable[[nnx.Module], Any], model: nnx.Module) -> dic
     return _probe(evaluate, model, lambda module: RouteProbe())
 
 
-def follows_from_batch(
-    evaluate: Callable[[nnx.Module, Any], Any], model: nnx.Module, batch: Any
-) -> bool:
-    """Return whether the routes of a batch follow from the batch alone.
+def changes_ids(model: nnx.Module) -> bool:
+    """Return whether calls of the model change the ids that it looks up for a batch.
 
-    They do not where the ids that a model looks up follow from variables that steps change, such as
-    maps of managed collisions, pools of histories or codes of a dense layer.
-
-    Args:
-        evaluate: Function that makes the lookups of a batch.
-        model: A model over a mesh.
-        batch: A batch on the devices.
+    A module says so by an attribute ``changes_ids = True``: maps of managed collisions and pools of
+    ids do. Others that compute ids from variables that their calls change have to, too.
     """
-    graph, state = nnx.split(model)
-    # Simulated devices exchange ids after the exchanges that led to the rows.
-    order = {id(x) for each in mesh_stores(model).values() for x in jax.tree.leaves(each.rows)}
-    leaves = jax.tree.leaves(state)
-
-    def route(state: Any, batch: Any) -> Any:
-        return route_ahead(lambda model: evaluate(model, batch), nnx.merge(graph, state))
-
-    jaxpr = jax.make_jaxpr(route)(state, batch).jaxpr
-    needed = {id(x) for x in jaxpr.outvars}
-    for equation in reversed(jaxpr.eqns):
-        if any(id(x) in needed for x in equation.outvars):
-            needed |= {id(x) for x in equation.invars}
-    variables = zip(leaves, jaxpr.invars[: len(leaves)], strict=True)
-    return not any(id(x) in needed for leaf, x in variables if id(leaf) not in order)
+    return any(getattr(module, "changes_ids", False) for _, module in nnx.iter_modules(model))
 
 
 def _probe(

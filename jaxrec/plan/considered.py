@@ -40,6 +40,6 @@ class Considered:
 def _way(option: ShardingOption) -> str:
     parts = f" in {option.parts} parts" if option.parts > 1 else ""
     parts += " in uneven shares" if option.shares else ""
-    how = "" if option.sharding_type == "data_parallel" else f" by {option.exchange}"
+    how = "" if option.kind.is_replicated else f" by {option.exchange}"
     storage = "" if option.storage == "device" else f", rows in storage {option.storage}"
     return f"{option.sharding_type}{parts}{how}{storage}"

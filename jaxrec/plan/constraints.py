@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from jaxrec.embed.config import table_dtype
-from jaxrec.mesh.placement import Placement
+from jaxrec.mesh.placement import SHARDING_TYPES, Placement
 from jaxrec.plan.table_cache import check_store
 
-SHARDING_TYPES = (
-    "data_parallel",
-    "table_wise",
-    "row_wise",
-    "column_wise",
-    "table_row_wise",
-    "table_column_wise",
-    "grid",
-)
 STORAGES = ("device", "host", "store")
 EXCHANGES = ("rows", "pooled")
 
@@ -28,7 +19,8 @@ class ParameterConstraints:
 
     Attributes:
         sharding_types: Sharding types to choose from: "data_parallel", "table_wise", "row_wise",
-            "column_wise", "table_row_wise", "table_column_wise" and "grid". None: all.
+            "column_wise", "table_row_wise", "table_column_wise" and "grid", or the name of a type
+            of your own (see `jaxrec.mesh.Placement`). None: all of these seven.
         storages: Where rows may be kept: "device", "host" (in host memory, with a cache on the
             devices) and "store" (in a row store, with the same cache). None: the planner's
             storages; with a fixed placement "device".
@@ -100,7 +92,7 @@ class ParameterConstraints:
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
 
-    def _names(self, field: str, known: Sequence[str]) -> tuple[str, ...] | None:
+    def _names(self, field: str, known: Collection[str]) -> tuple[str, ...] | None:
         names = getattr(self, field)
         if names is None:
             return None

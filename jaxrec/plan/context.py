@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrec.embed.state import state_bytes
-from jaxrec.mesh.exchange import find_exchange
 from jaxrec.mesh.placement import Placement
 from jaxrec.plan.constraints import ParameterConstraints
 from jaxrec.plan.topology import Topology
@@ -75,18 +74,6 @@ class Context:
             )
 
 
-def placement_fields(placement: Placement) -> dict[str, Any]:
-    """Return a placement as JSON has it, with the name of its exchange."""
-    exchange = placement.exchange
-    name = None if exchange is None else find_exchange(exchange).name
-    fields: dict[str, Any] = {"kind": placement.kind, "places": placement.places, "exchange": name}
-    if placement.shares:
-        fields["shares"] = placement.shares
-    if placement.buckets is not None:
-        fields["buckets"] = placement.buckets
-    return fields
-
-
 def _table(workload: TableWorkload) -> dict[str, Any]:
     return {
         "rows": workload.rows,
@@ -113,7 +100,7 @@ def _plain(constraint: ParameterConstraints) -> dict[str, Any]:
     """Return the fields that differ from their defaults."""
     default = ParameterConstraints()
     return {
-        field.name: placement_fields(value) if isinstance(value, Placement) else value
+        field.name: value.to_dict() if isinstance(value, Placement) else value
         for field in dataclasses.fields(constraint)
         if (value := getattr(constraint, field.name)) != getattr(default, field.name)
     }

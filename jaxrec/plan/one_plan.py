@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 
 import jax
 
-from jaxrec.mesh.agree import gather_texts, require_same
+from jaxrec.mesh.agree import gather_texts, on_process_zero, require_same
 from jaxrec.plan.model_tables import ModelTables
 from jaxrec.plan.plan import ShardingPlan
 from jaxrec.plan.shortage import PlanError
 from jaxrec.plan.topology import Topology
 
 # Errors that all processes raise alike, the narrowest first.
-_ERRORS: dict[str, type[ValueError]] = {"PlanError": PlanError, "ValueError": ValueError}
+_ERRORS = (PlanError, ValueError)
 
 
 def with_least_memory(topology: Topology) -> Topology:
@@ -56,24 +55,4 @@ def plan_once(
         for table in layout.configs
     }
     require_same("model to plan", {"batch_size": str(batch_size)} | facts)
-    answer: dict[str, str] = {}
-    plan: ShardingPlan | None = None
-    error: Exception | None = None
-    if jax.process_index() == 0:
-        try:
-            plan = search()
-            answer = {"plan": plan.to_json()}
-        except Exception as raised:  # the other processes wait for an answer
-            error = raised
-            kind = next((name for name, kind in _ERRORS.items() if isinstance(raised, kind)), "")
-            answer = {"kind": kind, "message": str(raised) or repr(raised)}
-    answer = json.loads(gather_texts(json.dumps(answer))[0])
-    if error is not None:
-        raise error
-    if plan is not None:
-        return plan
-    if "plan" not in answer:
-        if answer["kind"]:
-            raise _ERRORS[answer["kind"]](answer["message"])
-        raise RuntimeError(f"process 0 made no plan: {answer['message']}")
-    return ShardingPlan.from_json(answer["plan"])
+    return ShardingPlan.from_json(on_process_zero(lambda: search().to_json(), _ERRORS))

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import json
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from flax import nnx
 
 from jaxrec.mesh.placement import Placement
-from jaxrec.plan.context import Context, PlanMismatchError, placement_fields
+from jaxrec.plan.context import Context, PlanMismatchError
 from jaxrec.plan.estimate import Estimate
 from jaxrec.plan.plot import draw
 from jaxrec.plan.report import render
 from jaxrec.plan.table_cache import TableCache
+
+Model = TypeVar("Model", bound=nnx.Module)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,13 +98,24 @@ class ShardingPlan:
         """Return the placements by table."""
         return dict(self.placements)
 
+    def maker(self, make_model: Callable[[], Model]) -> Callable[[], Model]:
+        """Return the function that makes a model with the plan's caches in its tables.
+
+        `jaxrec.shard` calls it, for plans with caches.
+
+        Args:
+            make_model: Makes the model. It may lack tables of the plan.
+        """
+        # Only plans with caches need the layer above, so it is loaded when one is carried out.
+        tier = importlib.import_module("jaxrec.tier.model_tiers")
+        caches = {name: (cache.rows, cache.store) for name, cache in self.caches}
+        return functools.partial(tier.make_cached, make_model, caches)
+
     def to_json(self) -> str:
         """Return the plan with its estimate, its context and the context's hash as JSON."""
         fields: dict[str, Any] = {
             "format": 1,
-            "placements": {
-                name: placement_fields(placement) for name, placement in self.placements
-            },
+            "placements": {name: placement.to_dict() for name, placement in self.placements},
         }
         if self.caches:
             fields["caches"] = {name: cache.to_dict() for name, cache in self.caches}
@@ -130,7 +147,8 @@ class ShardingPlan:
         try:
             fields = json.loads(text)
             placements = tuple(
-                (name, _placement(placement)) for name, placement in fields["placements"].items()
+                (name, Placement.from_dict(placement))
+                for name, placement in fields["placements"].items()
             )
             context = Context(fields["made_for"]) if "made_for" in fields else None
             estimate = Estimate.from_dict(fields["estimate"]) if "estimate" in fields else None
@@ -165,17 +183,10 @@ class ShardingPlan:
             return render(self.estimate)
         lines, caches = [], dict(self.caches)
         for name, placement in self.placements:
-            places, exchange = placement.places, placement_fields(placement)["exchange"]
-            where = f" on {', '.join(map(str, places))}" if places else ""
-            if placement.shares:
-                where += f" in shares {':'.join(f'{share:g}' for share in placement.shares)}"
-            if placement.buckets is not None:
-                where += f" in {placement.buckets} buckets"
-            how = f" by {exchange}" if exchange and not placement.is_replicated else ""
             cached = ""
             if name in caches:
                 cached = f", {caches[name].rows:,} rows cached over {caches[name].store}"
-            lines.append(f"{name}: {placement.kind}{where}{how}{cached}")
+            lines.append(f"{name}: {placement}{cached}")
         return "\n".join(lines)
 
     def plot(self, path: str | os.PathLike) -> None:
@@ -196,8 +207,3 @@ class ShardingPlan:
                 "batch_size=...) gives it one"
             )
         draw(self.estimate, path)
-
-
-def _placement(fields: Mapping[str, Any]) -> Placement:
-    lists = {"places": tuple(fields["places"]), "shares": tuple(fields.get("shares", ()))}
-    return Placement(**{**fields, **lists})

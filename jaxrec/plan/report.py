@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
+from jaxrec.mesh.placement import SHARDING_TYPES
 from jaxrec.plan.estimate import Estimate, TableEstimate, imbalance
 from jaxrec.plan.formatting import format_bytes, format_numbers, format_seconds
 from jaxrec.plan.perf import PHASES
@@ -13,15 +14,6 @@ from jaxrec.plan.perf import PHASES
 # Number of devices and of tables that a report lists.
 _MAX_DEVICES, _MAX_TABLES = 32, 100
 
-_SHORT = {
-    "data_parallel": "DP",
-    "table_wise": "TW",
-    "row_wise": "RW",
-    "column_wise": "CW",
-    "table_row_wise": "TWRW",
-    "table_column_wise": "TWCW",
-    "grid": "GRID",
-}
 _EXCHANGE_SUFFIXES = {"pooled": "/pooled"}
 _ALWAYS_SHOWN = ("forward compute", "forward exchange", "backward compute", "backward exchange")
 
@@ -76,7 +68,7 @@ def _types(tables: Sequence[TableEstimate]) -> str:
 
 
 def _kind(table: TableEstimate) -> str:
-    kind = _SHORT[table.sharding_type]
+    kind = SHARDING_TYPES[table.sharding_type].abbreviation
     return kind + _EXCHANGE_SUFFIXES.get(table.exchange, "")
 
 
@@ -104,7 +96,10 @@ def _devices(estimate: Estimate) -> tuple[list[str], list[list[str]]]:
                 format_bytes(max(0.0, (device.memory or estimate.capacity) - sum(held.values()))),
                 *(format_seconds(device.seconds[phase]) for phase in _phases(estimate)),
                 format_seconds(device.waits),
-                " ".join(f"{_SHORT[kind]}:{n}" for kind, n in sorted(device.shards.items())),
+                " ".join(
+                    f"{SHARDING_TYPES[kind].abbreviation}:{n}"
+                    for kind, n in sorted(device.shards.items())
+                ),
             ]
         )
     if (left := len(estimate.devices) - len(rows)) > 0:
@@ -202,7 +197,8 @@ def _colored(text: str) -> str:
         r"(?m)^(Devices|Tables|Groups|Step|Path|Memory|Balance|Types|Search)\b", "bold cyan"
     )
     colored.highlight_regex(r"(?m)^(device|table|group) .*$", "bold")
-    colored.highlight_regex(r"\b(DP|TW|RW|CW|TWRW|TWCW|GRID)(/pooled)?\b", "magenta")
+    kinds = "|".join(kind.abbreviation for kind in SHARDING_TYPES.values())
+    colored.highlight_regex(rf"\b({kinds})(/pooled)?\b", "magenta")
     colored.highlight_regex(r"\b[\d.,]+ (s|ms|us)\b", "green")
     colored.highlight_regex(r"\b[\d.,]+ (TB|GB|MB|kB|bytes)\b", "yellow")
     console = Console(force_terminal=True, width=10_000, highlight=False)

@@ -1,15 +1,13 @@
 """Vocabularies beyond the rows of a table, and tables beyond device memory."""
 
-from jaxrec.tier.ahead import ahead as ahead
 from jaxrec.tier.changes.change_tracker import ChangeTracker as ChangeTracker
 from jaxrec.tier.changes.changes import ChangedRows as ChangedRows
 from jaxrec.tier.changes.changes import TableChanges as TableChanges
-from jaxrec.tier.close import close as close
 from jaxrec.tier.deltas.folder import VersionError as VersionError
 from jaxrec.tier.deltas.publication import PublishedVersion as PublishedVersion
 from jaxrec.tier.deltas.publication import publish as publish
 from jaxrec.tier.deltas.subscriber import Subscriber as Subscriber
-from jaxrec.tier.make import make as make
+from jaxrec.tier.lookahead import ahead as ahead
 from jaxrec.tier.managed_collision.evicted import EvictedSlots as EvictedSlots
 from jaxrec.tier.managed_collision.id_words import IdWords as IdWords
 from jaxrec.tier.managed_collision.id_words import id_words as id_words
@@ -42,6 +40,8 @@ from jaxrec.tier.managed_collision.time_to_live import SingleTTLEviction as Sing
 from jaxrec.tier.managed_collision.time_to_live import TTLEviction as TTLEviction
 from jaxrec.tier.miss_counter import MissCounter as MissCounter
 from jaxrec.tier.model_statistics import statistics as statistics
+from jaxrec.tier.model_tiers import close as close
+from jaxrec.tier.model_tiers import make as make
 from jaxrec.tier.row_file import export_rows as export_rows
 from jaxrec.tier.row_file import import_rows as import_rows
 from jaxrec.tier.stores.row_store import RowStore as RowStore

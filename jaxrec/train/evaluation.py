@@ -16,7 +16,7 @@ from jaxrec.metrics import MetricGroup
 from jaxrec.metrics.total import Total
 from jaxrec.tier.tier import tier_of
 from jaxrec.train.loss import Loss, Outputs, call_loss, sample_count
-from jaxrec.train.routed_calls import RoutedCalls
+from jaxrec.train.routing import RoutedCalls
 from jaxrec.train.step import MAX_PENDING_STEPS
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Iterator
 
 import jax
 
 from jaxrec.lock import lock, unlock
-from jaxrec.mesh.agree import gather_texts
+from jaxrec.mesh.agree import on_process_zero
 
 
 @contextlib.contextmanager
@@ -28,18 +27,7 @@ def lock_directory(directory: str | os.PathLike[str]) -> Iterator[None]:
         BlockingIOError: Another run has locked the directory; all processes raise it.
         OSError: The directory cannot be written.
     """
-    error: OSError | None = None
-    if jax.process_index() == 0:
-        try:
-            lock(directory, is_shared=True)
-        except OSError as raised:
-            error = raised
-    if jax.process_count() > 1:
-        text = gather_texts("" if error is None else str(error))[0]
-        if text and error is None:
-            error = BlockingIOError(errno.EWOULDBLOCK, f"process 0 has no lock: {text}")
-    if error is not None:
-        raise error
+    on_process_zero(lambda: lock(directory, is_shared=True), (BlockingIOError, OSError))
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ from typing import Any
 
 from flax import nnx
 
+from jaxrec.mesh.agree import on_process_zero
 from jaxrec.tier.changes.change_tracker import ChangeTracker
 from jaxrec.tier.changes.changes import HandOver
 from jaxrec.tier.deltas.folder import VersionFolder
@@ -20,7 +21,6 @@ from jaxrec.tier.deltas.manifest import (
     TableFacts,
     num_bytes,
 )
-from jaxrec.tier.deltas.process_zero import on_process_zero
 from jaxrec.tier.deltas.table import PublishedTable
 from jaxrec.tier.deltas.tables import published_tables
 from jaxrec.tier.deltas.version_plan import VersionPlan, plan_version

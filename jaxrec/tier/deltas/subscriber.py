@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jaxrec.embed.variables import dense_variables, value_like
-from jaxrec.mesh.agree import gather_texts
+from jaxrec.mesh.agree import on_process_zero, raise_together
 from jaxrec.tier.deltas.arrow_files import read_arrays, read_rows
 from jaxrec.tier.deltas.compatibility import check_dense, check_tables
 from jaxrec.tier.deltas.folder import VersionError, VersionFolder, VersionName
@@ -25,7 +25,6 @@ from jaxrec.tier.deltas.manifest import (
     Manifest,
     TableFacts,
 )
-from jaxrec.tier.deltas.process_zero import on_process_zero
 from jaxrec.tier.deltas.table import PublishedTable, Values
 from jaxrec.tier.deltas.tables import published_tables
 from jaxrec.tier.tier import tier_of
@@ -216,7 +215,7 @@ class Subscriber:
                 incoming = self._checked(name, is_full, tables)
             except (ValueError, OSError) as raised:
                 error = raised
-            _agree(error)
+            raise_together(error, _KINDS)
             assert incoming is not None
             files, facts, values = incoming.files, incoming.manifest.tables, incoming.dense
             try:
@@ -331,14 +330,3 @@ class _Incoming:
     manifest: Manifest
     files: Files
     dense: dict[str, np.ndarray]
-
-
-def _agree(error: Exception | None) -> None:
-    """Raise an error in all processes where one has it."""
-    if jax.process_count() > 1:
-        number = next((i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), 0)
-        texts = gather_texts("" if error is None else f"{number}{error}")
-        if text := next(filter(None, texts), ""):
-            raise _KINDS[int(text[0])](text[1:]) from error
-    if error is not None:
-        raise error

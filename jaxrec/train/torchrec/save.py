@@ -6,13 +6,13 @@ import os
 import pathlib
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from jaxrec.atomic import write_atomically
 from jaxrec.embed import EmbeddingBagCollection
+from jaxrec.mesh.agree import on_process_zero
 from jaxrec.train.torchrec.layers import Collection, Layers, dense_arrays, dotted
 from jaxrec.train.torchrec.states import counters, dense_states, table_state_names
 
@@ -80,8 +80,7 @@ def save_torchrec(
             for array in dense
             if isinstance(array.variable, nnx.Param)
         }
-    if jax.process_index() == 0:
-        _write(path, arrays)
+    on_process_zero(lambda: _write(path, arrays))
     return sorted(arrays)
 
 
