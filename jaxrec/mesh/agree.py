@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jaxrec.mesh.watch import losses_first
+from jaxrec.mesh.processes import losses_first
 from jaxrec.ragged.capacity import capacity_for
 
 Result = TypeVar("Result")

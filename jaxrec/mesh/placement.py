@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
@@ -176,7 +176,7 @@ class Placement(abc.ABC):
         mesh: MeshShape,
         exchange: ExchangeLike,
         shares: tuple[float, ...] = (),
-    ) -> Self:
+    ) -> Placement:
         """Return the placement of a split.
 
         Args:
@@ -203,15 +203,16 @@ class Placement(abc.ABC):
         """Make a placement from what `to_dict` returned.
 
         Raises:
+            KeyError: There are no places.
             ValueError: No sharding type has that name, or its values are not possible.
         """
         values = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
-        kind = values.pop("kind")
+        kind, places = values.pop("kind"), values.pop("places")
         if kind not in SHARDING_TYPES:
             raise ValueError(
                 f"no sharding type is named {kind!r}; there are {', '.join(SHARDING_TYPES)}"
             )
-        return SHARDING_TYPES[kind](**values)
+        return SHARDING_TYPES[kind](places, **values)
 
     def __str__(self) -> str:
         where = f" on {', '.join(map(str, self.places))}" if self.places else ""

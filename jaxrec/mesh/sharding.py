@@ -21,11 +21,11 @@ from jaxrec.mesh.creation import init_on_mesh, layout_on_mesh, shard_tables
 from jaxrec.mesh.dense import DenseName, DenseRule, check_dense, dense_placements, place_dense
 from jaxrec.mesh.placement import Placement
 from jaxrec.mesh.pool_rows import PoolRows
-from jaxrec.mesh.precision import Precision
+from jaxrec.mesh.precision import ExchangePrecision
+from jaxrec.mesh.processes import watch_processes
 from jaxrec.mesh.replicas import ReplicaAxis, replica_axis_of
 from jaxrec.mesh.store import MeshStore
 from jaxrec.mesh.tables import ShardedTables
-from jaxrec.mesh.watch import watch_processes
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -64,7 +64,7 @@ def shard(
     plan: Plan,
     mesh: Mesh,
     *,
-    precision: Precision = Precision(),  # noqa: B008 (frozen)
+    precision: ExchangePrecision = ExchangePrecision(),  # noqa: B008 (frozen)
     replica_axis: ReplicaAxis = None,
     is_ragged: bool = False,
     dense: DenseName | DenseRule = "replicated",
@@ -108,7 +108,7 @@ def shard(
 
     Warns:
         UserWarning: Tables take far more memory than they need, since few of the devices hold
-            them; see `jaxrec.mesh.balance`. No axis of a large parameter divides by the devices.
+            them; see `jaxrec.mesh.layout`. No axis of a large parameter divides by the devices.
 
     Raises:
         TypeError: The plan, the mesh, the model or ``dense`` has a wrong type; the plan has caches,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import urllib.parse
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from jaxrec.embed.config import table_dtype
 from jaxrec.mesh.placement import SHARDING_TYPES, Placement
-from jaxrec.plan.table_cache import check_store
 
 STORAGES = ("device", "host", "store")
 EXCHANGES = ("rows", "pooled")
+# Names of credentials in the query of a URL.
+_SECRETS = ("password", "passwd", "username", "user", "token", "secret", "auth")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,3 +111,31 @@ class ParameterConstraints:
         if not numbers or not all(0 < number < float("inf") for number in numbers):
             raise ValueError(f"{field} are numbers above 0, got {value!r}")
         return tuple(map(float, numbers)) if isinstance(value, Sequence) else float(value)
+
+
+def check_store(url: Any) -> None:
+    """Check that a text is the URL of a row store, and has no credentials.
+
+    The message of an error does not show what may be a password.
+
+    Raises:
+        TypeError: It is not a string.
+        ValueError: The text is not a URL, or has credentials.
+    """
+    if not isinstance(url, str):
+        raise TypeError(
+            f"a row store is named by a URL such as 'file:///data/{{table}}', got {url!r}"
+        )
+    scheme, separator, rest = url.partition("://")
+    if not separator or not scheme:
+        raise ValueError(
+            f"a row store is named by a URL such as 'file:///data/{{table}}', got {url!r:.80}"
+        )
+    place, _, query = rest.partition("?")
+    names = [name.lower() for name, _ in urllib.parse.parse_qsl(query, keep_blank_values=True)]
+    if "@" in place.partition("/")[0] or any(name in _SECRETS for name in names):
+        raise ValueError(
+            f"the URL {scheme}://... has credentials, and a plan is printed and written to files; "
+            "leave them out, and give those of Redis by the environment variables REDIS_USERNAME "
+            "and REDIS_PASSWORD"
+        )

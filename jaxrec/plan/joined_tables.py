@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from jaxrec.plan.caches import TableCache
 from jaxrec.plan.constraints import ParameterConstraints
 from jaxrec.plan.problem import Problem, Solution
-from jaxrec.plan.table_cache import TableCache
 from jaxrec.plan.workload import TableWorkload
 
 _NO_CONSTRAINTS = ParameterConstraints()

@@ -21,15 +21,13 @@ from jaxrec.mesh.exchange import (
 )
 from jaxrec.mesh.layout import cut_of, is_large, slice_widths
 from jaxrec.mesh.placement import SHARDING_TYPES, Candidate, Placement, Split, part_sizes
-from jaxrec.mesh.precision import Precision
+from jaxrec.mesh.precision import ExchangePrecision
 from jaxrec.mesh.sharding_types import BUILT_IN
 from jaxrec.mesh.shards import MeshShape, Shard
+from jaxrec.plan.caches import TableCache, TableStorage, possible_caches
 from jaxrec.plan.constraints import EXCHANGES, ParameterConstraints
 from jaxrec.plan.costs import Group, make_costs
-from jaxrec.plan.load import Load
-from jaxrec.plan.perf import Perf
-from jaxrec.plan.table_cache import TableCache
-from jaxrec.plan.table_storage import TableStorage, possible_caches
+from jaxrec.plan.quantities import Load, Perf
 from jaxrec.plan.topology import Topology
 from jaxrec.plan.workload import TableWorkload
 
@@ -118,7 +116,7 @@ def enumerate_options(
     *,
     storages: Sequence[str],
     store: str | None = None,
-    precision: Precision = Precision(),  # noqa: B008 (frozen)
+    precision: ExchangePrecision = ExchangePrecision(),  # noqa: B008 (frozen)
 ) -> tuple[ShardingOption, ...]:
     """Return all options of a table that its constraints and the devices allow.
 
@@ -146,7 +144,7 @@ def consider_options(
     *,
     storages: Sequence[str],
     store: str | None = None,
-    precision: Precision = Precision(),  # noqa: B008 (frozen)
+    precision: ExchangePrecision = ExchangePrecision(),  # noqa: B008 (frozen)
 ) -> tuple[list[ShardingOption], list[str]]:
     """Return the options of a table, and the reasons why there are no others.
 
@@ -272,7 +270,7 @@ def placed_options(
     topology: Topology,
     placement: Placement,
     cache: TableCache | None = None,
-    precision: Precision = Precision(),  # noqa: B008 (frozen)
+    precision: ExchangePrecision = ExchangePrecision(),  # noqa: B008 (frozen)
 ) -> tuple[ShardingOption, ...]:
     """Return a fixed placement as options of one part and one site, one for each column part.
 
@@ -338,3 +336,40 @@ def _option(
         stored_bytes=storage.stored_bytes,
         shares=split.shares,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Considered:
+    """Ways to place a table.
+
+    Attributes:
+        ways: The ways that are considered, such as ``"column_wise in 2 parts by pooled"``.
+        left_out: Sharding types that are left out, all or in part, with the reason.
+
+    Example:
+        >>> print(Considered(("table_wise by rows",), ("grid: it takes whole hosts",)))
+        considered: table_wise by rows
+        left out: grid: it takes whole hosts
+    """
+
+    ways: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+    @classmethod
+    def of(cls, options: Sequence[ShardingOption], reasons: Sequence[str]) -> Considered:
+        """Return what the options of a table consider, each way once."""
+        ways = dict.fromkeys(map(_way, options))
+        return cls(tuple(ways), tuple(dict.fromkeys(reasons)))
+
+    def __str__(self) -> str:
+        lines = [f"considered: {', '.join(self.ways) or 'none'}"]
+        lines += [f"left out: {reason}" for reason in self.left_out]
+        return "\n".join(lines)
+
+
+def _way(option: ShardingOption) -> str:
+    parts = f" in {option.parts} parts" if option.parts > 1 else ""
+    parts += " in uneven shares" if option.shares else ""
+    how = "" if option.kind.is_replicated else f" by {option.exchange}"
+    storage = "" if option.storage == "device" else f", rows in storage {option.storage}"
+    return f"{option.sharding_type}{parts}{how}{storage}"

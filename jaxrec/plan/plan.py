@@ -1,23 +1,136 @@
-"""A sharding plan: the placement of every table."""
+"""A sharding plan: the placement of every table, its context, and one plan for all processes."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import importlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax
 from flax import nnx
 
+from jaxrec.embed.state import state_bytes
+from jaxrec.mesh.agree import gather_texts, on_process_zero, require_same
 from jaxrec.mesh.placement import Placement
-from jaxrec.plan.context import Context, PlanMismatchError
+from jaxrec.plan.caches import TableCache
+from jaxrec.plan.constraints import ParameterConstraints
 from jaxrec.plan.estimate import Estimate
-from jaxrec.plan.plot import draw
-from jaxrec.plan.report import render
-from jaxrec.plan.table_cache import TableCache
+from jaxrec.plan.model_tables import ModelTables
+from jaxrec.plan.report import draw, render
+from jaxrec.plan.shortage import PlanError
+from jaxrec.plan.topology import Topology
+from jaxrec.plan.workload import TableWorkload
+
+
+class PlanMismatchError(ValueError):
+    """A plan is loaded in another context than its own; the message says what differs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """The tables, devices and settings that a plan was made for.
+
+    Attributes:
+        fields: The tables with their workloads, the devices, the batch size, the constraints and
+            the planner's settings, as JSON has them.
+    """
+
+    fields: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        workloads: Sequence[TableWorkload],
+        topology: Topology,
+        batch_size: int,
+        constraints: Mapping[str, ParameterConstraints],
+        settings: Mapping[str, Any],
+    ) -> Context:
+        fields = {
+            "batch_size": batch_size,
+            "topology": topology.to_dict(),
+            "tables": {workload.name: _table(workload) for workload in workloads},
+            "constraints": {name: _plain(each) for name, each in sorted(constraints.items())},
+            "settings": dict(settings),
+        }
+        # As JSON will read it back: tuples become lists.
+        return cls(json.loads(json.dumps(fields)))
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the fields."""
+        text = json.dumps(self.fields, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def differences(self, other: Context) -> list[str]:
+        """Return the differences of another context, such as ``batch_size: 512, now 1024``."""
+        return list(_differences("", self.fields, other.fields))
+
+    def require_same(self, other: Context) -> None:
+        """Check that another context is the same.
+
+        Raises:
+            PlanMismatchError: If it is not.
+        """
+        if differences := self.differences(other):
+            count = len(differences) - 5
+            more = f"; and {count} more differences" if count > 0 else ""
+            raise PlanMismatchError(
+                f"the plan was made for something else: {'; '.join(differences[:5])}{more}. "
+                "Plan anew, or load it without saying what for"
+            )
+
+
+def _table(workload: TableWorkload) -> dict[str, Any]:
+    return {
+        "rows": workload.rows,
+        "dim": workload.dim,
+        "dtype": workload.dtype,
+        "collection": workload.collection,
+        "optimizer": type(workload.optimizer).__name__,
+        "state_bytes": state_bytes(workload.optimizer, workload.dim),
+        "is_pooled": workload.is_pooled,
+        "is_weighted": workload.is_weighted,
+        "features": {
+            feature.name: {
+                "lookups": round(feature.lookups, 6),
+                "capacity": feature.capacity,
+                "bags": feature.bags,
+                "distinct": round(feature.heat.distinct(feature.lookups), 6),
+            }
+            for feature in workload.features
+        },
+    }
+
+
+def _plain(constraint: ParameterConstraints) -> dict[str, Any]:
+    """Return the fields that differ from their defaults."""
+    default = ParameterConstraints()
+    return {
+        field.name: value.to_dict() if isinstance(value, Placement) else value
+        for field in dataclasses.fields(constraint)
+        if (value := getattr(constraint, field.name)) != getattr(default, field.name)
+    }
+
+
+def _differences(path: str, mine: Any, other: Any) -> Iterator[str]:
+    if isinstance(mine, Mapping) and isinstance(other, Mapping):
+        for key in {**mine, **other}:
+            below = f"{path}.{key}" if path else str(key)
+            if key not in other:
+                yield f"{below} is gone"
+            elif key not in mine:
+                yield f"{below} is new"
+            else:
+                yield from _differences(below, mine[key], other[key])
+    elif mine != other:
+        yield f"{path}: {mine}, now {other}"
+
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -207,3 +320,48 @@ class ShardingPlan:
                 "batch_size=...) gives it one"
             )
         draw(self.estimate, path)
+
+
+# Errors that all processes raise alike, the narrowest first.
+_ERRORS = (PlanError, ValueError)
+
+
+def with_least_memory(topology: Topology) -> Topology:
+    """Return a topology with the memory of the process that has the least.
+
+    Every process calls this. Arrays have equal parts on all devices.
+    """
+    if jax.process_count() == 1:
+        return topology
+    least = min(map(int, gather_texts(str(topology.memory))))
+    return dataclasses.replace(topology, memory=least, device_memory=())
+
+
+def plan_once(
+    search: Callable[[], ShardingPlan], tables: ModelTables, batch_size: int
+) -> ShardingPlan:
+    """Return the plan that process 0 finds; every process calls this.
+
+    A search with a time limit may end elsewhere in each process, and sampled statistics and
+    calibrated devices differ.
+
+    Args:
+        search: Finds the plan.
+        tables: The tables.
+        batch_size: Samples of all devices in a step.
+
+    Raises:
+        PlanError: Process 0 found no plan that fits.
+        ValueError: Constraints do not fit the tables or the devices, or processes plan different
+            tables.
+        RuntimeError: Another error of process 0, which raises the error itself.
+    """
+    if jax.process_count() == 1:
+        return search()
+    facts = {
+        f"table {table.name!r}": f"{table.num_embeddings} x {table.embedding_dim} {table.dtype}"
+        for _, layout, _ in tables.collections
+        for table in layout.configs
+    }
+    require_same("model to plan", {"batch_size": str(batch_size)} | facts)
+    return ShardingPlan.from_json(on_process_zero(lambda: search().to_json(), _ERRORS))

@@ -18,8 +18,7 @@ from rich.console import Console
 from jaxrec.arguments import ConfigError
 from jaxrec.data import ClickBatch, DataError, SchemaError, Shard, TableEncoder
 from jaxrec.mesh.agree import on_process_zero
-from jaxrec.mesh.processes import join_processes
-from jaxrec.mesh.watch import losses_first
+from jaxrec.mesh.processes import join_processes, losses_first
 from jaxrec.metrics.background import BackgroundWriter, Values
 from jaxrec.metrics.writers import JSONLinesWriter
 from jaxrec.plan import PlanError

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from jaxrec.arguments import ConfigError
-from jaxrec.mesh.processes import check_processes
-from jaxrec.mesh.watch import LOST_AFTER_SECONDS
+from jaxrec.mesh.processes import LOST_AFTER_SECONDS, check_processes
 from jaxrec.tier.stores import open_store
 from jaxrec.tier.vocabulary.dynamic import MAX_SIGHTINGS
 

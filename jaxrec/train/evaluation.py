@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrec.mesh.capacity import GroupPath, capacity_factors, set_capacity_factors
+from jaxrec.mesh.ahead import GroupPath, capacity_factors, set_capacity_factors
 from jaxrec.mesh.store import mesh_stores
 from jaxrec.metrics import MetricGroup
 from jaxrec.metrics.total import Total

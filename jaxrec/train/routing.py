@@ -14,9 +14,15 @@ from jaxtyping import Array
 from jaxrec.data.pipeline import each_batch
 from jaxrec.embed.taps import Ahead
 from jaxrec.mesh.agree import on_every_device, on_host
-from jaxrec.mesh.ahead import route_ahead, use_ahead, use_routes
+from jaxrec.mesh.ahead import (
+    Capacities,
+    GroupPath,
+    measure_demand,
+    route_ahead,
+    use_ahead,
+    use_routes,
+)
 from jaxrec.mesh.call_checks import batch_facts, check_call, table_facts
-from jaxrec.mesh.capacity import Capacities, GroupPath, measure_demand
 from jaxrec.mesh.store import mesh_stores
 from jaxrec.train.step import check_step, compile_step
 
@@ -68,7 +74,7 @@ class RoutedSteps:
     The program of a step sends the ids of the next batch to the owners of their rows, so that the
     compiler can overlap this exchange with the computation. (TorchRec's
     ``TrainPipelineSparseDist``.) The measured demand of the batches chooses the capacities of
-    the exchange (`jaxrec.mesh.capacity`). Results are the same bits as without routing ahead. On
+    the exchange (`jaxrec.mesh.ahead`). Results are the same bits as without routing ahead. On
     one device there is no routing, and the steps are those of `jaxrec.train.compile_step`.
 
     Args:

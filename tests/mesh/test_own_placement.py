@@ -101,7 +101,11 @@ def test_the_planner_considers_it_and_its_plan_goes_to_json_and_back():
     }
     planner = Planner(Topology.named("h100", devices=DEVICES), constraints)
     ways = planner.options(make_model(), batch_size=BATCH)["user"].ways
-    assert {"table_wise by rows", "halves by rows", "halves by pooled"} <= set(ways)
+    assert {
+        "table_wise by rows",
+        "halves in 2 parts by rows",
+        "halves in 2 parts by pooled",
+    } <= set(ways)
     only = dict.fromkeys(constraints, ParameterConstraints(sharding_types=["halves"]))
     plan = dataclasses.replace(planner, constraints=only).plan(make_model(), batch_size=BATCH)
     assert {type(placement) for placement in plan.to_dict().values()} == {Halves}

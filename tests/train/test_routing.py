@@ -16,8 +16,8 @@ from jax.interpreters import partial_eval
 from jax.sharding import AxisType
 
 import jaxrec
-from jaxrec.mesh import ahead, capacity, column_wise, data_parallel, grid, row_wise, table_wise
-from jaxrec.mesh.simulated import OneByOne
+from jaxrec.mesh import ahead, column_wise, data_parallel, grid, row_wise, table_wise
+from jaxrec.mesh.channel import OneByOne
 from jaxrec.train import RoutedSteps, compile_step
 from jaxrec.train.train_steps import SemiSynchronousSteps
 from tests.users_xla import AS_USERS_DO
@@ -111,7 +111,7 @@ def test_the_same_bits_as_steps_one_by_one(name, monkeypatch):
         as_users_do = functools.partial(jax.jit, compiler_options=AS_USERS_DO)
         jax_as_users_do = types.SimpleNamespace(**vars(jax) | {"jit": as_users_do})
         monkeypatch.setattr("jaxrec.train.step.jax", jax_as_users_do)
-    monkeypatch.setattr(capacity, "WINDOW", 2)
+    monkeypatch.setattr(ahead, "WINDOW", 2)
     model, optimizer, mesh = make(PLACEMENTS[name])
     plain = compile_step(train_step, model, optimizer)
     expected = [float(plain(batch)) for batch in batches(mesh)]
@@ -196,7 +196,7 @@ def semi_synchronous(name):
 
 def test_semi_synchronous_steps_have_the_same_bits_unrouted(monkeypatch):
     """Also where capacities change between a lookup and the step that uses its embeddings."""
-    monkeypatch.setattr(capacity, "WINDOW", 2)
+    monkeypatch.setattr(ahead, "WINDOW", 2)
     plain, mesh = semi_synchronous("pooled")
     given = list(batches(mesh, 5))
     embeddings = nnx.Variable(plain._first_lookup(*nnx.split(plain.model), given[0]))
@@ -211,7 +211,7 @@ def test_semi_synchronous_steps_have_the_same_bits_unrouted(monkeypatch):
         contents(steps.model, steps.optimizer), contents(plain.model, plain.optimizer), strict=True
     ):
         np.testing.assert_array_equal(got, wanted)
-    assert capacity.capacity_factors(steps.model) != {}
+    assert ahead.capacity_factors(steps.model) != {}
 
 
 def test_a_semi_synchronous_step_looks_up_along_the_routes_of_the_step_before(monkeypatch):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrec.plan.plot import require_matplotlib
+from jaxrec.plan.report import require_matplotlib
 from jaxrec.serve.reports.table_quality import TableQuality
 
 # Number of tables that are drawn, the largest ones.

@@ -221,7 +221,7 @@ def run_file(
 
 
 def read_capacities(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Read the capacities of exchanges, for `jaxrec.mesh.capacity.restore_capacities`."""
+    """Read the capacities of exchanges, for `jaxrec.mesh.ahead.restore_capacities`."""
     capacities: list[dict[str, Any]] = _read_run_file(path).get(_CAPACITIES, [])
     wanted = {"collection": str, "group": str, "devices": int, "exchange": str, "factor": float}
     is_list = isinstance(capacities, list)

@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 
 from jaxrec.embed.variables import plain
-from jaxrec.mesh.capacity import describe_capacities
+from jaxrec.mesh.ahead import describe_capacities
 from jaxrec.mesh.replicas import average_replicas, has_replicas
 from jaxrec.tier.changes.change_tracker import ChangeTracker
 from jaxrec.train.checkpoint.arrays import os_errors, quiet
