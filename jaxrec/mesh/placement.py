@@ -206,7 +206,9 @@ class Placement(abc.ABC):
             KeyError: There are no places.
             ValueError: No sharding type has that name, or its values are not possible.
         """
-        values = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+        values: dict[str, Any] = {
+            name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()
+        }
         kind, places = values.pop("kind"), values.pop("places")
         if kind not in SHARDING_TYPES:
             raise ValueError(

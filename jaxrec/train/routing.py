@@ -48,8 +48,9 @@ def route_in_turn(
         route: Routes a batch by itself, where no call could.
         capacities: Chooses the capacities of the exchanges by the demands.
     """
-    batches, unread = iter(batches), collections.deque()
+    batches = iter(batches)
     batch = next(batches)
+    unread: collections.deque[dict[GroupPath, Array]] = collections.deque()
     for following in itertools.chain(batches, (None,)):
         # The last call routes its own batch again, and so does one before a batch of another shape:
         # a program for each pair of shapes would compile too often.
