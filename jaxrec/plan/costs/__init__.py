@@ -6,7 +6,7 @@ Where this follows TorchRec's estimators and where it differs is in ``docs/plann
 from __future__ import annotations
 
 from jaxrec.plan.costs import bags, local, pooled, rows  # noqa: F401 (each adds its costs)
-from jaxrec.plan.costs.base import COSTS, ExchangeCosts, ForwardCosts, Group
+from jaxrec.plan.costs.base import COSTS, ExchangeCosts, Group, forward_costs
 from jaxrec.plan.topology import Topology
 
 
@@ -24,6 +24,7 @@ def make_costs(group: Group, topology: Topology) -> ExchangeCosts:
         raise ValueError(
             f"the planner has no costs for exchange {group.exchange.name!r}, only for {names}"
         )
-    topology = topology.slowest
-    costs = COSTS[group.exchange](group, topology)
-    return costs if group.optimizer.is_trained else ForwardCosts(group, topology, costs)
+    costs = COSTS[group.exchange]
+    if not group.optimizer.is_trained:
+        costs = forward_costs(costs)
+    return costs(group, topology.slowest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import numpy as np
@@ -328,57 +329,30 @@ class ExchangeCosts(abc.ABC):
         return -(-bytes // self.topology.granule) * self.topology.granule
 
 
-@dataclasses.dataclass(frozen=True)
-class ForwardCosts(ExchangeCosts):
-    """Costs of frozen and of quantized tables: those of an exchange without its backward pass.
+class ForwardPass(ExchangeCosts):
+    """Keeps the forward pass alone of an exchange's costs, for frozen and quantized tables.
 
-    Arrays of the backward pass are counted nevertheless, since a model may train other tables.
-
-    Attributes:
-        whole: Costs of both passes.
+    Arrays of the backward pass are counted nevertheless, since a model may train other tables. It
+    stands before an exchange's costs in the bases of a class; `forward_costs` makes such classes.
     """
 
-    whole: ExchangeCosts
-
     def launch(self) -> Perf:
-        """Return the seconds to start the lookups."""
-        return _forward(self.whole.launch())
+        return _forward(super().launch())  # type: ignore[safe-super]
 
     def home(self, workload: TableWorkload) -> Perf:
-        """Return the seconds of the forward pass."""
-        return _forward(self.whole.home(workload))
+        return _forward(super().home(workload))  # type: ignore[safe-super]
 
     def position(self) -> Perf:
-        """Return the seconds of a position forward."""
-        return _forward(self.whole.position())
+        return _forward(super().position())
 
     def perf(self, load: Load) -> Perf:
-        """Return the seconds of a load forward."""
-        return _forward(self.whole.perf(load))
+        return _forward(super().perf(load))
 
-    def load(self, workload: TableWorkload, rows: np.ndarray, *, is_cache: bool = False) -> Load:
-        """Return the load of the whole step."""
-        return self.whole.load(workload, rows, is_cache=is_cache)
 
-    def temporary_bytes(self, workload: TableWorkload) -> float:
-        """Return the bytes of the whole step."""
-        return self.whole.temporary_bytes(workload)
-
-    def route_bytes(self, workload: TableWorkload) -> float:
-        """Return the bytes of the route."""
-        return self.whole.route_bytes(workload)
-
-    def round_capacity(self, workload: TableWorkload) -> float:
-        """Return the positions of one round."""
-        return self.whole.round_capacity(workload)
-
-    def empty_positions(self, demand: float, capacity: float) -> tuple[float, float]:
-        """Return the positions without a row; those backward cost nothing."""
-        return self.whole.empty_positions(demand, capacity)
-
-    def overflow_steps(self, rounds: float) -> list[float]:
-        """Return the demands up to which overflowing rows take the same positions."""
-        return self.whole.overflow_steps(rounds)
+@functools.cache
+def forward_costs(costs: type[ExchangeCosts]) -> type[ExchangeCosts]:
+    """Return the costs of an exchange without its backward pass."""
+    return type(f"Forward{costs.__name__}", (ForwardPass, costs), {})
 
 
 def _forward(perf: Perf) -> Perf:
