@@ -167,7 +167,10 @@ class Placement(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def options(cls, table: Candidate) -> list[Split] | str:
-        """Return the splits of a table that the planner may choose, or the reason for none."""
+        """Return the splits of a table that the planner may choose, or the reason for none.
+
+        Where places are hosts, at least one host may hold shards.
+        """
 
     @classmethod
     def at(

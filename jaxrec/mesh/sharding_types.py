@@ -20,8 +20,6 @@ from jaxrec.mesh.placement import (
 from jaxrec.mesh.shards import Shard
 from jaxrec.ragged.columns import is_integer, is_real
 
-_NO_HOST = "it takes whole hosts, and none is allowed"
-
 
 @dataclasses.dataclass(frozen=True)
 class DataParallel(Placement):
@@ -195,8 +193,6 @@ class TableRowWise(Placement):
     @classmethod
     def options(cls, table):
         sites, per_host = table.host_sites, table.mesh.devices_per_host
-        if not sites:
-            return _NO_HOST
         if table.mesh.hosts == 1 and not table.is_asked:
             return "one host: the same as row_wise"
         if table.rows < per_host and not table.is_asked:
@@ -217,8 +213,6 @@ class TableColumnWise(Placement):
     @classmethod
     def options(cls, table):
         sites, per_host = table.host_sites, table.mesh.devices_per_host
-        if not sites:
-            return _NO_HOST
         if table.mesh.hosts == 1 and not table.is_asked:
             return "one host: the same as column_wise"
         if per_host > 1 and per_host not in table.column_counts(per_host):
@@ -241,8 +235,6 @@ class Grid(Placement):
     @classmethod
     def options(cls, table):
         sites, per_host = table.host_sites, table.mesh.devices_per_host
-        if not sites:
-            return _NO_HOST
         if table.rows < per_host and not table.is_asked:
             return f"{table.rows} rows are fewer than the {per_host} devices of a host"
         counts = [1] * table.is_asked + table.column_counts(len(sites))

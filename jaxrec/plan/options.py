@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -110,24 +111,10 @@ def to_placement(option: ShardingOption, sites: Sequence[int], topology: Topolog
 
 
 def enumerate_options(
-    workload: TableWorkload,
-    topology: Topology,
-    constraint: ParameterConstraints,
-    *,
-    storages: Sequence[str],
-    store: str | None = None,
-    precision: ExchangePrecision = ExchangePrecision(),  # noqa: B008 (frozen)
+    workload: TableWorkload, topology: Topology, constraint: ParameterConstraints, **settings: Any
 ) -> tuple[ShardingOption, ...]:
-    """Return all options of a table that its constraints and the devices allow.
-
-    For the arguments see `consider_options`.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    options, reasons = consider_options(
-        workload, topology, constraint, storages=storages, store=store, precision=precision
-    )
+    """Return the options of `consider_options`; without any, raise a ValueError that says why."""
+    options, reasons = consider_options(workload, topology, constraint, **settings)
     if not options:
         raise ValueError(
             f"table {workload.name!r} ({workload.rows} rows, {workload.dim} columns) can be placed "
@@ -172,7 +159,9 @@ def consider_options(
     for sharding_type in constraint.sharding_types or BUILT_IN:
         kind = SHARDING_TYPES[sharding_type]
         for storage, table in zip(possible, candidates, strict=True):
-            splits = kind.options(table)
+            splits: list[Split] | str = "it takes whole hosts, and none is allowed"
+            if kind.place != "host" or table.host_sites:
+                splits = kind.options(table)
             if isinstance(splits, str):
                 reasons.append(f"{sharding_type}: {splits}")
                 continue
