@@ -24,15 +24,7 @@ _BYTES_AT_ONCE = 1 << 24
 
 
 def require_same(what: str, facts: Mapping[str, str]) -> None:
-    """Check that every process has the same facts; every process calls this.
-
-    Args:
-        what: Subject of the facts, such as "plan".
-        facts: Facts by name.
-
-    Raises:
-        ValueError: A process has other facts; all processes raise it.
-    """
+    """Raise a ValueError in all processes unless all have the same facts on ``what``, by name."""
     if jax.process_count() == 1:
         return
     texts = gather_texts(json.dumps(dict(facts)))
@@ -95,15 +87,9 @@ def gather_ids(ids: np.ndarray) -> list[np.ndarray]:
 
 
 def gather_id_lists(lists: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-    """Return for each of several lists of 64-bit ids the ids of each process.
+    """Return for each of several lists of 64-bit ids, int64 ``[n]``, the ids of each process.
 
     Every process calls this with equally many lists, or `fail_together` in its place.
-
-    Args:
-        lists: int64 arrays ``[n]``, of different sizes.
-
-    Raises:
-        RuntimeError: A process called `fail_together`.
     """
     if jax.process_count() == 1:
         return [[ids] for ids in lists]
@@ -123,16 +109,9 @@ def gather_id_lists(lists: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
 
 
 def gather_rows(rows: np.ndarray, error: Exception | None = None) -> list[np.ndarray]:
-    """Return the rows of each process, which may have different numbers of them.
+    """Return the rows of each process, ``[n, ...]``, each with an ``n`` of its own.
 
-    Every process calls this.
-
-    Args:
-        rows: ``[n, ...]``, of equal shapes and types but for ``n``; with an error any.
-        error: The error of this process, which it raises itself; None: it has none.
-
-    Raises:
-        RuntimeError: Another process has an error.
+    Every process calls this. One with an error gives any rows and raises it, and so all do.
     """
     if jax.process_count() == 1:
         raise_together(error)
@@ -154,19 +133,10 @@ def gather_rows(rows: np.ndarray, error: Exception | None = None) -> list[np.nda
 def gather_flags(
     flags: Sequence[np.ndarray], owners: Sequence[np.ndarray], error: Exception | None = None
 ) -> list[np.ndarray]:
-    """Return flags of which each process has some; every process calls this.
+    """Return for each of several lists all flags, bool ``[n]``, of which each process has some.
 
-    Args:
-        flags: For each of several lists the flags that this process owns, in their order, bool
-            ``[m]``; with an error any.
-        owners: For each list the process that owns each flag, int ``[n]``; alike in all processes.
-        error: As for `gather_rows`.
-
-    Returns:
-        For each list all flags, bool ``[n]``.
-
-    Raises:
-        RuntimeError: Another process has an error.
+    Every process calls this with its own flags of each list, bool ``[m]``, the process that owns
+    each flag, int ``[n]``, and its error, as for `gather_rows`.
     """
     if jax.process_count() == 1:
         raise_together(error)
@@ -189,12 +159,7 @@ def gather_flags(
 
 
 def fail_together(error: Exception, num_lists: int) -> NoReturn:
-    """Raise an error here, and a RuntimeError with its text in processes that gather ids.
-
-    Args:
-        error: The error.
-        num_lists: Number of lists that the others give to `gather_id_lists`.
-    """
+    """Raise an error here, and its text in processes that gather ``num_lists`` lists of ids."""
     if jax.process_count() > 1:
         _gather_sizes([0] * num_lists, error)
     raise error

@@ -37,10 +37,10 @@ from jaxrec.mesh.store import mesh_stores
 
 @dataclasses.dataclass(eq=False)
 class LookupProbe(Probe):
-    """Keeps the embeddings of each call.
+    """Looks embeddings up, along routes where these were computed before, and keeps both.
 
     Attributes:
-        routed: Routes of the calls that were computed before, in order.
+        routed: Routes of the calls, in order.
         calls: The routes and embeddings of the calls so far.
     """
 
@@ -64,24 +64,6 @@ class RouteProbe(Probe):
         self.calls.append(Ahead(tables.route(features)))
         shapes = jax.eval_shape(lambda: tables.lookup(features, **options)[0])
         return jax.tree.map(zeros_like, shapes)
-
-
-@dataclasses.dataclass(eq=False)
-class RoutedProbe(Probe):
-    """Looks embeddings up along routes that were computed before.
-
-    Attributes:
-        routed: Routes of the calls, in order.
-        num_calls: Number of calls so far.
-    """
-
-    routed: Sequence[Ahead]
-    num_calls: int = 0
-
-    def lookup(self, tables, features, **options):
-        routes = _routes_of(self.routed, self.num_calls)
-        self.num_calls += 1
-        return tables.lookup(features, routes=routes, **options)[0]
 
 
 def _routes_of(routed: Sequence[Ahead], call: int) -> Routes | None:
@@ -151,7 +133,7 @@ def use_ahead(model: nnx.Module, ahead: Mapping[str, Sequence[Ahead]]) -> Iterat
 def use_routes(model: nnx.Module, ahead: Mapping[str, Sequence[Ahead]]) -> Iterator[None]:
     """Let calls that are not differentiated use routes, in the same order, while this lasts."""
     for path, module in tapped_modules(model).items():
-        module.probe = RoutedProbe(ahead[path])
+        module.probe = LookupProbe(ahead[path])
     try:
         yield
     finally:

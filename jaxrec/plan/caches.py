@@ -70,11 +70,6 @@ def cache_perf(workload: TableWorkload, cache: TableCache, topology: Topology) -
 
     The tier does this work beside the device's step where a processor is free, so a step may be
     shorter by up to the shorter of the two.
-
-    Args:
-        workload: The table.
-        cache: Its cache.
-        topology: The devices.
     """
     moves = topology.host_moves if cache.storage == "host" else topology.store_moves
     missed = workload.missed_rows(cache.rows, topology.num_devices)
@@ -129,17 +124,6 @@ def possible_caches(
 
     A cache has at least the rows of the batches under way. Where these may be all rows and the
     table may lie on the devices, there is no cache.
-
-    Args:
-        workload: The table and its lookups.
-        constraint: The table's constraints.
-        storages: Where the rows may be kept.
-        store: URL of the row store of "store", unless the constraints say it.
-        num_devices: Number of devices.
-
-    Raises:
-        ValueError: The rows may be in a row store, and no URL says where that is; or a quantized
-            table may not lie on the devices.
     """
     if tuple(storages) == ("device",):
         return (None,)
@@ -169,14 +153,7 @@ def possible_caches(
 def only_cache(
     workload: TableWorkload, constraint: ParameterConstraints, store: str | None, num_devices: int
 ) -> TableCache | None:
-    """Return the cache of a table with a fixed placement; None if it is kept on devices.
-
-    Args:
-        workload, constraint, store, num_devices: As for `possible_caches`.
-
-    Raises:
-        ValueError: The constraints have several storages, or a cache and no ``cache_ratio``.
-    """
+    """Return the cache of a table with a fixed placement; None if it is kept on devices."""
     storages = constraint.storages or ("device",)
     if len(storages) > 1 or (storages != ("device",) and constraint.cache_ratio is None):
         raise ValueError(

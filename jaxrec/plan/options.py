@@ -98,13 +98,7 @@ class ShardingOption:
 
 
 def to_placement(option: ShardingOption, sites: Sequence[int], topology: Topology) -> Placement:
-    """Return the placement of an option whose parts are on the given sites.
-
-    Args:
-        option: The option.
-        sites: Index of each part's site.
-        topology: The devices.
-    """
+    """Return the placement of an option whose parts are on the sites of the given indices."""
     mesh = MeshShape(topology.hosts, topology.devices_per_host)
     placed = [option.sites[site] for site in sites]
     return option.kind.at(placed, mesh, option.exchange, option.shares)
@@ -261,18 +255,7 @@ def placed_options(
     cache: TableCache | None = None,
     precision: ExchangePrecision = ExchangePrecision(),  # noqa: B008 (frozen)
 ) -> tuple[ShardingOption, ...]:
-    """Return a fixed placement as options of one part and one site, one for each column part.
-
-    Args:
-        workload: The table and its lookups.
-        topology: The devices.
-        placement: The placement.
-        cache: The cache of the table's rows; None where devices hold all.
-        precision: Formats in which rows and gradients travel.
-
-    Raises:
-        ValueError: If it does not fit the table or the devices.
-    """
+    """Return a fixed placement as options of one part and one site, one for each column part."""
     mesh = MeshShape(topology.hosts, topology.devices_per_host)
     by_columns: dict[tuple[int, int], list[Shard]] = {}
     storage = TableStorage.of(workload, cache, topology)

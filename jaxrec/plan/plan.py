@@ -343,18 +343,7 @@ def plan_once(
     """Return the plan that process 0 finds; every process calls this.
 
     A search with a time limit may end elsewhere in each process, and sampled statistics and
-    calibrated devices differ.
-
-    Args:
-        search: Finds the plan.
-        tables: The tables.
-        batch_size: Samples of all devices in a step.
-
-    Raises:
-        PlanError: Process 0 found no plan that fits.
-        ValueError: Constraints do not fit the tables or the devices, or processes plan different
-            tables.
-        RuntimeError: Another error of process 0, which raises the error itself.
+    calibrated devices differ. All raise what process 0 raises.
     """
     if jax.process_count() == 1:
         return search()
