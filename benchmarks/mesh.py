@@ -300,7 +300,7 @@ def measured_factors(tables: Any, batches: Sequence[Any]) -> tuple[tuple[str, fl
     import jax
 
     from jaxrec.embed.taps import Ahead
-    from jaxrec.mesh.capacity import capacity_factor, measure_demand
+    from jaxrec.mesh.ahead import capacity_factor, measure_demand
 
     def demand(batch: Any) -> Any:
         return measure_demand({"": [Ahead(tables.route(batch))]})

@@ -70,14 +70,14 @@ def main(options: Options) -> None:
 
     jaxrec.keep_freed_memory()
 
-    from jaxrec.plan import Planner, Topology, statistics
+    from jaxrec.plan import Planner, Topology, sample_statistics
     from jaxrec.plan.calibration import calibrate
 
     jax.config.update("jax_platforms", "cpu")
     mesh = jax.make_mesh((options.devices,), ("data",))
     topology = calibrate(mesh) if options.topology is None else Topology.load(options.topology)
     batches = [draw_batch(options.batch, options.seed + i) for i in range(4)]
-    planner = Planner(topology, statistics=statistics(batches))
+    planner = Planner(topology, statistics=sample_statistics(batches))
     plans = draw_plans(planner, options)
     # Figures are written after each pass, of the least times so far.
     for measured in measure([plan for _, plan in plans], mesh, batches, options):

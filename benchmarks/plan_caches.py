@@ -97,7 +97,7 @@ class Plans:
 
     def sample(self) -> jaxrec.plan.Statistics:
         """Return the statistics of some batches."""
-        return jaxrec.plan.statistics(features for features, _ in self.pool)
+        return jaxrec.plan.sample_statistics(features for features, _ in self.pool)
 
     def compare(self, plans: dict[str, ShardingPlan], mesh: Any) -> list[dict[str, Any]]:
         """Train by all plans in turn; print and return a line for each."""

@@ -21,7 +21,7 @@ import numpy as np
 import tyro
 
 import jaxrec
-from jaxrec.mesh import placement as placements
+from jaxrec.mesh import sharding_types as placements
 from jaxrec.mesh.placement import Placement
 from jaxrec.plan import ParameterConstraints, PlanError, Planner, ShardingPlan, Topology
 

@@ -66,7 +66,7 @@ NOISE = (Variant("rowwise_adagrad", is_rounded=True),)
 
 
 @dataclasses.dataclass(frozen=True)
-class Precision:
+class ExchangePrecision:
     """Normalized entropy with tables and optimizer state in fewer bits."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -204,4 +204,4 @@ def _normalized_entropy(entropy: float, clicks: float, samples: float) -> float:
 
 
 if __name__ == "__main__":
-    tyro.cli(Precision).run()
+    tyro.cli(ExchangePrecision).run()

@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from jaxrec.embed import mean_gradients as mean_gradients
     from jaxrec.embed import value_and_grad as value_and_grad
     from jaxrec.memory import keep_freed_memory as keep_freed_memory
+    from jaxrec.mesh.sharding import shard as shard
     from jaxrec.ragged import JaggedArray as JaggedArray
     from jaxrec.ragged import KeyedArray as KeyedArray
     from jaxrec.ragged import KeyedJaggedArray as KeyedJaggedArray
     from jaxrec.ragged import Packer as Packer
-    from jaxrec.tier.shard import shard as shard
 
     __version__: str
 
@@ -66,7 +66,7 @@ _MODULES = {
     "Packer": "jaxrec.ragged",
     "keep_freed_memory": "jaxrec.memory",  # loads nothing else, since it must come first
     "mean_gradients": "jaxrec.embed",
-    "shard": "jaxrec.tier.shard",
+    "shard": "jaxrec.mesh.sharding",
     "value_and_grad": "jaxrec.embed",
 }
 

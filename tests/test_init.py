@@ -41,9 +41,19 @@ def test_modules_load_without_what_they_do_not_use():
     program = (
         "import sys, jaxrec; jaxrec.EmbeddingBagCollection, jaxrec.Optimizer; "
         "assert not {'jaxrec.mesh', 'jaxrec.tier', 'jaxrec.data', 'pyarrow'} & set(sys.modules); "
-        "assert jaxrec.shard.__module__ == 'jaxrec.tier.shard'"
+        "assert jaxrec.shard.__module__ == 'jaxrec.mesh.sharding'"
     )
     subprocess.run([sys.executable, "-P", "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "now"),
+    [("mesh", "Precision", "ExchangePrecision"), ("plan", "statistics", "sample_statistics")],
+)
+def test_names_of_version_0_3_are_there(package, name, now):
+    module = getattr(jaxrec, package)
+    with pytest.warns(DeprecationWarning, match=f"is now jaxrec.{package}.{now}"):
+        assert getattr(module, name) is getattr(module, now)
 
 
 def test_packages_load_on_first_use():

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator
 
 from jaxrec.plan import Topology
-from jaxrec.plan.costs.collectives import all_gather, all_to_all, reduce_scatter
-from jaxrec.plan.rates import Links, Rate
+from jaxrec.plan.costs.base import all_gather, all_to_all, reduce_scatter
+from jaxrec.plan.quantities import Links, Rate
 
 # Bytes a second of an H200's memory and of its links, by data sheet; see `jaxrec.plan.machines`.
 MEMORY, WITHIN, BETWEEN = 4.8e12, 450e9, 50e9

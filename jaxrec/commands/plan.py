@@ -13,13 +13,11 @@ from typing import Annotated, Literal
 import tyro
 
 from jaxrec.arguments import ConfigError, parse
-from jaxrec.plan.context import PlanMismatchError
 from jaxrec.plan.feature_statistics import Statistics
 from jaxrec.plan.model_file import read_model_file
-from jaxrec.plan.plan import ShardingPlan
+from jaxrec.plan.plan import PlanMismatchError, ShardingPlan
 from jaxrec.plan.planner import Planner
-from jaxrec.plan.plot import require_matplotlib
-from jaxrec.plan.report import render
+from jaxrec.plan.report import render, require_matplotlib
 from jaxrec.plan.shortage import PlanError
 from jaxrec.plan.topology import Topology
 

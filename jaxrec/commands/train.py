@@ -17,9 +17,8 @@ from rich.console import Console
 
 from jaxrec.arguments import ConfigError
 from jaxrec.data import ClickBatch, DataError, SchemaError, Shard, TableEncoder
-from jaxrec.mesh.agree import gather_texts
-from jaxrec.mesh.processes import join_processes
-from jaxrec.mesh.watch import losses_first
+from jaxrec.mesh.agree import on_process_zero
+from jaxrec.mesh.processes import join_processes, losses_first
 from jaxrec.metrics.writers import BackgroundWriter, JSONLinesWriter, Values
 from jaxrec.plan import PlanError
 from jaxrec.tier.vocabulary.vocabulary import TableFullError
@@ -382,10 +381,9 @@ def _output(config: TrainConfig) -> pathlib.Path:
         "runs", datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     )
     problem = None if config.resume is not None else _why_taken(output)
-    if jax.process_count() > 1:
-        # All processes have looked before one writes.
-        text, problem = json.loads(gather_texts(json.dumps([str(output), problem]))[0])
-        output = pathlib.Path(text)
+    # All processes have looked before one writes.
+    text, problem = on_process_zero(lambda: (str(output), problem))
+    output = pathlib.Path(text)
     if problem is not None:
         raise ConfigError(problem)
     return output

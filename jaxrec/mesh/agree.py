@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jaxrec.mesh.watch import losses_first
+from jaxrec.mesh.processes import losses_first
 from jaxrec.ragged.capacity import capacity_for
 
 Result = TypeVar("Result")
@@ -24,15 +24,7 @@ _BYTES_AT_ONCE = 1 << 24
 
 
 def require_same(what: str, facts: Mapping[str, str]) -> None:
-    """Check that every process has the same facts; every process calls this.
-
-    Args:
-        what: Subject of the facts, such as "plan".
-        facts: Facts by name.
-
-    Raises:
-        ValueError: A process has other facts; all processes raise it.
-    """
+    """Raise a ValueError in all processes unless all have the same facts on ``what``, by name."""
     if jax.process_count() == 1:
         return
     texts = gather_texts(json.dumps(dict(facts)))
@@ -95,15 +87,9 @@ def gather_ids(ids: np.ndarray) -> list[np.ndarray]:
 
 
 def gather_id_lists(lists: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-    """Return for each of several lists of 64-bit ids the ids of each process.
+    """Return for each of several lists of 64-bit ids, int64 ``[n]``, the ids of each process.
 
     Every process calls this with equally many lists, or `fail_together` in its place.
-
-    Args:
-        lists: int64 arrays ``[n]``, of different sizes.
-
-    Raises:
-        RuntimeError: A process called `fail_together`.
     """
     if jax.process_count() == 1:
         return [[ids] for ids in lists]
@@ -123,16 +109,9 @@ def gather_id_lists(lists: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
 
 
 def gather_rows(rows: np.ndarray, error: Exception | None = None) -> list[np.ndarray]:
-    """Return the rows of each process, which may have different numbers of them.
+    """Return the rows of each process, ``[n, ...]``, each with an ``n`` of its own.
 
-    Every process calls this.
-
-    Args:
-        rows: ``[n, ...]``, of equal shapes and types but for ``n``; with an error any.
-        error: The error of this process, which it raises itself; None: it has none.
-
-    Raises:
-        RuntimeError: Another process has an error.
+    Every process calls this. One with an error gives any rows and raises it, and so all do.
     """
     if jax.process_count() == 1:
         raise_together(error)
@@ -154,19 +133,10 @@ def gather_rows(rows: np.ndarray, error: Exception | None = None) -> list[np.nda
 def gather_flags(
     flags: Sequence[np.ndarray], owners: Sequence[np.ndarray], error: Exception | None = None
 ) -> list[np.ndarray]:
-    """Return flags of which each process has some; every process calls this.
+    """Return for each of several lists all flags, bool ``[n]``, of which each process has some.
 
-    Args:
-        flags: For each of several lists the flags that this process owns, in their order, bool
-            ``[m]``; with an error any.
-        owners: For each list the process that owns each flag, int ``[n]``; alike in all processes.
-        error: As for `gather_rows`.
-
-    Returns:
-        For each list all flags, bool ``[n]``.
-
-    Raises:
-        RuntimeError: Another process has an error.
+    Every process calls this with its own flags of each list, bool ``[m]``, the process that owns
+    each flag, int ``[n]``, and its error, as for `gather_rows`.
     """
     if jax.process_count() == 1:
         raise_together(error)
@@ -189,76 +159,73 @@ def gather_flags(
 
 
 def fail_together(error: Exception, num_lists: int) -> NoReturn:
-    """Raise an error here, and a RuntimeError with its text in processes that gather ids.
-
-    Args:
-        error: The error.
-        num_lists: Number of lists that the others give to `gather_id_lists`.
-    """
+    """Raise an error here, and its text in processes that gather ``num_lists`` lists of ids."""
     if jax.process_count() > 1:
         _gather_sizes([0] * num_lists, error)
     raise error
 
 
-def raise_together(error: Exception | None) -> None:
+def raise_together(error: Exception | None, kinds: Sequence[type[Exception]] = ()) -> None:
     """Raise an error in all processes if one has it; every process calls this.
 
     Args:
-        error: The error of this process, which it raises itself; None: it has none.
+        error: The error of this process; None: it has none.
+        kinds: Types of errors that all processes raise alike, the special ones first.
 
     Raises:
-        RuntimeError: Another process has an error.
+        Exception: A process has an error: its own here, or that of another process, of the first
+            of ``kinds`` that it is of, else a RuntimeError. Where several have one and ``kinds``
+            are given, that of the first process counts.
     """
     if jax.process_count() > 1:
-        _gather_sizes([], error)
+        _gather_sizes([], error, kinds)
     if error is not None:
         raise error
 
 
-def on_process_zero(function: Callable[[], Result]) -> Result:
-    """Call a function in process 0, and return its result in all processes; each calls this.
+def on_process_zero(
+    function: Callable[[], Result], kinds: Sequence[type[Exception]] = (OSError, ValueError)
+) -> Result:
+    """Call a function in process 0, and return its result in all processes; every process calls it.
 
     Args:
-        function: Returns what JSON can hold.
+        function: Returns what JSON can hold; between processes tuples become lists.
+        kinds: As for `raise_together`.
 
     Raises:
-        OSError: The function raised an OSError or a ValueError. Process 0 raises that error itself,
-            the others one of the same number.
+        Exception: The function raised it in process 0; see `raise_together`.
     """
     if jax.process_count() == 1:
         return function()
-    answer: dict[str, Any] = {}
+    result: Result | None = None
     error: Exception | None = None
     if jax.process_index() == 0:
         try:
-            answer = {"result": function()}
-        except (OSError, ValueError) as raised:
+            result = function()
+        except Exception as raised:  # the other processes wait for it
             error = raised
-            answer = {"error": str(raised), "number": getattr(raised, "errno", None)}
-    first = json.loads(gather_texts(json.dumps(answer))[0])
-    if error is not None:
-        raise error
-    if "error" in first:
-        text = f"process 0 failed: {first['error']}"
-        # A number makes it an error of the same class, such as BlockingIOError.
-        raise OSError(text) if first["number"] is None else OSError(first["number"], text)
-    return first["result"]
+    raise_together(error, kinds)
+    return json.loads(gather_texts(json.dumps(result))[0])
 
 
-def _gather_sizes(sizes: Sequence[int], error: Exception | None = None) -> np.ndarray:
-    """Return the sizes of all processes, ``[processes, n]``, unless one of them has an error.
-
-    Raises:
-        RuntimeError: Another process has an error.
-    """
+def _gather_sizes(
+    sizes: Sequence[int], error: Exception | None = None, kinds: Sequence[type[Exception]] = ()
+) -> np.ndarray:
+    """Return the sizes of all processes, ``[processes, n]``, unless one of them has an error."""
     gathered = gather_numbers([error is not None, *sizes])
-    if gathered[:, 0].any():
-        texts = gather_texts("" if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        process = int(np.argmax(gathered[:, 0]))
-        raise RuntimeError(f"process {process} cannot go on: {texts[process]}")
-    return gathered[:, 1:]
+    if not gathered[:, 0].any():
+        return gathered[:, 1:]
+    kind = next((i for i, each in enumerate(kinds) if isinstance(error, each)), None)
+    text = str(error) if kind is not None else f"{type(error).__name__}: {error}"
+    texts = gather_texts(json.dumps([kind, getattr(error, "errno", None), text]))
+    process = int(np.argmax(gathered[:, 0]))
+    if error is not None and (not kinds or process == jax.process_index()):
+        raise error
+    kind, number, text = json.loads(texts[process])
+    text = f"process {process} cannot go on: {text}"
+    if kind is None:
+        raise RuntimeError(text) from error
+    raise (kinds[kind](text) if number is None else kinds[kind](number, text)) from error
 
 
 def fingerprint(value: Any) -> str:

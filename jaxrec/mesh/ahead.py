@@ -1,14 +1,26 @@
-"""Results of a model's lookups that are computed before the step they are part of."""
+"""Batches looked at ahead of their steps: routes, embeddings, and the capacities they need.
+
+Before anything is measured, a message between two devices has space for 1.25 even shares of a
+device's lookups (`DEFAULT_CAPACITY_FACTOR`). Rows that repeat within a batch travel once, so a
+batch may need much less. Where requests to owners are uneven it needs more, and an exchange of rows
+then takes several rounds. Both cost time only: whatever the capacity, the exchange is exact.
+Capacity factors come from a ladder, so that few programs compile.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxrec.embed.row_gradients import Routes
 from jaxrec.embed.taps import (
@@ -19,15 +31,16 @@ from jaxrec.embed.taps import (
     tapped_modules,
     zeros_like,
 )
+from jaxrec.mesh.exchange import DEFAULT_CAPACITY_FACTOR
 from jaxrec.mesh.store import mesh_stores
 
 
 @dataclasses.dataclass(eq=False)
 class LookupProbe(Probe):
-    """Keeps the embeddings of each call.
+    """Looks embeddings up, along routes where these were computed before, and keeps both.
 
     Attributes:
-        routed: Routes of the calls that were computed before, in order.
+        routed: Routes of the calls, in order.
         calls: The routes and embeddings of the calls so far.
     """
 
@@ -53,24 +66,6 @@ class RouteProbe(Probe):
         return jax.tree.map(zeros_like, shapes)
 
 
-@dataclasses.dataclass(eq=False)
-class RoutedProbe(Probe):
-    """Looks embeddings up along routes that were computed before.
-
-    Attributes:
-        routed: Routes of the calls, in order.
-        num_calls: Number of calls so far.
-    """
-
-    routed: Sequence[Ahead]
-    num_calls: int = 0
-
-    def lookup(self, tables, features, **options):
-        routes = _routes_of(self.routed, self.num_calls)
-        self.num_calls += 1
-        return tables.lookup(features, routes=routes, **options)[0]
-
-
 def _routes_of(routed: Sequence[Ahead], call: int) -> Routes | None:
     return routed[call].routes if call < len(routed) else None
 
@@ -94,34 +89,13 @@ def route_ahead(evaluate: Callable[[nnx.Module], Any], model: nnx.Module) -> dic
     return _probe(evaluate, model, lambda module: RouteProbe())
 
 
-def follows_from_batch(
-    evaluate: Callable[[nnx.Module, Any], Any], model: nnx.Module, batch: Any
-) -> bool:
-    """Return whether the routes of a batch follow from the batch alone.
+def changes_ids(model: nnx.Module) -> bool:
+    """Return whether calls of the model change the ids that it looks up for a batch.
 
-    They do not where the ids that a model looks up follow from variables that steps change, such as
-    maps of managed collisions, pools of histories or codes of a dense layer.
-
-    Args:
-        evaluate: Function that makes the lookups of a batch.
-        model: A model over a mesh.
-        batch: A batch on the devices.
+    A module says so by an attribute ``changes_ids = True``: maps of managed collisions and pools of
+    ids do. Others that compute ids from variables that their calls change have to, too.
     """
-    graph, state = nnx.split(model)
-    # Simulated devices exchange ids after the exchanges that led to the rows.
-    order = {id(x) for each in mesh_stores(model).values() for x in jax.tree.leaves(each.rows)}
-    leaves = jax.tree.leaves(state)
-
-    def route(state: Any, batch: Any) -> Any:
-        return route_ahead(lambda model: evaluate(model, batch), nnx.merge(graph, state))
-
-    jaxpr = jax.make_jaxpr(route)(state, batch).jaxpr
-    needed = {id(x) for x in jaxpr.outvars}
-    for equation in reversed(jaxpr.eqns):
-        if any(id(x) in needed for x in equation.outvars):
-            needed |= {id(x) for x in equation.invars}
-    variables = zip(leaves, jaxpr.invars[: len(leaves)], strict=True)
-    return not any(id(x) in needed for leaf, x in variables if id(leaf) not in order)
+    return any(getattr(module, "changes_ids", False) for _, module in nnx.iter_modules(model))
 
 
 def _probe(
@@ -159,9 +133,143 @@ def use_ahead(model: nnx.Module, ahead: Mapping[str, Sequence[Ahead]]) -> Iterat
 def use_routes(model: nnx.Module, ahead: Mapping[str, Sequence[Ahead]]) -> Iterator[None]:
     """Let calls that are not differentiated use routes, in the same order, while this lasts."""
     for path, module in tapped_modules(model).items():
-        module.probe = RoutedProbe(ahead[path])
+        module.probe = LookupProbe(ahead[path])
     try:
         yield
     finally:
         for module in tapped_modules(model).values():
             module.probe = None
+
+
+# Steps of the ladder are powers of 2 ** (1 / 4): less than a fifth above the demand.
+_STEPS_PER_DOUBLING = 4
+# Safety margin over the measured demand.
+_MARGIN = 1.05
+# Number of batches in a row that must need less before a capacity shrinks.
+WINDOW = 32
+
+GroupPath: TypeAlias = tuple[str, str]
+"""Path of a collection in its model, and the name of a group of its tables."""
+
+
+def measure_demand(ahead: Mapping[str, list[Ahead]]) -> dict[GroupPath, Float[Array, ""]]:
+    """Return the capacity factors that a batch needs.
+
+    Args:
+        ahead: Result of `jaxrec.mesh.ahead.route_ahead` for the batch.
+
+    Returns:
+        Largest demand over all calls of each group whose exchange has a capacity, the same on all
+        devices.
+    """
+    demands: dict[GroupPath, Array] = {}
+    for path, calls in ahead.items():
+        for call in calls:
+            for name, group_route in (call.routes or {}).items():
+                demand = getattr(group_route.route, "demand", None)
+                if demand is not None:
+                    largest, key = jnp.max(demand), (path, name)
+                    before = demands.get(key, largest)
+                    demands[key] = jnp.maximum(before, largest)
+    return demands
+
+
+def capacity_factor(demand: float) -> float:
+    """Return the smallest capacity factor of the ladder for a demand, with a margin."""
+    steps = math.log2(max(demand, 1e-3) * _MARGIN) * _STEPS_PER_DOUBLING
+    return 2.0 ** (math.ceil(steps - 1e-9) / _STEPS_PER_DOUBLING)
+
+
+@dataclasses.dataclass
+class Capacities:
+    """Chooses the capacity factors of a model's exchanges, batch by batch.
+
+    A capacity grows when a batch needs more, and shrinks when `WINDOW` batches in a row needed
+    less. All processes see the same demands and choose alike.
+
+    Attributes:
+        model: The model; its tables' `MeshStore.capacity_factors` are changed.
+    """
+
+    model: nnx.Module
+
+    def __post_init__(self) -> None:
+        self._seen: dict[GroupPath, collections.deque[float]] = {}
+
+    def observe(self, demands: Mapping[GroupPath, float | np.ndarray | Array]) -> bool:
+        """Record a batch's demands; return whether a factor changed, which takes a new program."""
+        changed: dict[GroupPath, float] = {}
+        for group, demand in demands.items():
+            seen = self._seen.setdefault(group, collections.deque(maxlen=WINDOW))
+            seen.append(float(demand))
+            wanted, factor = capacity_factor(max(seen)), self._factor(group)
+            if seen[-1] > factor or (len(seen) == WINDOW and wanted < factor):
+                changed[group] = wanted
+        set_capacity_factors(self.model, changed)
+        return bool(changed)
+
+    def _factor(self, group: GroupPath) -> float:
+        return capacity_factors(self.model).get(group, DEFAULT_CAPACITY_FACTOR)
+
+
+def capacity_factors(model: nnx.Module) -> dict[GroupPath, float]:
+    """Return the capacity factors that measured batches gave the groups of a model's tables."""
+    return {
+        (path, name): factor
+        for path, tables in mesh_stores(model).items()
+        for name, factor in tables.capacity_factors
+    }
+
+
+def set_capacity_factors(model: nnx.Module, factors: Mapping[GroupPath, float]) -> None:
+    """Set the capacity factors of some groups, in place; a changed factor takes a new program."""
+    for path, module in tapped_modules(model).items():
+        of_module = {name: factor for (at, name), factor in factors.items() if at == path}
+        if of_module:
+            store, tables = module.tables.get_value(), mesh_stores(model)[path]
+            all_factors = tuple((dict(tables.capacity_factors) | of_module).items())
+            tables = dataclasses.replace(tables, capacity_factors=all_factors)
+            module.tables.set_value(store.with_placed(tables))
+
+
+def describe_capacities(model: nnx.Module) -> list[dict[str, Any]]:
+    """Describe the capacity factors of a model's tables for `restore_capacities`.
+
+    Returns:
+        For each group with a measured factor a dictionary for a JSON file. A factor holds for one
+        number of devices and one exchange, which the dictionary names.
+    """
+    return [
+        {
+            "collection": path,
+            "group": placed.name,
+            "devices": placed.num_devices,
+            "exchange": exchange.name,
+            "factor": dict(tables.capacity_factors)[placed.name],
+        }
+        for path, tables in mesh_stores(model).items()
+        for placed, exchange in tables.layout
+        if placed.name in dict(tables.capacity_factors)
+    ]
+
+
+def restore_capacities(model: nnx.Module, described: Iterable[Mapping[str, Any]]) -> None:
+    """Set the capacity factors of groups that have the same devices and the same exchange again.
+
+    Other groups keep theirs: a factor is a ratio to an even share of one number of devices.
+
+    Args:
+        model: The model, changed in place.
+        described: Result of `describe_capacities`, of this model or of another.
+    """
+    known = {
+        tuple(each[key] for key in ("collection", "group", "devices", "exchange")): each["factor"]
+        for each in described
+    }
+    factors = {}
+    for path, tables in mesh_stores(model).items():
+        for placed, exchange in tables.layout:
+            factor = known.get((path, placed.name, placed.num_devices, exchange.name))
+            if factor is not None:
+                factors[path, placed.name] = float(factor)
+    set_capacity_factors(model, factors)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxrec.mesh.notes import NoteBoard
+from jaxrec.mesh.processes import NoteBoard
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxrec.mesh.notes import NoteBoard
+from jaxrec.mesh.processes import NoteBoard
 from jaxrec.mesh.store import mesh_stores
 from jaxrec.ragged import KeyedJaggedArray
 

@@ -28,8 +28,7 @@ from jaxrec.embed.state import new_state
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.tables import Tables
 from jaxrec.mesh.agree import fingerprint, on_every_device, require_same
-from jaxrec.mesh.balance import warn_of_unused_memory
-from jaxrec.mesh.layout import MeshLayout, layout_mesh
+from jaxrec.mesh.layout import MeshLayout, layout_mesh, warn_of_unused_memory
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.mesh.placement import Placement
 from jaxrec.mesh.shard_access import new_rows, over_devices, owners, write_shards

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, DTypeLike, Int32, Shaped
 
 from jaxrec.mesh.channel import Channel
-from jaxrec.mesh.precision import Precision
+from jaxrec.mesh.precision import ExchangePrecision
 
 
 class RowsVariable(nnx.Variable):
@@ -174,7 +174,7 @@ def _sharding(mesh: Mesh) -> NamedSharding:
 
 
 def _channel(mesh: Mesh) -> Channel:
-    return Channel(tuple(mesh.axis_names), Precision())
+    return Channel(tuple(mesh.axis_names), ExchangePrecision())
 
 
 def _check_divides(num_rows: int, mesh: Mesh | None) -> None:

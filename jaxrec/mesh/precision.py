@@ -16,7 +16,7 @@ _FLOAT16_MAX = 65504.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Precision:
+class ExchangePrecision:
     """Formats in which a mesh's devices send each other embeddings and gradients.
 
     Ids and sums stay exact: received values become float32 before they are added. "float32" leaves
@@ -38,7 +38,7 @@ class Precision:
         ValueError: A format is unknown, or the scale is not a positive number.
 
     Example:
-        >>> Precision(forward="bfloat16", backward="float16", loss_scale=1024.0).forward
+        >>> ExchangePrecision(forward="bfloat16", backward="float16", loss_scale=1024.0).forward
         'bfloat16'
     """
 

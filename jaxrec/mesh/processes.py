@@ -1,11 +1,342 @@
-"""The start of a job of several processes."""
+"""Processes of a job: how they start, leave each other notes, and watch each other.
+
+If one is lost, the others end with a line that names it. Without the watch they wait for the lost
+process in a collective until JAX notices, and then abort with a trace of C++. Each process holds a
+connection to process 0. The operating system closes it when the process is killed or crashes, and
+after some seconds without an answer of its host. No Python code needs to run in time, so that a
+process that computes or compiles for long is never taken for lost.
+"""
 
 from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import hmac
+import json
+import logging
+import os
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import jax
 from flax import nnx
 
-from jaxrec.mesh.watch import LOST_AFTER_SECONDS, watch_processes
+_PREFIX = "jaxrec"
+
+
+class NoteBoard:
+    """The notes of all processes on one subject; each process has one note at a time.
+
+    They lie at JAX's coordination service. Unlike gathers of arrays, notes need no device and no
+    common order with the steps: any thread may write and read them.
+
+    Attributes:
+        process, num_processes: Number of this process, and of all.
+
+    Args:
+        subject: Name of the subject, the same in all processes.
+
+    Raises:
+        RuntimeError: There are several processes, and JAX's coordination service does not run.
+    """
+
+    def __init__(self, subject: str) -> None:
+        # The public interface has no function for keys and values.
+        from jax._src import distributed
+
+        client = distributed.global_state.client
+        if client is None:
+            raise RuntimeError(
+                "the processes of this job do not know each other; call "
+                "jaxrec.mesh.join_processes() before anything else of JAX"
+            )
+        self._client: Any = client
+        self.process, self.num_processes = jax.process_index(), jax.process_count()
+        self._directory = f"{_PREFIX}/{urllib.parse.quote(subject, safe='')}/"
+
+    def write(self, note: str) -> None:
+        """Set the note of this process."""
+        key = f"{self._directory}{self.process}"
+        self._client.key_value_set(key, note, allow_overwrite=True)
+
+    def read(self) -> dict[int, str]:
+        """Return the notes by process; processes that wrote none are missing."""
+        notes = {}
+        for key, note in self._client.key_value_dir_get(self._directory):
+            with contextlib.suppress(ValueError):
+                notes[int(key.rpartition("/")[2])] = note
+        return notes
+
+
+logger = logging.getLogger(__name__)
+
+LOST_AFTER_SECONDS = 20
+"""Default seconds without a sign of life after which a process counts as lost."""
+
+# Seconds to wait for a first connection, and for a process that aborts to print its last line.
+_CONNECT_SECONDS, _ABORT_SECONDS = 60.0, 1.0
+
+# Seconds by which an error may come before the news that a process is lost.
+_NEWS_SECONDS = 3.0
+
+_BYE, _LOST = "bye", "lost"
+
+# Longest message.
+_MAX_BYTES = 1024
+
+_started = threading.Lock()
+
+
+def watch_processes(lost_after: int = LOST_AFTER_SECONDS) -> None:
+    """Begin to watch the other processes of the job, in a thread; a second call does nothing.
+
+    `jaxrec.mesh.join_processes` and `jaxrec.shard` call it.
+
+    Args:
+        lost_after: Seconds without an answer of its host after which a process counts as lost. A
+            process that is killed or crashes is noticed at once.
+    """
+    if jax.process_count() == 1 or not jax.distributed.is_initialized():
+        return
+    if not _started.acquire(blocking=False):
+        return
+    board = NoteBoard("watch")
+    watch = _Center(board, lost_after) if board.process == 0 else _Member(board, lost_after)
+    threading.Thread(target=watch.run, name="watch", daemon=True).start()
+    atexit.register(watch.say_goodbye)
+
+
+@contextlib.contextmanager
+def losses_first() -> Iterator[None]:
+    """Give the news of a lost process time before an error of a collective is raised.
+
+    The other processes fail in a collective with the lost one, by an error that does not name it.
+    """
+    try:
+        yield
+    except Exception as error:
+        is_of_collective = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+        if _started.locked() and is_of_collective:
+            time.sleep(_NEWS_SECONDS)
+        raise
+
+
+class _Lines:
+    """Messages over a connection, a line of JSON each."""
+
+    def __init__(self, connection: socket.socket, lost_after: int) -> None:
+        self.connection = connection
+        self._received = b""
+        # TCP asks an idle host for an answer, and gives up on one that gives none in time.
+        for level, name, value in (
+            (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+            (socket.IPPROTO_TCP, "TCP_KEEPIDLE", max(1, lost_after // 2)),
+            (socket.IPPROTO_TCP, "TCP_KEEPINTVL", max(1, lost_after // 8)),
+            (socket.IPPROTO_TCP, "TCP_KEEPCNT", 4),
+            (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 1000 * lost_after),
+        ):
+            if hasattr(socket, name):  # macOS has other names, and longer times
+                connection.setsockopt(level, getattr(socket, name), value)
+
+    def send(self, *message: Any) -> None:
+        with contextlib.suppress(OSError):  # it is gone, as the next `receive` says
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[Any] | None:
+        """Wait for bytes; return the messages that are complete.
+
+        Returns:
+            None at the end of the connection, or if the bytes cannot be read as messages.
+        """
+        try:
+            received = self.connection.recv(_MAX_BYTES)
+            *lines, self._received = (self._received + received).split(b"\n")
+            is_open = received and len(self._received) < _MAX_BYTES
+            return [json.loads(line) for line in lines] if is_open else None
+        except (OSError, ValueError, RecursionError):
+            return None
+
+
+class _Center:
+    """Process 0: it hears of each lost process, and tells all others."""
+
+    def __init__(self, board: NoteBoard, lost_after: int) -> None:
+        self._lost_after, self._num_processes = lost_after, board.num_processes
+        self._members: dict[int, _Lines] = {}
+        self._left: set[int] = set()
+        self._is_ending = False
+        self._token = secrets.token_hex(16)
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        self._server = socket.create_server(
+            ("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6
+        )
+        board.write(json.dumps([self._server.getsockname()[1], self._token]))
+
+    def run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._server, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.data is None:
+                        with contextlib.suppress(OSError):  # it has gone again
+                            lines = _Lines(self._server.accept()[0], self._lost_after)
+                            selector.register(lines.connection, selectors.EVENT_READ, [lines, None])
+                    elif not self._hear(key.data):
+                        selector.unregister(key.fileobj)
+                        key.data[0].connection.close()
+
+    def _hear(self, data: list[Any]) -> bool:
+        """Receive messages of a member, whose number comes first; return whether to go on."""
+        lines, process = data
+        messages = lines.receive()
+        for message in messages or ():
+            if process is None:
+                process = data[1] = self._number_of(message)
+                if process is None:
+                    return False  # a stranger
+                self._members[process] = lines
+            elif message == [_BYE]:
+                self._left.add(process)
+        if messages is None and process is not None:
+            del self._members[process]
+            # Members that have heard this process's goodbye end without one of their own.
+            if process not in self._left and not self._is_ending:
+                for member in self._members.values():
+                    member.send(_LOST, process)
+                _end(process, self._num_processes)
+        return messages is not None
+
+    def _number_of(self, message: Any) -> int | None:
+        """Return the number of the member that introduces itself; None: it is none."""
+        if not isinstance(message, list) or len(message) != 2:
+            return None
+        token, process = message
+        is_member = isinstance(token, str) and hmac.compare_digest(
+            token.encode(), self._token.encode()
+        )
+        return process if is_member and process in range(1, self._num_processes) else None
+
+    def say_goodbye(self) -> None:
+        """Tell the members that this process ends in order."""
+        self._is_ending = True
+        for member in list(self._members.values()):
+            member.send(_BYE)
+
+
+class _Member:
+    """Another process: it hears of lost processes from process 0, or that this one is lost."""
+
+    def __init__(self, board: NoteBoard, lost_after: int) -> None:
+        self._board, self._lost_after = board, lost_after
+        self._lines: _Lines | None = None
+
+    def run(self) -> None:
+        lines = self._connect()
+        if lines is None:
+            logger.warning(
+                "process %d cannot reach process 0 to watch it: the loss of a process will be "
+                "noticed late",
+                self._board.process,
+            )
+            return
+        self._lines = lines
+        _before_abort(self._end_if_lost)
+        while (messages := lines.receive()) is not None:
+            for kind, *process in messages:
+                if kind == _BYE:
+                    self._lines = None
+                    return
+                _end(process[0], self._board.num_processes)
+        # JAX aborts the process now; the line comes after its trace.
+        time.sleep(_ABORT_SECONDS)
+        _end(0, self._board.num_processes)
+
+    def _connect(self) -> _Lines | None:
+        from jax._src import distributed
+
+        host = str(distributed.global_state.coordinator_address).rpartition(":")[0].strip("[]")
+        end = time.monotonic() + _CONNECT_SECONDS
+        while time.monotonic() < end:
+            note = self._board.read().get(0)
+            if note is not None:
+                port, token = json.loads(note)
+                with contextlib.suppress(OSError):
+                    connection = socket.create_connection(
+                        (host, port), timeout=_CONNECT_SECONDS / 4
+                    )
+                    connection.settimeout(None)
+                    lines = _Lines(connection, self._lost_after)
+                    lines.send(token, self._board.process)
+                    return lines
+            time.sleep(0.2)
+        return None
+
+    def _end_if_lost(self) -> None:
+        """End this process if process 0 has closed the connection without a goodbye."""
+        if self._lines is None:
+            return
+        try:
+            flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
+            is_closed = self._lines.connection.recv(1, flags) == b""
+        except BlockingIOError:
+            return
+        except OSError:
+            is_closed = True
+        if is_closed:
+            _end(0, self._board.num_processes)
+
+    def say_goodbye(self) -> None:
+        """Tell process 0 that this process ends in order."""
+        self._end_if_lost()
+        lines, self._lines = self._lines, None
+        if lines is not None:
+            lines.send(_BYE)
+
+
+def _end(process: int, num_processes: int) -> NoReturn:
+    """End this process with a last line that names a lost one."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    line = (
+        f"process {process} of {num_processes} is lost: it was killed, it crashed, or its host "
+        f"does not answer. Process {jax.process_index()} ends too; start the job again from its "
+        "last checkpoint\n"
+    )
+    with contextlib.suppress(OSError):
+        os.write(2, line.encode())
+    os._exit(1)
+
+
+_handlers: list[Any] = []
+
+
+def _before_abort(action: Callable[[], None]) -> None:
+    """Call a function when the process aborts, as JAX does when it loses process 0.
+
+    Python's own handlers of signals run in the main thread, which an abort never reaches.
+    """
+    kind = ctypes.CFUNCTYPE(None, ctypes.c_int)
+    libc = ctypes.CDLL(None)
+    libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
+
+    def handle(number: int) -> None:
+        action()
+        if before not in (None, ctypes.c_void_p(-1).value):
+            kind(before)(number)
+
+    handler = kind(handle)
+    _handlers.append(handler)  # C keeps no reference
+    before = libc.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+
 
 # Seconds that an ending process waits for the others: after a failure they may wait for it in turn.
 SHUTDOWN_SECONDS = 30

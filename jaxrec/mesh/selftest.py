@@ -31,7 +31,7 @@ from jaxrec.embed import (
 )
 from jaxrec.embed.layout import layout_tables
 from jaxrec.embed.store import TableStore
-from jaxrec.mesh import placement as placements
+from jaxrec.mesh import sharding_types as placements
 from jaxrec.mesh.agree import gather_numbers
 from jaxrec.mesh.batch import shard_batch
 from jaxrec.mesh.creation import init_on_mesh, mesh_shape

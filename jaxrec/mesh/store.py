@@ -23,11 +23,11 @@ from jaxrec.embed.store import TableStore
 from jaxrec.embed.tables import check_state, read_slots, write_slots
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.mesh.agree import on_every_device
-from jaxrec.mesh.channel import Channel, RaggedChannel
+from jaxrec.mesh.channel import Channel, RaggedChannel, SimulatedChannel
 from jaxrec.mesh.exchange import DEFAULT_CAPACITY_FACTOR
 from jaxrec.mesh.layout import MeshLayout
 from jaxrec.mesh.placed_group import PlacedGroup
-from jaxrec.mesh.precision import Precision
+from jaxrec.mesh.precision import ExchangePrecision
 from jaxrec.mesh.row_mover import RowMover
 from jaxrec.mesh.shard_access import (
     new_rows,
@@ -36,7 +36,6 @@ from jaxrec.mesh.shard_access import (
     stored,
     write_shards,
 )
-from jaxrec.mesh.simulated import SimulatedChannel
 from jaxrec.optim import RowOptimizer
 
 Store = TypeVar("Store", bound="MeshStore")
@@ -57,14 +56,16 @@ class MeshStore(TableStore):
             `jaxrec.mesh.average_replicas` averages; None: a single one over all axes. To JAX the
             arrays are replicated over this axis, though replicas differ between two averages.
         is_ragged: Whether exchanges send lists without padding, by XLA's ragged all-to-all.
-        capacity_factors: Pairs of a group and its capacity factor; see `jaxrec.mesh.capacity`.
+        capacity_factors: Pairs of a group and its capacity factor; see `jaxrec.mesh.ahead`.
     """
 
     rows: dict[str, Float[TableArray, "rows dim"]]
     state: dict[str, dict[str, TableArray]]
     layout: MeshLayout = dataclasses.field(metadata={"static": True})
     mesh: Mesh = dataclasses.field(metadata={"static": True})
-    precision: Precision = dataclasses.field(default=Precision(), metadata={"static": True})
+    precision: ExchangePrecision = dataclasses.field(
+        default=ExchangePrecision(), metadata={"static": True}
+    )
     replica_axis: str | None = dataclasses.field(default=None, metadata={"static": True})
     is_ragged: bool = dataclasses.field(default=False, metadata={"static": True})
     capacity_factors: tuple[tuple[str, float], ...] = dataclasses.field(

@@ -7,7 +7,7 @@ the ids that its tables have in the samples of device ``d`` of every host, which
 integers between hosts. Rows come from the host's own devices. The embeddings stay on the host,
 where a tower makes a smaller output of them, and this output goes home (`run_towers`).
 
-The owners of `jaxrec.mesh.exchange.owner_features` are hosts here.
+The owners of `jaxrec.mesh.exchange.bags` are hosts here.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from jaxrec.embed.lookup import lookup_weights, pool
 from jaxrec.embed.row_gradients import Activations, Residuals, Routes, RowGradients
 from jaxrec.mesh.channel import Channel, Turns
 from jaxrec.mesh.exchange import POOLED, POOLED_BY_HOST, ROWS, Exchange, Request, find_exchange
+from jaxrec.mesh.exchange.bags import HostGroup
 from jaxrec.mesh.exchange.base import constant
 from jaxrec.mesh.exchange.owner_features import (
     BagsRoute,
@@ -36,7 +37,6 @@ from jaxrec.mesh.exchange.owner_features import (
     send_scales,
 )
 from jaxrec.mesh.exchange.rows import RowsRoute, fetch_rows, route_rows
-from jaxrec.mesh.host_group import HostGroup
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.mesh.store import first, stack
 from jaxrec.mesh.tables import ShardedTables

@@ -127,6 +127,8 @@ class KeyedJaggedTensorPool(nnx.Module):
         {'clicks': [[1, 2, 3], [], [7]], 'likes': [[], [], [4]]}
     """
 
+    changes_ids = True  # see `jaxrec.mesh.ahead.changes_ids`
+
     def __init__(
         self,
         pool_size: int,

@@ -1,24 +1,39 @@
 """Which sharding for which table."""
 
-from jaxrec.plan.considered import Considered as Considered
+import warnings
+from typing import Any
+
+from jaxrec.plan.caches import TableCache as TableCache
 from jaxrec.plan.constraints import ParameterConstraints as ParameterConstraints
-from jaxrec.plan.context import Context as Context
-from jaxrec.plan.context import PlanMismatchError as PlanMismatchError
 from jaxrec.plan.estimate import DeviceEstimate as DeviceEstimate
 from jaxrec.plan.estimate import Estimate as Estimate
 from jaxrec.plan.estimate import GroupEstimate as GroupEstimate
 from jaxrec.plan.estimate import TableEstimate as TableEstimate
 from jaxrec.plan.feature_statistics import FeatureStatistics as FeatureStatistics
 from jaxrec.plan.feature_statistics import Statistics as Statistics
-from jaxrec.plan.feature_statistics import statistics as statistics
+from jaxrec.plan.feature_statistics import sample_statistics as sample_statistics
+from jaxrec.plan.options import Considered as Considered
 from jaxrec.plan.partitioners import Partitioner as Partitioner
+from jaxrec.plan.plan import Context as Context
+from jaxrec.plan.plan import PlanMismatchError as PlanMismatchError
 from jaxrec.plan.plan import ShardingPlan as ShardingPlan
 from jaxrec.plan.planner import Planner as Planner
 from jaxrec.plan.problem import Problem as Problem
 from jaxrec.plan.problem import Solution as Solution
 from jaxrec.plan.proposers import Proposer as Proposer
-from jaxrec.plan.rates import Links as Links
-from jaxrec.plan.rates import Rate as Rate
+from jaxrec.plan.quantities import Links as Links
+from jaxrec.plan.quantities import Rate as Rate
 from jaxrec.plan.shortage import PlanError as PlanError
-from jaxrec.plan.table_cache import TableCache as TableCache
 from jaxrec.plan.topology import Topology as Topology
+
+
+def __getattr__(name: str) -> Any:
+    """Return `sample_statistics` by the name that it had until version 0.3."""
+    if name == "statistics":
+        warnings.warn(
+            "jaxrec.plan.statistics is now jaxrec.plan.sample_statistics",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return sample_statistics
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

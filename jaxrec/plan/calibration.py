@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import Lookups
 from jaxrec.optim import rowwise_adagrad
-from jaxrec.plan.rates import Links, Rate
+from jaxrec.plan.quantities import Links, Rate
 from jaxrec.plan.topology import Topology
 
 # Rows of the table: too many for a processor's cache.

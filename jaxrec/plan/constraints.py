@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import urllib.parse
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from jaxrec.embed.config import table_dtype
-from jaxrec.mesh.placement import Placement
-from jaxrec.plan.table_cache import check_store
+from jaxrec.mesh.placement import SHARDING_TYPES, Placement
 
-SHARDING_TYPES = (
-    "data_parallel",
-    "table_wise",
-    "row_wise",
-    "column_wise",
-    "table_row_wise",
-    "table_column_wise",
-    "grid",
-)
 STORAGES = ("device", "host", "store")
 EXCHANGES = ("rows", "pooled")
+# Names of credentials in the query of a URL.
+_SECRETS = ("password", "passwd", "username", "user", "token", "secret", "auth")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +22,8 @@ class ParameterConstraints:
 
     Attributes:
         sharding_types: Sharding types to choose from: "data_parallel", "table_wise", "row_wise",
-            "column_wise", "table_row_wise", "table_column_wise" and "grid". None: all.
+            "column_wise", "table_row_wise", "table_column_wise" and "grid", or the name of a type
+            of your own (see `jaxrec.mesh.Placement`). None: all of these seven.
         storages: Where rows may be kept: "device", "host" (in host memory, with a cache on the
             devices) and "store" (in a row store, with the same cache). None: the planner's
             storages; with a fixed placement "device".
@@ -100,7 +95,7 @@ class ParameterConstraints:
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
 
-    def _names(self, field: str, known: Sequence[str]) -> tuple[str, ...] | None:
+    def _names(self, field: str, known: Collection[str]) -> tuple[str, ...] | None:
         names = getattr(self, field)
         if names is None:
             return None
@@ -116,3 +111,31 @@ class ParameterConstraints:
         if not numbers or not all(0 < number < float("inf") for number in numbers):
             raise ValueError(f"{field} are numbers above 0, got {value!r}")
         return tuple(map(float, numbers)) if isinstance(value, Sequence) else float(value)
+
+
+def check_store(url: Any) -> None:
+    """Check that a text is the URL of a row store, and has no credentials.
+
+    The message of an error does not show what may be a password.
+
+    Raises:
+        TypeError: It is not a string.
+        ValueError: The text is not a URL, or has credentials.
+    """
+    if not isinstance(url, str):
+        raise TypeError(
+            f"a row store is named by a URL such as 'file:///data/{{table}}', got {url!r}"
+        )
+    scheme, separator, rest = url.partition("://")
+    if not separator or not scheme:
+        raise ValueError(
+            f"a row store is named by a URL such as 'file:///data/{{table}}', got {url!r:.80}"
+        )
+    place, _, query = rest.partition("?")
+    names = [name.lower() for name, _ in urllib.parse.parse_qsl(query, keep_blank_values=True)]
+    if "@" in place.partition("/")[0] or any(name in _SECRETS for name in names):
+        raise ValueError(
+            f"the URL {scheme}://... has credentials, and a plan is printed and written to files; "
+            "leave them out, and give those of Redis by the environment variables REDIS_USERNAME "
+            "and REDIS_PASSWORD"
+        )

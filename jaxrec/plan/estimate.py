@@ -9,10 +9,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from jaxrec.plan.load import LOADS, Load
 from jaxrec.plan.options import ShardingOption
-from jaxrec.plan.perf import Perf
 from jaxrec.plan.problem import Problem, Solution, Totals
+from jaxrec.plan.quantities import LOADS, Load, Perf
 from jaxrec.plan.workload import TableWorkload
 
 
@@ -26,7 +25,7 @@ class DeviceEstimate:
             that only another device needs; "embeddings" and their gradients; "exchange" buffers;
             "batches" on the device; "dense" parameters, their gradients and optimizer state;
             "reserve".
-        seconds: Seconds of its own work by phase; see `jaxrec.plan.perf.PHASES`.
+        seconds: Seconds of its own work by phase; see `jaxrec.plan.quantities.PHASES`.
         waits: Seconds that it waits for slower devices.
         shards: Number of shards by sharding type.
         stored_bytes: Bytes of row stores that its host keeps, by storage.

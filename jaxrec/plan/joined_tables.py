@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from jaxrec.plan.caches import TableCache
 from jaxrec.plan.constraints import ParameterConstraints
 from jaxrec.plan.problem import Problem, Solution
-from jaxrec.plan.table_cache import TableCache
 from jaxrec.plan.workload import TableWorkload
 
 _NO_CONSTRAINTS = ParameterConstraints()
@@ -21,15 +21,8 @@ def join_constraints(
     """Return constraints that name the storages of each table.
 
     Tables that share features may have the same storages, and the largest ``cache_ratio`` of any.
-    Tables of different numbers of rows that share features are kept on the devices.
-
-    Args:
-        workloads: The tables.
-        constraints: Constraints by table.
-        storages: Storages of tables without a constraint; with a fixed placement "device".
-
-    Raises:
-        ValueError: Tables that share features have no storage in common.
+    Tables of different numbers of rows that share features are kept on the devices. Tables without
+    a constraint may have ``storages``, and those with a fixed placement "device".
     """
     by_name = {workload.name: workload for workload in workloads}
     own: dict[str, tuple[str, ...]] = {}
@@ -67,16 +60,7 @@ def check_stores(
     constraints: Mapping[str, ParameterConstraints],
     store: str | None,
 ) -> None:
-    """Check that tables that may be in row stores have different ones, by their URLs.
-
-    Args:
-        workloads: The tables.
-        constraints: Constraints with the storages of each table, of `join_constraints`.
-        store: URL of the row store of tables without a constraint.
-
-    Raises:
-        ValueError: Tables that share no feature have one URL without ``{table}``.
-    """
+    """Raise a ValueError where tables that share no feature may be in one row store."""
     stored: dict[str, TableWorkload] = {}
     for workload in workloads:
         constraint = constraints[workload.name]
@@ -109,15 +93,8 @@ def join_caches(
 ) -> dict[str, ParameterConstraints] | None:
     """Return constraints under which tables that share features have equal caches.
 
-    They get the storage of the largest table with a cache, and the rows of the largest cache.
-
-    Args:
-        workloads: The tables.
-        caches: Caches that a search without these constraints chose, by table.
-        constraints: Its constraints by table.
-
-    Returns:
-        All constraints; None where the caches are equal already.
+    They get the storage of the largest table with a cache, and the rows of the largest of the
+    caches that a search under the given constraints chose. None: these are equal already.
     """
     changed: dict[str, ParameterConstraints] = {}
     by_name = {workload.name: workload for workload in workloads}

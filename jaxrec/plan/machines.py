@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxrec.plan.rates import Links, Rate
+from jaxrec.plan.quantities import Links, Rate
 
 _GATHERED, _UPDATED, _REACHED = 0.65, 0.5, 0.8
 _GB, _TB = 10**9, 10**12

@@ -31,9 +31,9 @@ import yaml
 from jaxrec import optim
 from jaxrec.arguments import read_yaml
 from jaxrec.embed.config import EmbeddingBagConfig, EmbeddingConfig, TableConfig
-from jaxrec.mesh.placement import Placement
+from jaxrec.mesh.placement import SHARDING_TYPES, Placement
 from jaxrec.optim import RowOptimizer
-from jaxrec.plan.constraints import SHARDING_TYPES, ParameterConstraints
+from jaxrec.plan.constraints import ParameterConstraints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,9 +149,9 @@ def _placement(value: Any, where: str) -> Placement:
             f"{where}: placement is a sharding type such as row_wise, or one with its devices or "
             f"hosts such as {{table_wise: 3}}, got {value!r}"
         )
-    if not places and kind in ("table_wise", "table_row_wise", "table_column_wise"):
+    if not places and SHARDING_TYPES[kind].num_places is not None:
         raise ValueError(f"{where}: placement {kind} is given with where, such as {{{kind}: 0}}")
-    return Placement(kind, places)
+    return Placement.from_dict({"kind": kind, "places": places})
 
 
 def _whole(fields: Mapping[str, Any], name: str) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,6 @@ from jaxrec.embed.config import MAX_ROWS
 from jaxrec.mesh.exchange import (
     ALONE,
     BAGS,
-    DEFAULT_CAPACITY_FACTOR,
     POOLED,
     POOLED_BY_HOST,
     REPLICATED,
@@ -21,15 +21,14 @@ from jaxrec.mesh.exchange import (
     choose_exchange,
 )
 from jaxrec.mesh.layout import cut_of, is_large, slice_widths
-from jaxrec.mesh.placement import Placement, part_sizes
-from jaxrec.mesh.precision import Precision
+from jaxrec.mesh.placement import SHARDING_TYPES, Candidate, Placement, Split, part_sizes
+from jaxrec.mesh.precision import ExchangePrecision
+from jaxrec.mesh.sharding_types import BUILT_IN
 from jaxrec.mesh.shards import MeshShape, Shard
-from jaxrec.plan.constraints import EXCHANGES, SHARDING_TYPES, ParameterConstraints
+from jaxrec.plan.caches import TableCache, TableStorage, possible_caches
+from jaxrec.plan.constraints import EXCHANGES, ParameterConstraints
 from jaxrec.plan.costs import Group, make_costs
-from jaxrec.plan.load import Load
-from jaxrec.plan.perf import Perf
-from jaxrec.plan.table_cache import TableCache
-from jaxrec.plan.table_storage import TableStorage, possible_caches
+from jaxrec.plan.quantities import Load, Perf
 from jaxrec.plan.topology import Topology
 from jaxrec.plan.workload import TableWorkload
 
@@ -47,7 +46,7 @@ class ShardingOption:
 
     Attributes:
         table: Name of the table.
-        sharding_type: One of `jaxrec.plan.constraints.SHARDING_TYPES`.
+        kind: The sharding type.
         rows: Rows of the table.
         cache: The cache of the table's rows; None where devices hold all.
         group: The group that the shards belong to.
@@ -63,7 +62,7 @@ class ShardingOption:
     """
 
     table: str
-    sharding_type: str
+    kind: type[Placement]
     rows: int
     cache: TableCache | None
     group: Group
@@ -76,6 +75,11 @@ class ShardingOption:
     load: Load
     stored_bytes: float
     shares: tuple[float, ...] = ()
+
+    @property
+    def sharding_type(self) -> str:
+        """Name of the sharding type."""
+        return self.kind.kind
 
     @property
     def storage(self) -> str:
@@ -94,46 +98,17 @@ class ShardingOption:
 
 
 def to_placement(option: ShardingOption, sites: Sequence[int], topology: Topology) -> Placement:
-    """Return the placement of an option whose parts are on the given sites.
-
-    Args:
-        option: The option.
-        sites: Index of each part's site.
-        topology: The devices.
-    """
-    devices = tuple(option.sites[site][0] for site in sites)
-    match option.sharding_type:
-        case "data_parallel":
-            places: tuple[int, ...] = ()
-        case "row_wise":
-            places = option.sites[sites[0]]
-            places = () if places == tuple(range(topology.num_devices)) else places
-        case "table_wise" | "column_wise":
-            places = devices
-        case _:
-            places = tuple(device // topology.devices_per_host for device in devices)
-    return Placement(option.sharding_type, places, option.exchange, option.shares)
+    """Return the placement of an option whose parts are on the sites of the given indices."""
+    mesh = MeshShape(topology.hosts, topology.devices_per_host)
+    placed = [option.sites[site] for site in sites]
+    return option.kind.at(placed, mesh, option.exchange, option.shares)
 
 
 def enumerate_options(
-    workload: TableWorkload,
-    topology: Topology,
-    constraint: ParameterConstraints,
-    *,
-    storages: Sequence[str],
-    store: str | None = None,
-    precision: Precision = Precision(),  # noqa: B008 (frozen)
+    workload: TableWorkload, topology: Topology, constraint: ParameterConstraints, **settings: Any
 ) -> tuple[ShardingOption, ...]:
-    """Return all options of a table that its constraints and the devices allow.
-
-    For the arguments see `consider_options`.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    options, reasons = consider_options(
-        workload, topology, constraint, storages=storages, store=store, precision=precision
-    )
+    """Return the options of `consider_options`; without any, raise a ValueError that says why."""
+    options, reasons = consider_options(workload, topology, constraint, **settings)
     if not options:
         raise ValueError(
             f"table {workload.name!r} ({workload.rows} rows, {workload.dim} columns) can be placed "
@@ -150,7 +125,7 @@ def consider_options(
     *,
     storages: Sequence[str],
     store: str | None = None,
-    precision: Precision = Precision(),  # noqa: B008 (frozen)
+    precision: ExchangePrecision = ExchangePrecision(),  # noqa: B008 (frozen)
 ) -> tuple[list[ShardingOption], list[str]]:
     """Return the options of a table, and the reasons why there are no others.
 
@@ -165,26 +140,27 @@ def consider_options(
     Raises:
         ValueError: If the constraints name a device that is not there, or a cache is not possible.
     """
-    allowed = _Allowed.of(workload, topology, constraint)
+    candidate = _candidate(workload, topology, constraint)
     places = constraint.storages or storages
     caches = possible_caches(workload, constraint, places, store, topology.num_devices)
     possible = [TableStorage.of(workload, cache, topology) for cache in caches]
+    candidates = [
+        dataclasses.replace(candidate, rows=each.held_rows, is_cached=each.cache is not None)
+        for each in possible
+    ]
     options: list[ShardingOption] = []
     reasons: list[str] = []
-    for sharding_type in constraint.sharding_types or SHARDING_TYPES:
-        for storage in possible:
-            if sharding_type == "data_parallel" and storage.cache is not None:
-                reasons.append(f"{sharding_type}: copies are kept on devices")
-                continue
-            held = storage.held_rows
-            splits = _splits(sharding_type, workload, held, allowed, constraint)
+    for sharding_type in constraint.sharding_types or BUILT_IN:
+        kind = SHARDING_TYPES[sharding_type]
+        for storage, table in zip(possible, candidates, strict=True):
+            splits: list[Split] | str = "it takes whole hosts, and none is allowed"
+            if kind.place != "host" or table.host_sites:
+                splits = kind.options(table)
             if isinstance(splits, str):
                 reasons.append(f"{sharding_type}: {splits}")
                 continue
-            if sharding_type == "row_wise" and storage.cache is None:
-                splits = [*splits, *_uneven(splits[0], topology)]
             for split in splits:
-                exchanges = _exchanges(split, workload, held, allowed.mesh, constraint)
+                exchanges = _exchanges(kind, split, workload, table, constraint)
                 if isinstance(exchanges, str):
                     reasons.append(f"{sharding_type}: {exchanges}")
                     continue
@@ -192,158 +168,48 @@ def consider_options(
                     group = Group.of(
                         workload, workload.dim // split.column_parts, exchange, precision
                     )
-                    rows = part_sizes(held, split.row_parts, split.shares)
-                    options.append(_option(workload, topology, split, group, storage, rows))
+                    rows = part_sizes(table.rows, split.row_parts, split.shares)
+                    options.append(_option(workload, topology, kind, split, group, storage, rows))
     return options, reasons
 
 
-@dataclasses.dataclass(frozen=True)
-class _Allowed:
-    """Devices and hosts that may hold shards of a table."""
-
-    devices: tuple[int, ...]
-    hosts: tuple[int, ...]
-    mesh: MeshShape
-
-    @classmethod
-    def of(
-        cls, workload: TableWorkload, topology: Topology, constraint: ParameterConstraints
-    ) -> _Allowed:
-        mesh = MeshShape(topology.hosts, topology.devices_per_host)
-        devices = constraint.devices
-        devices = tuple(range(topology.num_devices)) if devices is None else devices
-        if missing := [device for device in devices if device >= topology.num_devices]:
-            raise ValueError(
-                f"table {workload.name!r} may be on device {missing[0]}, but there are "
-                f"{topology.num_devices}, numbered from 0"
-            )
-        hosts = tuple(h for h in range(mesh.hosts) if set(devices).issuperset(mesh.devices_of(h)))
-        return cls(tuple(sorted(devices)), hosts, mesh)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Split:
-    """A cut of a table by a sharding type.
-
-    Attributes:
-        sharding_type: The type.
-        parts: Number of parts that are placed.
-        column_parts: Number of cuts of the columns, over all parts.
-        row_parts: Number of cuts of the rows of each.
-        sites: Possible sites of a part.
-        shares: Relative number of rows of each row part; empty: equal.
-    """
-
-    sharding_type: str
-    parts: int
-    column_parts: int
-    row_parts: int
-    sites: tuple[tuple[int, ...], ...]
-    shares: tuple[float, ...] = ()
-
-
-def _splits(
-    sharding_type: str,
-    workload: TableWorkload,
-    rows: int,
-    allowed: _Allowed,
-    constraint: ParameterConstraints,
-) -> list[_Split] | str:
-    """Return the splits of a sharding type for a number of rows, or why there are none."""
-    devices = tuple((device,) for device in allowed.devices)
-    hosts = tuple(allowed.mesh.devices_of(host) for host in allowed.hosts)
-    per_host, least = allowed.mesh.devices_per_host, constraint.min_column_width
-    is_asked = constraint.sharding_types is not None
-
-    def column_counts(most: int) -> list[int]:
-        counts = range(2, most + 1)
-        return [k for k in counts if workload.dim % k == 0 and workload.dim // k >= least]
-
-    narrow = f"{workload.dim} columns do not divide into equal parts of {least} or more"
-    match sharding_type:
-        case "data_parallel":
-            if len(devices) < allowed.mesh.num_devices:
-                return "it takes all devices, and only some are allowed"
-            return [_Split(sharding_type, 1, 1, 1, (allowed.devices,))]
-        case "table_wise":
-            return [_Split(sharding_type, 1, 1, 1, devices)]
-        case "row_wise":
-            count = len(devices)
-            if rows < count and not is_asked:
-                return f"{rows} rows are fewer than the {count} devices"
-            if count == 1 and not is_asked:
-                return "one device: the same as table_wise"
-            return [_Split(sharding_type, 1, 1, count, _rotations(workload, allowed.devices))]
-        case "column_wise":
-            counts = column_counts(len(devices))
-            return [_Split(sharding_type, k, k, 1, devices) for k in counts] or narrow
-        case "table_row_wise" | "table_column_wise" | "grid" if not hosts:
-            return "it takes whole hosts, and none is allowed"
-        case "table_row_wise":
-            if allowed.mesh.hosts == 1 and not is_asked:
-                return "one host: the same as row_wise"
-            if rows < per_host and not is_asked:
-                return f"{rows} rows are fewer than the {per_host} devices of a host"
-            return [_Split(sharding_type, 1, 1, per_host, hosts)]
-        case "table_column_wise":
-            if allowed.mesh.hosts == 1 and not is_asked:
-                return "one host: the same as column_wise"
-            if per_host > 1 and per_host not in column_counts(per_host):
-                return (
-                    f"{workload.dim} columns do not divide by {per_host} devices of a host, each "
-                    f"with {least} or more"
-                )
-            return [_Split(sharding_type, 1, per_host, 1, hosts)]
-        case _:
-            if rows < per_host and not is_asked:
-                return f"{rows} rows are fewer than the {per_host} devices of a host"
-            counts = [1] * is_asked + column_counts(len(hosts))
-            return [_Split(sharding_type, k, k, per_host, hosts) for k in counts] or narrow
-
-
-def _rotations(workload: TableWorkload, devices: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the devices in orders that put the hottest run of rows on different ones."""
-    count = len(devices)
-    shares = workload.shares(np.ones(count), of_rows=True)
-    if shares.max() < 1.05 / count:
-        return (devices,)
-    step = max(1, count // 8)
-    return tuple(devices[-k:] + devices[:-k] for k in range(0, count, step))
-
-
-def _uneven(split: _Split, topology: Topology) -> list[_Split]:
-    """Return splits that give faster devices more of a table's rows; none where all are alike.
-
-    Rows are in proportion to the speeds, and in the proportions next to these of which no device
-    has more rows than one round of the exchange of rows has capacity for.
-    """
-    speeds = np.array(topology.relative_speeds)[list(split.sites[0])]
-    shares = speeds / speeds.sum()
-    if speeds.max() == speeds.min():
-        return []
-    even, most = 1 / len(shares), 0.999 * DEFAULT_CAPACITY_FACTOR / topology.num_devices
-    every = [speeds]
-    if even < most < shares.max():
-        every.append(even + (shares - even) * (most - even) / (shares.max() - even))
-    return [
-        dataclasses.replace(
-            split,
-            sites=split.sites[:1],
-            shares=tuple(round(float(share / each.min()), 3) for share in each),
+def _candidate(
+    workload: TableWorkload, topology: Topology, constraint: ParameterConstraints
+) -> Candidate:
+    """Return a table, all of whose rows are on devices, as sharding types see it."""
+    mesh = MeshShape(topology.hosts, topology.devices_per_host)
+    devices = constraint.devices
+    devices = tuple(range(topology.num_devices)) if devices is None else devices
+    if missing := [device for device in devices if device >= topology.num_devices]:
+        raise ValueError(
+            f"table {workload.name!r} may be on device {missing[0]}, but there are "
+            f"{topology.num_devices}, numbered from 0"
         )
-        for each in every
-    ]
+    allowed, hosts = set(devices), map(mesh.devices_of, range(mesh.hosts))
+    return Candidate(
+        rows=workload.rows,
+        dim=workload.dim,
+        is_cached=False,
+        devices=tuple(sorted(devices)),
+        host_sites=tuple(host for host in hosts if allowed.issuperset(host)),
+        mesh=mesh,
+        min_column_width=constraint.min_column_width,
+        is_asked=constraint.sharding_types is not None,
+        speeds=tuple(topology.relative_speeds),
+        heat=lambda count: workload.shares(np.ones(count), of_rows=True),
+    )
 
 
 def _exchanges(
-    split: _Split,
+    kind: type[Placement],
+    split: Split,
     workload: TableWorkload,
-    held_rows: int,
-    mesh: MeshShape,
+    table: Candidate,
     constraint: ParameterConstraints,
 ) -> tuple[Exchange, ...] | str:
     """Return the exchanges of a split of rows that `jaxrec.shard` carries out, or why not any."""
-    if split.sharding_type == "data_parallel" and held_rows <= MAX_ROWS:
+    held_rows, mesh = table.rows, table.mesh
+    if kind.is_replicated and held_rows <= MAX_ROWS:
         return (REPLICATED,)
     optimizer = workload.optimizer
     # Arrays have one shape on all devices.
@@ -387,20 +253,9 @@ def placed_options(
     topology: Topology,
     placement: Placement,
     cache: TableCache | None = None,
-    precision: Precision = Precision(),  # noqa: B008 (frozen)
+    precision: ExchangePrecision = ExchangePrecision(),  # noqa: B008 (frozen)
 ) -> tuple[ShardingOption, ...]:
-    """Return a fixed placement as options of one part and one site, one for each column part.
-
-    Args:
-        workload: The table and its lookups.
-        topology: The devices.
-        placement: The placement.
-        cache: The cache of the table's rows; None where devices hold all.
-        precision: Formats in which rows and gradients travel.
-
-    Raises:
-        ValueError: If it does not fit the table or the devices.
-    """
+    """Return a fixed placement as options of one part and one site, one for each column part."""
     mesh = MeshShape(topology.hosts, topology.devices_per_host)
     by_columns: dict[tuple[int, int], list[Shard]] = {}
     storage = TableStorage.of(workload, cache, topology)
@@ -415,9 +270,9 @@ def placed_options(
         group, of_columns = Group.of(workload, width, exchange, precision), by_columns[columns]
         devices = tuple(shard.device for shard in of_columns)
         site = tuple(range(topology.num_devices)) if placement.is_replicated else devices
-        split = _Split(placement.kind, 1, 1, len(of_columns), (site,))
+        split, kind = Split((site,), row_parts=len(of_columns)), type(placement)
         rows = np.array([shard.num_rows for shard in of_columns])
-        options.append(_option(workload, topology, split, group, storage, rows))
+        options.append(_option(workload, topology, kind, split, group, storage, rows))
         # The columns of a row are moved together.
         storage = dataclasses.replace(storage, perf=Perf(), stored_bytes=0.0)
     return tuple(options)
@@ -426,7 +281,8 @@ def placed_options(
 def _option(
     workload: TableWorkload,
     topology: Topology,
-    split: _Split,
+    kind: type[Placement],
+    split: Split,
     group: Group,
     storage: TableStorage,
     rows: np.ndarray,
@@ -438,7 +294,7 @@ def _option(
     shards = len(split.sites[0]) // split.row_parts
     return ShardingOption(
         table=workload.name,
-        sharding_type=split.sharding_type,
+        kind=kind,
         rows=workload.rows,
         cache=storage.cache,
         group=group,
@@ -452,3 +308,40 @@ def _option(
         stored_bytes=storage.stored_bytes,
         shares=split.shares,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Considered:
+    """Ways to place a table.
+
+    Attributes:
+        ways: The ways that are considered, such as ``"column_wise in 2 parts by pooled"``.
+        left_out: Sharding types that are left out, all or in part, with the reason.
+
+    Example:
+        >>> print(Considered(("table_wise by rows",), ("grid: it takes whole hosts",)))
+        considered: table_wise by rows
+        left out: grid: it takes whole hosts
+    """
+
+    ways: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+    @classmethod
+    def of(cls, options: Sequence[ShardingOption], reasons: Sequence[str]) -> Considered:
+        """Return what the options of a table consider, each way once."""
+        ways = dict.fromkeys(map(_way, options))
+        return cls(tuple(ways), tuple(dict.fromkeys(reasons)))
+
+    def __str__(self) -> str:
+        lines = [f"considered: {', '.join(self.ways) or 'none'}"]
+        lines += [f"left out: {reason}" for reason in self.left_out]
+        return "\n".join(lines)
+
+
+def _way(option: ShardingOption) -> str:
+    parts = f" in {option.parts} parts" if option.parts > 1 else ""
+    parts += " in uneven shares" if option.shares else ""
+    how = "" if option.kind.is_replicated else f" by {option.exchange}"
+    storage = "" if option.storage == "device" else f", rows in storage {option.storage}"
+    return f"{option.sharding_type}{parts}{how}{storage}"

@@ -1,19 +1,138 @@
-"""A sharding plan: the placement of every table."""
+"""A sharding plan: the placement of every table, its context, and one plan for all processes."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
+import importlib
 import json
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
+import jax
+from flax import nnx
+
+from jaxrec.embed.state import state_bytes
+from jaxrec.mesh.agree import gather_texts, on_process_zero, require_same
 from jaxrec.mesh.placement import Placement
-from jaxrec.plan.context import Context, PlanMismatchError, placement_fields
+from jaxrec.plan.caches import TableCache
+from jaxrec.plan.constraints import ParameterConstraints
 from jaxrec.plan.estimate import Estimate
-from jaxrec.plan.plot import draw
-from jaxrec.plan.report import render
-from jaxrec.plan.table_cache import TableCache
+from jaxrec.plan.model_tables import ModelTables
+from jaxrec.plan.report import draw, render
+from jaxrec.plan.shortage import PlanError
+from jaxrec.plan.topology import Topology
+from jaxrec.plan.workload import TableWorkload
+
+
+class PlanMismatchError(ValueError):
+    """A plan is loaded in another context than its own; the message says what differs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """The tables, devices and settings that a plan was made for.
+
+    Attributes:
+        fields: The tables with their workloads, the devices, the batch size, the constraints and
+            the planner's settings, as JSON has them.
+    """
+
+    fields: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        workloads: Sequence[TableWorkload],
+        topology: Topology,
+        batch_size: int,
+        constraints: Mapping[str, ParameterConstraints],
+        settings: Mapping[str, Any],
+    ) -> Context:
+        fields = {
+            "batch_size": batch_size,
+            "topology": topology.to_dict(),
+            "tables": {workload.name: _table(workload) for workload in workloads},
+            "constraints": {name: _plain(each) for name, each in sorted(constraints.items())},
+            "settings": dict(settings),
+        }
+        # As JSON will read it back: tuples become lists.
+        return cls(json.loads(json.dumps(fields)))
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the fields."""
+        text = json.dumps(self.fields, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def differences(self, other: Context) -> list[str]:
+        """Return the differences of another context, such as ``batch_size: 512, now 1024``."""
+        return list(_differences("", self.fields, other.fields))
+
+    def require_same(self, other: Context) -> None:
+        """Check that another context is the same.
+
+        Raises:
+            PlanMismatchError: If it is not.
+        """
+        if differences := self.differences(other):
+            count = len(differences) - 5
+            more = f"; and {count} more differences" if count > 0 else ""
+            raise PlanMismatchError(
+                f"the plan was made for something else: {'; '.join(differences[:5])}{more}. "
+                "Plan anew, or load it without saying what for"
+            )
+
+
+def _table(workload: TableWorkload) -> dict[str, Any]:
+    return {
+        "rows": workload.rows,
+        "dim": workload.dim,
+        "dtype": workload.dtype,
+        "collection": workload.collection,
+        "optimizer": type(workload.optimizer).__name__,
+        "state_bytes": state_bytes(workload.optimizer, workload.dim),
+        "is_pooled": workload.is_pooled,
+        "is_weighted": workload.is_weighted,
+        "features": {
+            feature.name: {
+                "lookups": round(feature.lookups, 6),
+                "capacity": feature.capacity,
+                "bags": feature.bags,
+                "distinct": round(feature.heat.distinct(feature.lookups), 6),
+            }
+            for feature in workload.features
+        },
+    }
+
+
+def _plain(constraint: ParameterConstraints) -> dict[str, Any]:
+    """Return the fields that differ from their defaults."""
+    default = ParameterConstraints()
+    return {
+        field.name: value.to_dict() if isinstance(value, Placement) else value
+        for field in dataclasses.fields(constraint)
+        if (value := getattr(constraint, field.name)) != getattr(default, field.name)
+    }
+
+
+def _differences(path: str, mine: Any, other: Any) -> Iterator[str]:
+    if isinstance(mine, Mapping) and isinstance(other, Mapping):
+        for key in {**mine, **other}:
+            below = f"{path}.{key}" if path else str(key)
+            if key not in other:
+                yield f"{below} is gone"
+            elif key not in mine:
+                yield f"{below} is new"
+            else:
+                yield from _differences(below, mine[key], other[key])
+    elif mine != other:
+        yield f"{path}: {mine}, now {other}"
+
+
+Model = TypeVar("Model", bound=nnx.Module)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,13 +211,24 @@ class ShardingPlan:
         """Return the placements by table."""
         return dict(self.placements)
 
+    def maker(self, make_model: Callable[[], Model]) -> Callable[[], Model]:
+        """Return the function that makes a model with the plan's caches in its tables.
+
+        `jaxrec.shard` calls it, for plans with caches.
+
+        Args:
+            make_model: Makes the model. It may lack tables of the plan.
+        """
+        # Only plans with caches need the layer above, so it is loaded when one is carried out.
+        tier = importlib.import_module("jaxrec.tier.model_tiers")
+        caches = {name: (cache.rows, cache.store) for name, cache in self.caches}
+        return functools.partial(tier.make_cached, make_model, caches)
+
     def to_json(self) -> str:
         """Return the plan with its estimate, its context and the context's hash as JSON."""
         fields: dict[str, Any] = {
             "format": 1,
-            "placements": {
-                name: placement_fields(placement) for name, placement in self.placements
-            },
+            "placements": {name: placement.to_dict() for name, placement in self.placements},
         }
         if self.caches:
             fields["caches"] = {name: cache.to_dict() for name, cache in self.caches}
@@ -130,7 +260,8 @@ class ShardingPlan:
         try:
             fields = json.loads(text)
             placements = tuple(
-                (name, _placement(placement)) for name, placement in fields["placements"].items()
+                (name, Placement.from_dict(placement))
+                for name, placement in fields["placements"].items()
             )
             context = Context(fields["made_for"]) if "made_for" in fields else None
             estimate = Estimate.from_dict(fields["estimate"]) if "estimate" in fields else None
@@ -165,17 +296,10 @@ class ShardingPlan:
             return render(self.estimate)
         lines, caches = [], dict(self.caches)
         for name, placement in self.placements:
-            places, exchange = placement.places, placement_fields(placement)["exchange"]
-            where = f" on {', '.join(map(str, places))}" if places else ""
-            if placement.shares:
-                where += f" in shares {':'.join(f'{share:g}' for share in placement.shares)}"
-            if placement.buckets is not None:
-                where += f" in {placement.buckets} buckets"
-            how = f" by {exchange}" if exchange and not placement.is_replicated else ""
             cached = ""
             if name in caches:
                 cached = f", {caches[name].rows:,} rows cached over {caches[name].store}"
-            lines.append(f"{name}: {placement.kind}{where}{how}{cached}")
+            lines.append(f"{name}: {placement}{cached}")
         return "\n".join(lines)
 
     def plot(self, path: str | os.PathLike) -> None:
@@ -198,6 +322,35 @@ class ShardingPlan:
         draw(self.estimate, path)
 
 
-def _placement(fields: Mapping[str, Any]) -> Placement:
-    lists = {"places": tuple(fields["places"]), "shares": tuple(fields.get("shares", ()))}
-    return Placement(**{**fields, **lists})
+# Errors that all processes raise alike, the narrowest first.
+_ERRORS = (PlanError, ValueError)
+
+
+def with_least_memory(topology: Topology) -> Topology:
+    """Return a topology with the memory of the process that has the least.
+
+    Every process calls this. Arrays have equal parts on all devices.
+    """
+    if jax.process_count() == 1:
+        return topology
+    least = min(map(int, gather_texts(str(topology.memory))))
+    return dataclasses.replace(topology, memory=least, device_memory=())
+
+
+def plan_once(
+    search: Callable[[], ShardingPlan], tables: ModelTables, batch_size: int
+) -> ShardingPlan:
+    """Return the plan that process 0 finds; every process calls this.
+
+    A search with a time limit may end elsewhere in each process, and sampled statistics and
+    calibrated devices differ. All raise what process 0 raises.
+    """
+    if jax.process_count() == 1:
+        return search()
+    facts = {
+        f"table {table.name!r}": f"{table.num_embeddings} x {table.embedding_dim} {table.dtype}"
+        for _, layout, _ in tables.collections
+        for table in layout.configs
+    }
+    require_same("model to plan", {"batch_size": str(batch_size)} | facts)
+    return ShardingPlan.from_json(on_process_zero(lambda: search().to_json(), _ERRORS))

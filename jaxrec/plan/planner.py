@@ -8,36 +8,27 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxrec.mesh.precision import Precision
-from jaxrec.plan.considered import Considered
-from jaxrec.plan.constraints import STORAGES, ParameterConstraints
-from jaxrec.plan.context import Context
+from jaxrec.mesh.precision import ExchangePrecision
+from jaxrec.plan.caches import only_cache
+from jaxrec.plan.constraints import STORAGES, ParameterConstraints, check_store
 from jaxrec.plan.estimate import make_estimate
 from jaxrec.plan.feature_statistics import Statistics
-from jaxrec.plan.joined_tables import (
-    check_stores,
-    chosen_caches,
-    join_caches,
-    join_constraints,
-)
-from jaxrec.plan.local_search import improve
+from jaxrec.plan.joined_tables import check_stores, chosen_caches, join_caches, join_constraints
 from jaxrec.plan.model_tables import Model, ModelTables, is_function, read_model
-from jaxrec.plan.one_plan import plan_once, with_least_memory
 from jaxrec.plan.options import (
+    Considered,
     ShardingOption,
     consider_options,
     enumerate_options,
     placed_options,
     to_placement,
 )
-from jaxrec.plan.partitioners import Partitioner, balance_memory, place_fastest
-from jaxrec.plan.plan import ShardingPlan
+from jaxrec.plan.partitioners import Partitioner, balance_memory, improve, place_fastest
+from jaxrec.plan.plan import Context, ShardingPlan, plan_once, with_least_memory
 from jaxrec.plan.problem import Problem, Solution, Totals
 from jaxrec.plan.proposers import PROPOSERS, Proposer, propose_smallest
 from jaxrec.plan.shortage import PlanError, Shortage, explain
 from jaxrec.plan.solver import is_small, solve, solve_averaged
-from jaxrec.plan.table_cache import check_store
-from jaxrec.plan.table_storage import only_cache
 from jaxrec.plan.topology import Topology
 from jaxrec.plan.workload import TableWorkload, measure_workloads
 
@@ -56,8 +47,8 @@ class Planner:
     Attributes:
         topology: The devices.
         constraints: Constraints by table.
-        statistics: Statistics of the features in a sample of batches (`jaxrec.plan.statistics`).
-            Without them, a sample has one id per feature, and every row is as hot as another.
+        statistics: Result of `jaxrec.plan.sample_statistics` for some batches. Without them, a
+            sample has one id per feature, and every row is as hot as another.
         storages: Where rows may be kept: "device"; "host", in host memory; "store", in the row
             store that ``store`` names. Tables that are not kept on the devices have a cache there,
             and `jaxrec.shard` needs a function that makes the model. None: "device"; and where
@@ -97,7 +88,7 @@ class Planner:
     statistics: Statistics | None = None
     storages: Sequence[str] | None = None
     store: str | None = None
-    precision: Precision = Precision()  # noqa: RUF009 (frozen)
+    precision: ExchangePrecision = ExchangePrecision()  # noqa: RUF009 (frozen)
     reserve: float = 0.15
     batches: int = 3
     dense_bytes: int | None = None
@@ -284,7 +275,7 @@ class Planner:
         }
         if self.store is not None:
             settings["store"] = self.store
-        if self.precision != Precision():
+        if self.precision != ExchangePrecision():
             settings["precision"] = dataclasses.asdict(self.precision)
         return Context.of(workloads, self.topology, batch_size, self.constraints, settings)
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxrec.plan.costs import ExchangeCosts, Group, make_costs
-from jaxrec.plan.load import LOADS, Load
 from jaxrec.plan.options import ShardingOption
+from jaxrec.plan.quantities import LOADS, Load
 from jaxrec.plan.topology import Topology
 
 # Counts that a faster device takes less time for.

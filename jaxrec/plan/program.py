@@ -46,9 +46,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from jaxrec.plan.load import LOADS
 from jaxrec.plan.options import ShardingOption
 from jaxrec.plan.problem import Choice, Problem, Solution, Totals
+from jaxrec.plan.quantities import LOADS
 
 if TYPE_CHECKING:
     import highspy

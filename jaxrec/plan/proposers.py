@@ -13,9 +13,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxrec.plan.load import Load
 from jaxrec.plan.options import ShardingOption
 from jaxrec.plan.problem import Problem
+from jaxrec.plan.quantities import Load
 
 Proposal: TypeAlias = tuple[int, ...]
 Proposer: TypeAlias = Callable[[Problem], Iterator[Proposal]]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from jaxrec.plan.constraints import ParameterConstraints
-from jaxrec.plan.formatting import format_bytes
+from jaxrec.plan.report import format_bytes
 from jaxrec.plan.topology import Topology
 from jaxrec.plan.workload import TableWorkload
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxrec.mesh.creation import mesh_shape
 from jaxrec.plan.machines import MACHINES, find_machine
-from jaxrec.plan.rates import Links, Rate
+from jaxrec.plan.quantities import Links, Rate
 
 _RATES = ("gather", "update", "sort", "copy", "assign", "host_moves", "store_moves")
 _SIZES = ("hosts", "devices_per_host", "memory", "host_memory", "disk", "granule")

@@ -14,8 +14,7 @@ from jaxrec.embed.formats.floats import PlainRows
 from jaxrec.embed.state import state_bytes
 from jaxrec.optim import RowOptimizer
 from jaxrec.plan.constraints import ParameterConstraints
-from jaxrec.plan.feature_statistics import Statistics
-from jaxrec.plan.heat import EvenHeat, Heat
+from jaxrec.plan.feature_statistics import EvenHeat, Heat, Statistics
 from jaxrec.plan.model_tables import ModelTables
 from jaxrec.ragged.capacity import capacity_for
 

@@ -19,14 +19,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingBagConfig
-from jaxrec.mesh import row_wise
+from jaxrec.mesh import row_wise, shard
 from jaxrec.optim import rowwise_adagrad
 from jaxrec.plan import Rate, ShardingPlan, TableCache, Topology
 from jaxrec.plan.calibration import Measurement, fit
 from jaxrec.ragged import KeyedJaggedArray
-from jaxrec.tier.ahead import ahead
-from jaxrec.tier.close import close
-from jaxrec.tier.shard import shard
+from jaxrec.tier.lookahead import ahead
+from jaxrec.tier.model_tiers import close
 
 _TABLES = 2
 _WIDTHS = (16, 64)

@@ -1,6 +1,5 @@
 """Training: compiled steps, the training loop, checkpoints and the command line."""
 
-from jaxrec.train.ahead import RoutedSteps as RoutedSteps
 from jaxrec.train.callbacks import SaveCheckpoints as SaveCheckpoints
 from jaxrec.train.callbacks import SynchronizeReplicas as SynchronizeReplicas
 from jaxrec.train.callbacks import WriteMetrics as WriteMetrics
@@ -13,6 +12,7 @@ from jaxrec.train.checkpoint import restore as restore
 from jaxrec.train.checkpoint import restore_state as restore_state
 from jaxrec.train.model import load_model as load_model
 from jaxrec.train.placed_batches import put_batch as put_batch
+from jaxrec.train.routing import RoutedSteps as RoutedSteps
 from jaxrec.train.step import CompiledStep as CompiledStep
 from jaxrec.train.step import compile_step as compile_step
 from jaxrec.train.tables import export_table as export_table

@@ -15,8 +15,7 @@ from jaxrec.arguments import ConfigError, parse, read_yaml
 from jaxrec.data import Schema
 from jaxrec.data.encoder import SCHEMA_FILE
 from jaxrec.files.atomic import write_atomically
-from jaxrec.mesh.processes import check_processes
-from jaxrec.mesh.watch import LOST_AFTER_SECONDS
+from jaxrec.mesh.processes import LOST_AFTER_SECONDS, check_processes
 from jaxrec.tier.stores import open_store
 from jaxrec.tier.vocabulary.counts import MAX_SIGHTINGS
 

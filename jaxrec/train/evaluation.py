@@ -14,12 +14,12 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxrec.data.padding import WeightedBatch, num_samples
-from jaxrec.mesh.capacity import GroupPath, capacity_factors, set_capacity_factors
+from jaxrec.mesh.ahead import GroupPath, capacity_factors, set_capacity_factors
 from jaxrec.mesh.store import mesh_stores
 from jaxrec.metrics import MetricGroup
 from jaxrec.metrics.sums import Total
 from jaxrec.tier.planning.tier import tier_of
-from jaxrec.train.routed_calls import RoutedCalls
+from jaxrec.train.routing import RoutedCalls
 from jaxrec.train.step import MAX_PENDING_STEPS
 
 Outputs = Mapping[str, Array]

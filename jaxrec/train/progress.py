@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.table import Column
 
-from jaxrec.plan.plot import require_matplotlib
+from jaxrec.plan.report import require_matplotlib
 
 # Seconds between two updates of the bar, and between two printed lines.
 BAR_SECONDS = 0.2

@@ -14,11 +14,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxrec.embed import Optimizer, mean_gradients, value_and_grad
 from jaxrec.embed.taps import Ahead
-from jaxrec.mesh.ahead import follows_from_batch, look_up_ahead, use_ahead
+from jaxrec.mesh.ahead import changes_ids, look_up_ahead, use_ahead
 from jaxrec.mesh.store import mesh_stores
 from jaxrec.metrics import MetricGroup
-from jaxrec.train.ahead import RoutedSteps
 from jaxrec.train.evaluation import Loss, Outputs, call_loss, sample_count
+from jaxrec.train.routing import RoutedSteps
 
 
 class DeviceResult(NamedTuple):
@@ -140,8 +140,8 @@ Pair: TypeAlias = tuple[Any, Any]
 class _PairSteps(RoutedSteps):
     """Steps on pairs of batches that look up the embeddings of the second batch.
 
-    Each step routes the second batch of the next pair, if its routes follow from that batch alone:
-    the step between them may change the model.
+    Each step routes the second batch of the next pair, unless the step between them changes the ids
+    that the model looks up in it.
 
     Args:
         step, forward, *modules: As of `RoutedSteps`. The last module is a variable with the
@@ -151,13 +151,10 @@ class _PairSteps(RoutedSteps):
     def __init__(self, step: Any, forward: Any, *modules: Any) -> None:
         super().__init__(step, forward, *modules)
         self._embeddings = modules[-1]
-        self._is_routed: bool | None = None
+        self._is_routed = bool(mesh_stores(self._model)) and not changes_ids(self._model)
 
     def _route(self, batch: Pair) -> None:
         """Route both batches: the embeddings may come with routes of other capacities."""
-        if self._is_routed is None:
-            is_over_mesh = bool(mesh_stores(self._model))
-            self._is_routed = is_over_mesh and follows_from_batch(self._forward, self._model, batch)
         if not self._is_routed:
             self._ahead.set_value(None)
             return
@@ -181,8 +178,7 @@ class SemiSynchronousSteps(_TrainSteps):
     """Steps that look up the embeddings of the next batch before they update the tables.
 
     Over a mesh a step also routes the batch after the next one, so that no lookup waits for the
-    exchange of its ids. It does not where ids follow from variables of the model
-    (`jaxrec.mesh.ahead.follows_from_batch`).
+    exchange of its ids. It does not where calls change ids (`jaxrec.mesh.ahead.changes_ids`).
     """
 
     def __post_init__(self) -> None:

@@ -21,8 +21,8 @@ from jaxrec.data import empty_batch, pad_batch
 from jaxrec.embed import Optimizer
 from jaxrec.embed.batch_checks import bad_id_of_batch
 from jaxrec.embed.optimizer import NotFiniteError as NotFiniteError
+from jaxrec.mesh.processes import losses_first
 from jaxrec.mesh.store import mesh_stores
-from jaxrec.mesh.watch import losses_first
 from jaxrec.metrics import MetricGroup
 from jaxrec.ragged import Packer
 from jaxrec.train.checkpoint import (

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrec.commands import main
 from jaxrec.mesh import table_wise
-from jaxrec.plan import Planner, ShardingPlan, Topology, statistics
+from jaxrec.plan import Planner, ShardingPlan, Topology, sample_statistics
 from jaxrec.plan.model_file import read_model_file
 from tests.plan.models import MODEL, batch_of
 
@@ -56,7 +56,7 @@ def test_a_plan_is_shown_again_and_refused_for_something_else(capsys, model, tmp
 
 def test_a_file_of_devices_and_one_of_statistics_are_read(capsys, model, tmp_path):
     Topology.named("a100", devices=8).save(tmp_path / "here.json")
-    statistics([batch_of([1, 2, 3, 4], [4], "user")]).save(tmp_path / "seen.json")
+    sample_statistics([batch_of([1, 2, 3, 4], [4], "user")]).save(tmp_path / "seen.json")
     files = ("--topology", tmp_path / "here.json", "--statistics", tmp_path / "seen.json")
     code, text, _ = run(capsys, model, *files, "--devices", 4)
     assert code == 0

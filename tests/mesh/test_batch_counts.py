@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxrec.data import Pipeline
 from jaxrec.mesh.batch_counts import EvenBatches, even_batches
-from jaxrec.mesh.notes import NoteBoard
+from jaxrec.mesh.processes import NoteBoard
 from tests.fuzz import max_examples
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 import jaxrec
 from jaxrec import embed
 from jaxrec.mesh import (
-    Precision,
+    ExchangePrecision,
     column_wise,
     data_parallel,
     grid,
@@ -54,7 +54,7 @@ def compile_on_mesh(
     function,
     placement,
     optimizer,
-    precision=Precision(),  # noqa: B008
+    precision=ExchangePrecision(),  # noqa: B008
     capacity_factor=None,
 ):
     """The compiled function, and the tables that it is for."""
@@ -205,7 +205,7 @@ def test_groups_take_turns_in_place():
 
 
 def test_fewer_bits_are_fewer_bytes():
-    precision = Precision(forward="int8", backward="bfloat16")
+    precision = ExchangePrecision(forward="int8", backward="bfloat16")
     step, _ = compile_on_mesh(train_step, row_wise(), jaxrec.optim.sgd(0.1), precision)
     found = sum(each.result_bytes for each in collectives(step) if each.kind == "all-to-all")
     assert found == DEVICES * C * (4 + (DIM + 8) + 2 * DIM) + DEVICES * 3 * 4

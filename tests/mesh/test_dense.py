@@ -75,7 +75,7 @@ MESHES = {
     "two_axes": ((2, 4), ("host", "device"), AxisType.Auto),
     "explicit": ((8,), ("data",), AxisType.Explicit),
 }
-BFLOAT16 = jaxrec.mesh.Precision(dense="bfloat16")
+BFLOAT16 = jaxrec.mesh.ExchangePrecision(dense="bfloat16")
 PLAN = jaxrec.plan.ShardingPlan.from_dict({"user": row_wise()})
 
 
@@ -329,7 +329,7 @@ def test_gradients_in_bfloat16_differ_by_their_rounding(placed):
     """Each device rounds its part, a relative 2**-8, and the sum where it travels on."""
     alone = Ranker(False)
     parts = [gradient_arrays(alone, part(BATCHES[0], device)) for device in range(DEVICES)]
-    found, exact = gradients(placed), gradients(placed, jaxrec.mesh.Precision())
+    found, exact = gradients(placed), gradients(placed, jaxrec.mesh.ExchangePrecision())
     for name, value in found.items():
         each = np.stack([np.asarray(own[name], np.float64) / DEVICES for own in parts])
         error = np.abs(np.asarray(value, np.float64) - each.sum(0))

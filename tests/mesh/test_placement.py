@@ -22,7 +22,7 @@ from jaxrec.mesh import (
     table_wise,
 )
 from jaxrec.mesh.layout import layout_mesh
-from jaxrec.mesh.placement import Placement
+from jaxrec.mesh.sharding_types import DataParallel, TableWise
 from jaxrec.mesh.shards import MeshShape
 from jaxrec.plan import Topology
 
@@ -78,7 +78,7 @@ def test_rows_in_shares_and_buckets(placement, rows, devices):
         (lambda: row_wise(shares="12"), "shares are numbers above 0"),
         (lambda: row_wise(buckets=0), "buckets is an integer of 1 or more, got 0"),
         (lambda: row_wise(buckets=2.0), r"buckets is an integer of 1 or more, got 2\.0"),
-        (lambda: Placement("grid", buckets=2), "grid: shares and buckets of rows are for row_wise"),
+        (lambda: TableWise((1, 2)), r"table_wise: it takes one device, got \(1, 2\)"),
         (
             lambda: row_wise(buckets=4).cut(TABLE, MESH),
             "'user' has 10 rows.* divide into 4 buckets",
@@ -215,7 +215,7 @@ def test_unknown_exchanges(unchecked):
     with pytest.raises(ValueError, match=f"row_wise: exchange='sums' is not one of {names}"):
         row_wise(exchange="sums")
     with pytest.raises(ValueError, match="data_parallel: exchange=None is not one of 'replicated'"):
-        Placement("data_parallel")
+        DataParallel(exchange=None)
 
 
 def test_bags_need_whole_tables():

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxrec
-from jaxrec.mesh import Precision, row_wise, table_wise
+from jaxrec.mesh import ExchangePrecision, row_wise, table_wise
 from jaxrec.mesh.precision import decode, encode
 from tests.mesh.test_training import Ranker, one_device, place_on, run
 
@@ -58,14 +58,14 @@ def test_float16_is_cut_to_its_range():
 )
 def test_errors(unchecked, arguments, message):
     with pytest.raises(ValueError, match=message):
-        Precision(**arguments)
+        ExchangePrecision(**arguments)
 
 
 @pytest.mark.parametrize(
     "precision",
     [
-        Precision(forward="int8", backward="float16", loss_scale=256.0),
-        Precision(forward="float8", backward="bfloat16"),
+        ExchangePrecision(forward="int8", backward="float16", loss_scale=256.0),
+        ExchangePrecision(forward="float8", backward="bfloat16"),
     ],
     ids=["int8_float16", "float8_bfloat16"],
 )

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import jaxrec
-from jaxrec.mesh import Precision, grid, row_wise, table_row_wise, table_wise
+from jaxrec.mesh import ExchangePrecision, grid, row_wise, table_row_wise, table_wise
 from jaxrec.train import compile_step
 
 pytestmark = pytest.mark.jax_version
@@ -74,7 +74,7 @@ def train_step(model, optimizer, features):
     return loss
 
 
-def make(placements, is_ragged, optimizer=None, precision=Precision()):  # noqa: B008
+def make(placements, is_ragged, optimizer=None, precision=ExchangePrecision()):  # noqa: B008
     mesh = jax.make_mesh((2, 4), ("host", "device"), axis_types=(AxisType.Auto,) * 2)
     plan = jaxrec.plan.ShardingPlan.from_dict(placements)
     model = Ranker(optimizer or jaxrec.optim.adam())
@@ -102,10 +102,10 @@ def emulated(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "optimizer", "precision"),
     [
-        ("rows", jaxrec.optim.adam(), Precision()),
-        ("pooled", jaxrec.optim.adam(), Precision()),
-        ("cut", jaxrec.optim.rowwise_adagrad(), Precision()),
-        ("rows", jaxrec.optim.sgd(0.1), Precision(forward="int8", backward="bfloat16")),
+        ("rows", jaxrec.optim.adam(), ExchangePrecision()),
+        ("pooled", jaxrec.optim.adam(), ExchangePrecision()),
+        ("cut", jaxrec.optim.rowwise_adagrad(), ExchangePrecision()),
+        ("rows", jaxrec.optim.sgd(0.1), ExchangePrecision(forward="int8", backward="bfloat16")),
     ],
     ids=["rows", "pooled", "cut", "few_bits"],
 )

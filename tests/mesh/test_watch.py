@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jaxrec.mesh import watch
+from jaxrec.mesh import processes
 from tests.forks import free_port
 from tests.mesh.test_batch_counts import Board
 
@@ -25,9 +25,9 @@ def center(monkeypatch):
     def end(process, num_processes):
         raise Ended(process, num_processes)
 
-    monkeypatch.setattr(watch, "_end", end)
+    monkeypatch.setattr(processes, "_end", end)
     board = Board(0, 4, {})
-    center = watch._Center(board, lost_after=20)
+    center = processes._Center(board, lost_after=20)
     port, token = json.loads(board.read()[0])
     opened = []
 
@@ -35,7 +35,7 @@ def center(monkeypatch):
         theirs = socket.create_connection(("localhost", port), timeout=5)
         ours, _ = center._server.accept()
         opened.extend((ours, theirs))
-        data = [watch._Lines(ours, 20), None]
+        data = [processes._Lines(ours, 20), None]
         if message:
             theirs.sendall(json.dumps(message).encode() + b"\n")
             center._hear(data)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrec.plan.calibration import Measurement, calibrate, fit
-from jaxrec.plan.rates import Links, Rate
+from jaxrec.plan.quantities import Links, Rate
 
 
 def test_a_fit_finds_the_rate_that_times_were_made_of():

@@ -1,4 +1,4 @@
-"""Statistics of batches beside counting."""
+"""Statistics of batches, and the heat of rows."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 import jaxrec
-from jaxrec.plan import ParameterConstraints, Planner, Statistics, Topology, statistics
-from jaxrec.plan.heat import EvenHeat
+from jaxrec.plan import ParameterConstraints, Planner, Statistics, Topology, sample_statistics
+from jaxrec.plan.feature_statistics import EvenHeat, SampledHeat
 from tests.plan.models import batch_of, log_uniform
 
 
 def test_lengths_and_repeats_of_a_sample():
     batches = [batch_of([3, 5, 3, 9], [2, 0, 2]), batch_of([3, 8], [1, 1, 0])]
-    seen = statistics(batches).features["f"]
+    seen = sample_statistics(batches).features["f"]
     assert seen.bags == 6
     assert seen.mean_length == 1.0
     assert seen.length_deviation == pytest.approx(np.std([2, 0, 2, 1, 1, 0]))
@@ -32,15 +32,15 @@ def test_batches_may_be_in_any_tree_and_have_weights_and_padding():
         np.array([3], np.int32),
         weights=np.ones(3, np.float32),
     )
-    seen = statistics([{"x": (weighted, np.zeros(3))}])
+    seen = sample_statistics([{"x": (weighted, np.zeros(3))}])
     assert seen.features["f"].lookups == 3
     assert "f " in str(seen)
     with pytest.raises(ValueError, match="batches with KeyedJaggedArrays"):
-        statistics([np.zeros(3)])
+        sample_statistics([np.zeros(3)])
 
 
 def test_a_feature_without_ids():
-    seen = statistics([batch_of([], [0, 0])]).features["f"]
+    seen = sample_statistics([batch_of([], [0, 0])]).features["f"]
     assert (seen.lookups, seen.largest_id, seen.distinct) == (0, -1, 0)
     heat = seen.heat(100)
     assert heat.distinct(10) == EvenHeat(100).distinct(10)
@@ -48,7 +48,7 @@ def test_a_feature_without_ids():
 
 
 def test_statistics_go_to_a_file_and_back(tmp_path):
-    seen = statistics([batch_of([3, 5, 3], [2, 1])])
+    seen = sample_statistics([batch_of([3, 5, 3], [2, 1])])
     seen.save(tmp_path / "seen.json")
     assert Statistics.load(tmp_path / "seen.json") == seen
     (tmp_path / "other.json").write_text('{"f": {"bags": 3}}')
@@ -61,7 +61,7 @@ def test_statistics_take_the_place_of_guesses():
     rows, bags = 100_000, 2048
     lengths = random.integers(0, 21, bags)
     ids = log_uniform(random, rows, int(lengths.sum()))
-    seen = statistics([batch_of(ids, lengths)])
+    seen = sample_statistics([batch_of(ids, lengths)])
     table = jaxrec.EmbeddingBagConfig("t", rows, 32, feature_names=("f",))
     topology = Topology.named("h100", devices=4)
     guessed = Planner(topology).plan([table], batch_size=bags).estimate.tables[0]
@@ -87,8 +87,61 @@ def test_skewed_rows_make_their_owner_the_slowest():
     ]
     constraints = {t.name: ParameterConstraints(sharding_types=["row_wise"]) for t in tables}
     planner = Planner(
-        Topology.named("h100", devices=4), constraints, statistics=statistics(batches)
+        Topology.named("h100", devices=4), constraints, statistics=sample_statistics(batches)
     )
     plan = planner.plan(tables, batch_size=4096)
     first = [placement.places[:1] or (0,) for placement in plan.to_dict().values()]
     assert len(set(first)) > 1
+
+
+@pytest.mark.parametrize("rows", [1, 10, 1000])
+@pytest.mark.parametrize("lookups", [0, 1, 50, 2000])
+def test_even_heat_beside_drawing(rows, lookups):
+    random = np.random.default_rng(0)
+    drawn = [np.unique(random.integers(0, rows, lookups)).size for _ in range(300)]
+    error = 4 * np.std(drawn) / np.sqrt(300) + 1e-9
+    assert EvenHeat(rows).distinct(lookups) == pytest.approx(np.mean(drawn), abs=error)
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 1.0])
+def test_distinct_rows_of_a_part_of_the_sample_beside_drawing(part):
+    random = np.random.default_rng(0)
+    ids = log_uniform(random, 10_000, 5000)
+    heat = sample_statistics([batch_of(ids, [1] * 5000)]).features["f"].heat(10_000)
+    count = int(5000 * part)
+    drawn = [np.unique(random.permutation(ids)[:count]).size for _ in range(50)]
+    assert heat.distinct(count) == pytest.approx(np.mean(drawn), rel=0.01)
+
+
+@pytest.mark.parametrize("times", [2, 8])
+def test_distinct_rows_of_more_than_the_sample_beside_drawing(times):
+    random = np.random.default_rng(0)
+    sample = log_uniform(random, 100_000, 20_000)
+    heat = sample_statistics([batch_of(sample, [1] * 20_000)]).features["f"].heat(100_000)
+    drawn = np.unique(log_uniform(random, 100_000, 20_000 * times)).size
+    assert heat.distinct(20_000 * times) == pytest.approx(drawn, rel=0.2)
+
+
+def test_shares_of_runs_of_rows_beside_counting():
+    random = np.random.default_rng(0)
+    ids = log_uniform(random, 1024, 50_000)
+    heat = sample_statistics([batch_of(ids, [1] * 50_000)]).features["f"].heat(1024)
+    for sizes in ([1, 1], [1] * 8, [512, 256, 128, 128], [0, 768, 256]):
+        sizes = np.array(sizes)
+        ends = np.cumsum(sizes) * 1024 // sizes.sum()
+        run = np.searchsorted(ends, np.arange(1024), side="right")
+        expected = np.bincount(run[ids], minlength=sizes.size) / ids.size
+        np.testing.assert_allclose(heat.shares(sizes, of_rows=False), expected, atol=0.01)
+        rows = np.bincount(run[np.unique(ids)], minlength=sizes.size)
+        np.testing.assert_allclose(heat.shares(sizes, of_rows=True), rows / rows.sum(), atol=0.02)
+
+
+def test_a_table_larger_than_the_ids_seen():
+    heat = sample_statistics([batch_of([0, 1, 2, 3], [4])]).features["f"].heat(8)
+    np.testing.assert_allclose(heat.shares(np.ones(2), of_rows=True), [1, 0])
+
+
+def test_heat_is_never_more_than_there_is():
+    heat = SampledHeat(10, 8, (1,), (8,), (8.0,), (8.0,))
+    assert heat.distinct(1_000_000) <= 10
+    assert heat.distinct(4) <= 4

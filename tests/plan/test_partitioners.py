@@ -1,16 +1,18 @@
-"""Placed proposals beside the best of all solutions."""
+"""Partitioners and the local search."""
 
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import pytest
 
-from jaxrec.plan.partitioners import balance_memory, place_fastest
+from jaxrec.plan.partitioners import balance_memory, improve, place_fastest
 from jaxrec.plan.problem import Solution, Totals
 from jaxrec.plan.proposers import (
     PROPOSERS,
+    propose_uniformly,
 )
 from tests.plan.models import problem_of
 
@@ -55,3 +57,14 @@ def test_parts_of_a_table_go_to_different_devices_even_if_one_is_busy():
         for options, kind in zip(problem.options, types, strict=True)
     )
     assert sorted(place_fastest(problem, (busy, cut)).choices[1].sites) == [0, 1]
+
+
+def test_improving_never_makes_worse_and_from_somewhere_ends_near_the_best(counted):
+    problem, best = counted
+    ends = []
+    for proposal in itertools.islice(propose_uniformly(problem), 10):
+        start = place_fastest(problem, proposal)
+        found = improve(problem, start, deadline=time.monotonic() + 60)
+        assert not start.better_than(found)
+        ends.append(found)
+    assert min(end.seconds for end in ends if end.fits) <= 1.1 * best.seconds

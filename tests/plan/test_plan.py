@@ -10,7 +10,15 @@ import pytest
 
 import jaxrec
 from jaxrec import optim
-from jaxrec.mesh import data_parallel, row_wise, table_wise
+from jaxrec.mesh import (
+    column_wise,
+    data_parallel,
+    grid,
+    row_wise,
+    table_column_wise,
+    table_row_wise,
+    table_wise,
+)
 from jaxrec.plan import (
     Context,
     ParameterConstraints,
@@ -32,6 +40,31 @@ def test_uneven_rows_are_printed_and_go_to_json_and_back():
     plan = ShardingPlan.from_dict({"a": row_wise((4, 2), shares=(3, 1.5), buckets=8)})
     assert str(plan) == "a: row_wise on 4, 2 in shares 3:1.5 in 8 buckets"
     assert ShardingPlan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_that_version_0_3_wrote_is_read():
+    text = """{"format": 1, "placements": {
+      "a": {"kind": "data_parallel", "places": [], "exchange": "replicated"},
+      "b": {"kind": "table_wise", "places": [3], "exchange": "pooled"},
+      "c": {"kind": "row_wise", "places": [4, 2], "exchange": null, "shares": [3.0, 1.5],
+            "buckets": 8},
+      "d": {"kind": "column_wise", "places": [0, 1], "exchange": "rows"},
+      "e": {"kind": "table_row_wise", "places": [1], "exchange": "pooled"},
+      "f": {"kind": "table_column_wise", "places": [0], "exchange": "rows"},
+      "g": {"kind": "grid", "places": [0, 1], "exchange": "rows"}},
+     "caches": {"b": {"storage": "host", "rows": 5, "store": "memory://"}}}"""
+    placements = {
+        "a": data_parallel(),
+        "b": table_wise(3, exchange="pooled"),
+        "c": row_wise((4, 2), shares=(3, 1.5), buckets=8),
+        "d": column_wise((0, 1), exchange="rows"),
+        "e": table_row_wise(1, exchange="pooled"),
+        "f": table_column_wise(0, exchange="rows"),
+        "g": grid((0, 1), exchange="rows"),
+    }
+    plan = ShardingPlan.from_dict(placements, {"b": TableCache(5)})
+    assert ShardingPlan.from_json(text) == plan
+    assert json.loads(plan.to_json()) == json.loads(text)
 
 
 def test_uneven_rows_are_estimated(planner):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrec.plan.costs import make_costs
-from jaxrec.plan.load import LOADS, Load
 from jaxrec.plan.problem import Solution, Totals
+from jaxrec.plan.quantities import LOADS, Load
 from tests.plan.models import every_solution, problem_of
 
 

@@ -1,14 +1,16 @@
-"""The report of a plan."""
+"""The report of a plan and its picture."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
+from matplotlib.figure import Figure
 
 import jaxrec
-from jaxrec.plan import Planner, Topology
-from jaxrec.plan.report import render
+from jaxrec.mesh import row_wise
+from jaxrec.plan import Planner, ShardingPlan, Topology
+from jaxrec.plan.report import format_bytes, format_numbers, format_seconds, render
 
 
 def test_the_report_has_what_an_engineer_wants(plan):
@@ -40,3 +42,69 @@ def test_many_devices_and_tables_are_summed_up():
     text = str(planner.plan(tables, batch_size=6400))
     assert "and 32 more" in text
     assert "and 20 more" in text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.00 kB"),
+        (123_456, "123 kB"),
+        (2.5e6, "2.50 MB"),
+        (80e9, "80.00 GB"),
+        (1.25e12, "1.25 TB"),
+    ],
+)
+def test_bytes(number, text):
+    assert format_bytes(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0"), (2e-6, "2 us"), (0.0125, "12.5 ms"), (3.5, "3.5 s"), (12_345, "12,345 s")],
+)
+def test_seconds(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "total", "text"),
+    [
+        ([], 4, ""),
+        ([3], 4, "3"),
+        ([0], 1, "0"),
+        ([0, 1, 2, 3], 4, "all"),
+        ([0, 2, 3, 5], 8, "0, 2-3, 5"),
+    ],
+)
+def test_numbers(numbers, total, text):
+    assert format_numbers(numbers, total) == text
+
+
+def test_a_table_has_one_look_in_both_panels(plan, tmp_path, monkeypatch):
+    """Two tables differ, and no table looks like the parts that belong to no table."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    plan.plot(tmp_path / "plan.png")
+    memory, time = (
+        {
+            bars.get_label(): (bars[0].get_facecolor(), bars[0].get_hatch())
+            for bars in axes.containers
+        }
+        for axes in drawn[0].axes
+    )
+    tables = [table.name for table in plan.estimate.tables]
+    assert len(tables) > 1
+    assert {name: memory[name] for name in tables} == {name: time[name] for name in tables}
+    assert len(set(memory.values())) == len(memory)
+
+
+def test_plots_are_pictures(plan, tmp_path):
+    plan.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    plan.plot(tmp_path / "plan.svg")
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert "<svg" in drawn
+    with pytest.raises(ValueError, match="has no estimate to draw"):
+        ShardingPlan.from_dict({"a": row_wise()}).plot(tmp_path / "b.png")

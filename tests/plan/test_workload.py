@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxrec
-from jaxrec.plan import ParameterConstraints, Statistics, statistics
+from jaxrec.plan import ParameterConstraints, Statistics, sample_statistics
 from jaxrec.plan.model_tables import read_model
 from jaxrec.plan.workload import measure_workloads
 from tests.plan.models import batch_of, log_uniform, plan_on_h100
@@ -89,7 +89,7 @@ def test_missed_rows_beside_a_cache_of_the_last_used_rows(kind: str, cache_rows:
         "log_uniform": lambda: log_uniform(random, rows, lookups),
     }[kind]
     batches = [draw() for _ in range(400)]
-    sample = statistics([batch_of(np.concatenate(batches), [1] * (400 * lookups), "a")])
+    sample = sample_statistics([batch_of(np.concatenate(batches), [1] * (400 * lookups), "a")])
     table = jaxrec.EmbeddingBagConfig("a", rows, 8)
     (workload,) = workloads_of([table], lookups, None if kind == "even" else sample)
     expected = misses_of_lru(batches, cache_rows)

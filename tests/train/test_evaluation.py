@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 import jaxrec
 from jaxrec import metrics
 from jaxrec.data import WeightedBatch
-from jaxrec.mesh import capacity
+from jaxrec.mesh import ahead
 from jaxrec.train.evaluation import Evaluation
 
 ROWS = np.random.default_rng(0).normal(3, 2, (10, 4)).astype(np.float32)
@@ -142,19 +142,19 @@ def on_mesh():
 class TestRoutedAhead:
     def test_the_same_numbers_as_one_by_one(self, monkeypatch):
         """While capacities follow the demand, and in a second call, which compiles nothing."""
-        monkeypatch.setattr(capacity, "WINDOW", 2)
+        monkeypatch.setattr(ahead, "WINDOW", 2)
         model, batches = on_mesh()
         monkeypatch.setattr("jaxrec.train.evaluation.mesh_stores", lambda model: {})
         expected = Evaluation()(model, ranker_loss, GROUP, batches)
         outputs = list(Evaluation().outputs(model, ranker_loss, batches))
         monkeypatch.undo()
-        monkeypatch.setattr(capacity, "WINDOW", 2)
+        monkeypatch.setattr(ahead, "WINDOW", 2)
         evaluate = Evaluation()
         assert evaluate(model, ranker_loss, GROUP, iter(batches)) == expected
         for got, wanted in zip(evaluate.outputs(model, ranker_loss, batches), outputs, strict=True):
             np.testing.assert_array_equal(got["p"], wanted["p"])
         assert evaluate._factors != {}
-        assert capacity.capacity_factors(model) == {}
+        assert ahead.capacity_factors(model) == {}
         assert model.embeddings.probe is None
 
     def test_a_second_evaluation_compiles_nothing(self):

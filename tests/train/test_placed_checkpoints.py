@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 import jaxrec
 from jaxrec.embed.variables import variables
-from jaxrec.mesh.capacity import capacity_factors, set_capacity_factors
+from jaxrec.mesh.ahead import capacity_factors, set_capacity_factors
 from jaxrec.train import checkpoint
 from tests.train import processes
 from tests.train.test_checkpoint import Model

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from jaxrec.mesh.exchange.alone import Alone
-from jaxrec.mesh.exchange.bags import Bags
+from jaxrec.mesh.exchange.bags import Bags, PooledByHost
 from jaxrec.mesh.exchange.base import DEFAULT_CAPACITY_FACTOR as DEFAULT_CAPACITY_FACTOR
 from jaxrec.mesh.exchange.base import Cut as Cut
 from jaxrec.mesh.exchange.base import Exchange as Exchange
 from jaxrec.mesh.exchange.base import Request as Request
 from jaxrec.mesh.exchange.base import Workload as Workload
+from jaxrec.mesh.exchange.local import Alone, Replicated
 from jaxrec.mesh.exchange.pooled import Pooled
-from jaxrec.mesh.exchange.pooled_by_host import PooledByHost
-from jaxrec.mesh.exchange.replicated import Replicated
 from jaxrec.mesh.exchange.rows import Rows
 
 ROWS, POOLED, POOLED_BY_HOST, BAGS = Rows(), Pooled(), PooledByHost(), Bags()

@@ -27,7 +27,7 @@ from jaxrec.embed.kernels import BagLayout
 from jaxrec.embed.kernels.updates import update_unique
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel
-from jaxrec.mesh.exchange.clipping import clip_tables
+from jaxrec.mesh.exchange.base import clip_tables
 from jaxrec.mesh.exchange.owner_features import OwnerFeatures
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.optim.hyperparameters import Step

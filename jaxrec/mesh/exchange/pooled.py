@@ -28,8 +28,7 @@ from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.lookup import pool
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel, ListLengths, run_if
-from jaxrec.mesh.exchange.base import Cut, Exchange, update_owned
-from jaxrec.mesh.exchange.clipping import table_squares
+from jaxrec.mesh.exchange.base import Cut, Exchange, table_squares, update_owned
 from jaxrec.mesh.exchange.column_slices import update_slices
 from jaxrec.mesh.placed_group import PlacedGroup
 

@@ -30,8 +30,7 @@ from jaxrec.embed.kernels.updates import update_unique
 from jaxrec.embed.lookup import pool
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel, ListLengths, run_if
-from jaxrec.mesh.exchange.base import Cut, Exchange
-from jaxrec.mesh.exchange.clipping import clip_factors, table_squares
+from jaxrec.mesh.exchange.base import Cut, Exchange, clip_factors, table_squares
 from jaxrec.mesh.exchange.row_requests import ABSENT, RowRequests
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.optim.norm import cut_rows

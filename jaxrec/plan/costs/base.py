@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import ClassVar
+import functools
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -12,11 +13,9 @@ from jaxrec.embed.formats import RowFormat
 from jaxrec.embed.formats.floats import PlainRows
 from jaxrec.embed.state import state_bytes
 from jaxrec.mesh.exchange import Exchange
-from jaxrec.mesh.precision import Precision, encoded_bytes
+from jaxrec.mesh.precision import ExchangePrecision, encoded_bytes
 from jaxrec.optim import RowOptimizer
-from jaxrec.plan.costs.collectives import all_to_all, latency, reduce_scatter
-from jaxrec.plan.load import Load
-from jaxrec.plan.perf import Perf
+from jaxrec.plan.quantities import Load, Perf
 from jaxrec.plan.topology import Topology
 from jaxrec.plan.workload import TableWorkload, looked_up_bytes
 
@@ -48,7 +47,7 @@ class Group:
     exchange: Exchange
     is_weighted: bool
     whole_width: int
-    precision: Precision = Precision()  # noqa: RUF009 (frozen)
+    precision: ExchangePrecision = ExchangePrecision()  # noqa: RUF009 (frozen)
 
     @classmethod
     def of(
@@ -56,7 +55,7 @@ class Group:
         workload: TableWorkload,
         width: int,
         exchange: Exchange,
-        precision: Precision = Precision(),  # noqa: B008 (frozen)
+        precision: ExchangePrecision = ExchangePrecision(),  # noqa: B008 (frozen)
     ) -> Group:
         """Return the group of a table's shards of ``width`` columns."""
         return cls(
@@ -119,6 +118,10 @@ class Group:
         return f"{self.row_format.name}_{self.width} by {self.exchange.name}"
 
 
+COSTS: dict[Exchange, type[ExchangeCosts]] = {}
+"""The costs of each exchange: a class derived from `ExchangeCosts` that names one adds itself."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ExchangeCosts(abc.ABC):
     """Seconds and bytes of one group of tables under one exchange.
@@ -152,6 +155,11 @@ class ExchangeCosts(abc.ABC):
     exchange: ClassVar[Exchange]
     group: Group
     topology: Topology
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "exchange" in vars(cls):
+            COSTS[cls.exchange] = cls
 
     @abc.abstractmethod
     def launch(self) -> Perf:
@@ -319,3 +327,87 @@ class ExchangeCosts(abc.ABC):
 
     def _granules(self, bytes: float) -> float:
         return -(-bytes // self.topology.granule) * self.topology.granule
+
+
+class ForwardPass(ExchangeCosts):
+    """Keeps the forward pass alone of an exchange's costs, for frozen and quantized tables.
+
+    Arrays of the backward pass are counted nevertheless, since a model may train other tables. It
+    stands before an exchange's costs in the bases of a class; `forward_costs` makes such classes.
+    """
+
+    def launch(self) -> Perf:
+        return _forward(super().launch())  # type: ignore[safe-super]
+
+    def home(self, workload: TableWorkload) -> Perf:
+        return _forward(super().home(workload))  # type: ignore[safe-super]
+
+    def position(self) -> Perf:
+        return _forward(super().position())
+
+    def perf(self, load: Load) -> Perf:
+        return _forward(super().perf(load))
+
+
+@functools.cache
+def forward_costs(costs: type[ExchangeCosts]) -> type[ExchangeCosts]:
+    """Return the costs of an exchange without its backward pass."""
+    return type(f"Forward{costs.__name__}", (ForwardPass, costs), {})
+
+
+def _forward(perf: Perf) -> Perf:
+    """Return the seconds without those of the backward pass, which are 0 times what they were."""
+    return Perf(
+        perf.forward_compute,
+        perf.forward_exchange,
+        0.0 * perf.backward_compute,
+        0.0 * perf.backward_exchange,
+        perf.prefetch,
+    )
+
+
+# Seconds of collectives over links within hosts and between them, for the bytes alone; `latency` is
+# the time to start one.
+
+
+def latency(topology: Topology) -> float:
+    """Return the seconds to start a collective over all devices; 0 for a single device."""
+    if topology.num_devices == 1:
+        return 0.0
+    return (topology.between if topology.hosts > 1 else topology.within).all_to_all.call
+
+
+def all_to_all(bytes: float, topology: Topology) -> float:
+    """Return the seconds of an all-to-all in which each device sends ``bytes``, its own share too.
+
+    With ``V`` bytes, ``D`` devices and ``h`` devices a host, each device sends ``V (h - 1) / D`` to
+    the other devices of its host and ``V (D - h) / D`` to other hosts. Both go at once, and the
+    longer time counts.
+    """
+    devices, per_host = topology.num_devices, topology.devices_per_host
+    within = topology.within.all_to_all.byte * bytes * (per_host - 1) / devices
+    between = topology.between.all_to_all.byte * bytes * (devices - per_host) / devices
+    return max(within, between)
+
+
+def reduce_scatter(bytes: float, topology: Topology) -> float:
+    """Return the seconds to add up arrays of ``bytes``, each device keeping its share.
+
+    ``V`` bytes go by host: ``V (h - 1) / h`` on the links within each of ``H`` hosts of ``h``
+    devices, and then ``V / h (H - 1) / H`` from each device between hosts.
+    """
+    return _by_host(
+        bytes, topology.within.reduce_scatter.byte, topology.between.reduce_scatter.byte, topology
+    )
+
+
+def all_gather(bytes: float, topology: Topology) -> float:
+    """Return the seconds until every device has all of ``bytes``, as in `reduce_scatter`."""
+    return _by_host(
+        bytes, topology.within.all_gather.byte, topology.between.all_gather.byte, topology
+    )
+
+
+def _by_host(bytes: float, within: float, between: float, topology: Topology) -> float:
+    hosts, per_host = topology.hosts, topology.devices_per_host
+    return bytes * (within * (per_host - 1) / per_host + between * (hosts - 1) / hosts / per_host)

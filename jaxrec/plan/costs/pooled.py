@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from jaxrec.mesh.exchange import DEFAULT_CAPACITY_FACTOR, POOLED
-from jaxrec.plan.costs.base import WORD, ExchangeCosts
-from jaxrec.plan.costs.collectives import all_gather, all_to_all
-from jaxrec.plan.perf import Perf
+from jaxrec.plan.costs.base import WORD, ExchangeCosts, all_gather, all_to_all
+from jaxrec.plan.quantities import Perf
 from jaxrec.plan.workload import TableWorkload
 
 

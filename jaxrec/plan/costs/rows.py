@@ -8,9 +8,8 @@ import math
 import numpy as np
 
 from jaxrec.mesh.exchange import DEFAULT_CAPACITY_FACTOR, ROWS
-from jaxrec.plan.costs.base import WORD, ExchangeCosts
-from jaxrec.plan.costs.collectives import all_to_all
-from jaxrec.plan.perf import Perf
+from jaxrec.plan.costs.base import WORD, ExchangeCosts, all_to_all
+from jaxrec.plan.quantities import Perf
 from jaxrec.plan.workload import TableWorkload
 
 

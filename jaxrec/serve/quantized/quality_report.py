@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxrec.mesh import shard_batch
 from jaxrec.mesh.store import MeshStore
 from jaxrec.metrics import NormalizedEntropy, auc
-from jaxrec.plan.formatting import format_bytes
+from jaxrec.plan.report import format_bytes
 from jaxrec.serve.quantized.model_copy import shared_copy
 from jaxrec.serve.quantized.paired_stores import paired_stores, stores
 from jaxrec.serve.quantized.table_quality import TableQuality, draw, table_quality

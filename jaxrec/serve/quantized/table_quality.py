@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.embed.store import TableStore
-from jaxrec.plan.plot import require_matplotlib
+from jaxrec.plan.report import require_matplotlib
 from jaxrec.serve.quantized.mesh_stores import Quantized, row_formats, stored_bytes
 from jaxrec.serve.quantized.packing import table_parts
 from jaxrec.serve.quantized.pruned_tables import PrunedTables

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxrec.embed.variables import dense_variables, plain, value_like
 from jaxrec.files.rows import Values, read_arrays, read_rows
-from jaxrec.mesh.agree import gather_texts, on_process_zero
+from jaxrec.mesh.agree import on_process_zero, raise_together
 from jaxrec.tier.deltas.folder import Follower, VersionError, VersionName
 from jaxrec.tier.deltas.manifest import (
     REMOVED,
@@ -185,7 +185,7 @@ class Subscriber(Follower):
                 incoming = self._checked(name, is_full, tables)
             except (ValueError, OSError) as raised:
                 error = raised
-            _agree(error)
+            raise_together(error, _KINDS)
             assert incoming is not None
             files, facts, values = incoming.files, incoming.manifest.tables, incoming.dense
             try:
@@ -293,17 +293,6 @@ class _Incoming:
     manifest: Manifest
     files: Files
     dense: dict[str, np.ndarray]
-
-
-def _agree(error: Exception | None) -> None:
-    """Raise an error in all processes where one has it."""
-    if jax.process_count() > 1:
-        number = next((i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), 0)
-        texts = gather_texts("" if error is None else f"{number}{error}")
-        if text := next(filter(None, texts), ""):
-            raise _KINDS[int(text[0])](text[1:]) from error
-    if error is not None:
-        raise error
 
 
 def _check_tables(

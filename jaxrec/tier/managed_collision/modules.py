@@ -47,6 +47,8 @@ class ManagedCollisions(nnx.Module):
             ``nnx.Module.eval`` and ``train`` set it.
     """
 
+    changes_ids = True  # see `jaxrec.mesh.ahead.changes_ids`
+
     _collection_type: ClassVar[type[EmbeddingBagCollection | EmbeddingCollection]]
 
     def __init__(

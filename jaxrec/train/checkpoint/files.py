@@ -191,7 +191,10 @@ def lock_directory(directory: str | os.PathLike[str]) -> Iterator[None]:
         OSError: The directory cannot be written.
     """
     with contextlib.ExitStack() as stack:
-        on_process_zero(lambda: stack.enter_context(locked(directory, is_shared=True)))
+        on_process_zero(
+            lambda: stack.enter_context(locked(directory, is_shared=True)),
+            (BlockingIOError, OSError),
+        )
         yield
 
 
@@ -368,7 +371,7 @@ def run_file(
 
 
 def read_capacities(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Read the capacities of exchanges, for `jaxrec.mesh.capacity.restore_capacities`."""
+    """Read the capacities of exchanges, for `jaxrec.mesh.ahead.restore_capacities`."""
     capacities = _read_run_file(path).capacities
     if not all(0 < each.factor <= _LARGEST_FACTOR for each in capacities):
         raise damaged(path, "run/metadata has a capacity factor that no exchange has")

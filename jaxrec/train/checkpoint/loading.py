@@ -21,7 +21,7 @@ from jaxrec.embed.config import TableConfig
 from jaxrec.embed.row_access import TableRows, write
 from jaxrec.embed.some_rows import write_ids
 from jaxrec.embed.variables import put_like, value_like
-from jaxrec.mesh.capacity import restore_capacities
+from jaxrec.mesh.ahead import restore_capacities
 from jaxrec.tier.planning.model_tables import TableVocabulary
 from jaxrec.tier.planning.tier import RUN_STATE, Tier, tier_of
 from jaxrec.tier.saved_stores import check_stores, load_stores

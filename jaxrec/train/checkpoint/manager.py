@@ -20,7 +20,7 @@ from flax import nnx
 
 from jaxrec.embed.variables import plain
 from jaxrec.mesh.agree import on_process_zero
-from jaxrec.mesh.capacity import describe_capacities
+from jaxrec.mesh.ahead import describe_capacities
 from jaxrec.mesh.replicas import average_replicas, has_replicas
 from jaxrec.tier.changes.change_tracker import ChangeTracker, HandOver
 from jaxrec.tier.rows.written_ids import WrittenIds

@@ -18,6 +18,7 @@ from flax import nnx
 from jaxrec.embed import EmbeddingBagCollection
 from jaxrec.embed.variables import value_like
 from jaxrec.files.atomic import write_atomically
+from jaxrec.mesh.agree import on_process_zero
 from jaxrec.train.checkpoint import CheckpointError
 from jaxrec.train.torchrec.files import open_state_dict
 from jaxrec.train.torchrec.layers import (
@@ -376,8 +377,7 @@ def save_torchrec(
             for array in dense
             if isinstance(array.variable, nnx.Param)
         }
-    if jax.process_index() == 0:
-        _write(path, arrays)
+    on_process_zero(lambda: _write(path, arrays))
     return sorted(arrays)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import jaxrec
 from jaxrec import optim
 from jaxrec.mesh.exchange import EXCHANGES
-from jaxrec.mesh.precision import Precision
+from jaxrec.mesh.precision import ExchangePrecision
 from jaxrec.plan import ParameterConstraints, Planner, ShardingPlan, Topology
 from jaxrec.plan.costs import Group, make_costs
 from jaxrec.plan.model_tables import read_model
-from jaxrec.plan.rates import Links, Rate
+from jaxrec.plan.quantities import Links, Rate
 from jaxrec.plan.workload import measure_workloads
 
 FREE = Rate()
@@ -61,7 +61,7 @@ def evaluate(
     dim=8,
     pooling=1,
     batch=4,
-    precision=Precision(),  # noqa: B008 (frozen)
+    precision=ExchangePrecision(),  # noqa: B008 (frozen)
     **config,
 ):
     """The estimate of one table under a placement."""

@@ -1,20 +1,29 @@
-"""Costs that all exchanges share, beside counts by hand."""
+"""Costs of all exchanges, and of collectives."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
+from flax import nnx
 
 import jaxrec
 from jaxrec import optim
-from jaxrec.mesh import Precision, column_wise, data_parallel, row_wise, table_row_wise, table_wise
+from jaxrec.mesh import (
+    ExchangePrecision,
+    column_wise,
+    data_parallel,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
 from jaxrec.mesh.exchange import EXCHANGES, ROWS
 from jaxrec.mesh.exchange.base import Workload
 from jaxrec.mesh.exchange.rows import Rows
-from jaxrec.plan import ParameterConstraints, Planner, ShardingPlan
+from jaxrec.plan import ParameterConstraints, Planner, ShardingPlan, Topology
 from jaxrec.plan.costs import Group, make_costs
-from jaxrec.plan.rates import Rate
+from jaxrec.plan.costs.base import all_gather, all_to_all, latency, reduce_scatter
+from jaxrec.plan.quantities import Rate
 from tests.plan.costs.cases import evaluate, linked, topology, workload_of
 
 
@@ -107,7 +116,9 @@ def test_groups_are_of_one_width_and_exchange():
     assert (whole.joins_columns, half.joins_columns) == (False, True)
     assert str(half) == "float32_4 by rows"
     assert whole.stored_row_bytes == 8 * 4 + 4
-    with pytest.raises(ValueError, match="no costs for exchange 'pigeons', only for rows, pooled"):
+    with pytest.raises(
+        ValueError, match="no costs for exchange 'pigeons', only for bags, pooled_by_host"
+    ):
         make_costs(dataclasses.replace(whole, exchange=Pigeons()), devices)
 
 
@@ -148,7 +159,9 @@ def test_embeddings_and_gradients_travel_in_their_formats(placement, hosts):
     sent = topology(hosts=hosts, each=4, **linked(within=1.0, between=100.0))
 
     def seconds(**formats):
-        phases = evaluate(placement, sent, rows=10_000_000, precision=Precision(**formats)).phases
+        phases = evaluate(
+            placement, sent, rows=10_000_000, precision=ExchangePrecision(**formats)
+        ).phases
         return phases["forward exchange"], phases["backward exchange"]
 
     (forward, backward), narrow = seconds(), seconds(forward="float16", backward="float8")
@@ -160,3 +173,68 @@ def test_embeddings_and_gradients_travel_in_their_formats(placement, hosts):
     assert seconds(forward="int8", backward="int8") == seconds(
         forward="bfloat16", backward="float16"
     )  # 8 columns and 8 bytes of scales
+
+
+@pytest.mark.parametrize(("hosts", "each"), [(1, 1), (1, 8), (2, 4), (4, 1)])
+def test_an_all_to_all_takes_the_slower_of_its_links(hosts, each):
+    """Beside a count of the parts that leave a device, one by one."""
+    devices = hosts * each
+    part = 1.0 / devices
+    within = sum(part for other in range(1, devices) if other // each == 0)
+    between = sum(part for other in range(1, devices) if other // each != 0)
+    for speeds in ((1.0, 0.0), (0.0, 1.0), (1.0, 3.0)):
+        links = topology(hosts=hosts, each=each, **linked(*speeds))
+        expected = max(within * speeds[0], between * speeds[1])
+        assert all_to_all(1.0, links) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("collective", [reduce_scatter, all_gather])
+@pytest.mark.parametrize(("hosts", "each"), [(1, 1), (1, 8), (2, 4), (4, 1)])
+def test_sums_go_by_host_and_then_between_hosts(collective, hosts, each):
+    """Beside a ring within each host, and one of the parts between hosts."""
+    links = topology(hosts=hosts, each=each, **linked(1.0, 10.0))
+    ring = sum(1.0 / each for _ in range(each - 1))
+    between = sum(1.0 / each / hosts for _ in range(hosts - 1))
+    assert collective(1.0, links) == pytest.approx(ring + 10.0 * between)
+
+
+@pytest.mark.parametrize(("hosts", "each", "expected"), [(1, 1, 0.0), (1, 4, 2.0), (2, 2, 2.0)])
+def test_one_device_starts_no_collective(hosts, each, expected):
+    assert latency(topology(hosts=hosts, each=each, **linked(call=2.0))) == expected
+
+
+PLACEMENTS = {
+    "rows": row_wise(),
+    "pooled": row_wise(exchange="pooled"),
+    "bags": table_wise(1),
+    "replicated": data_parallel(),
+    "columns": column_wise((0, 1)),
+}
+TOPOLOGY = Topology.named("h100", devices=8)
+
+
+def phases(placement, **settings) -> dict[str, float]:
+    config = jaxrec.EmbeddingBagConfig("a", 100_000, 64, **settings)
+    plan = ShardingPlan.from_dict({"a": placement})
+    return Planner(TOPOLOGY).evaluate([config], plan, batch_size=4096).estimate.phases
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_frozen_tables_have_no_backward_pass(placement):
+    trained, frozen = phases(placement), phases(placement, trainable=False)
+    for phase, seconds in frozen.items():
+        expected = 0 if phase.startswith("backward") else trained[phase]
+        assert seconds == pytest.approx(expected)
+
+
+def test_plan_for_a_quantized_model():
+    config = jaxrec.EmbeddingBagConfig("a", 1000, 64)
+    model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+    plans = [
+        Planner(TOPOLOGY).plan(each, batch_size=4096)
+        for each in (model, jaxrec.serve.quantize(model, "int4"))
+    ]
+    trained, served = (plan.estimate for plan in plans)
+    assert served.phases["backward compute"] == served.phases["backward exchange"] == 0
+    assert served.seconds < trained.seconds
+    assert served.tables[0].dtype == "int4"

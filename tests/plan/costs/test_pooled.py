@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxrec.mesh import row_wise
-from jaxrec.plan.rates import Rate
+from jaxrec.plan.quantities import Rate
 from tests.plan.costs.cases import costs_of, evaluate, linked, topology, workload_of
 
 

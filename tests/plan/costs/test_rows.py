@@ -7,7 +7,7 @@ import pytest
 import jaxrec
 from jaxrec import optim
 from jaxrec.mesh import column_wise, row_wise, table_row_wise, table_wise
-from jaxrec.plan.rates import Rate
+from jaxrec.plan.quantities import Rate
 from tests.plan.costs.cases import costs_of, evaluate, linked, topology, workload_of
 
 

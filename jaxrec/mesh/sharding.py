@@ -1,4 +1,4 @@
-"""Models on a mesh."""
+"""Models on a mesh, by plans."""
 
 from __future__ import annotations
 
@@ -21,13 +21,20 @@ from jaxrec.mesh.creation import init_on_mesh, layout_on_mesh, shard_tables
 from jaxrec.mesh.dense import DenseName, DenseRule, check_dense, dense_placements, place_dense
 from jaxrec.mesh.placement import Placement
 from jaxrec.mesh.pool_rows import PoolRows
-from jaxrec.mesh.precision import Precision
+from jaxrec.mesh.precision import ExchangePrecision
+from jaxrec.mesh.processes import watch_processes
 from jaxrec.mesh.replicas import ReplicaAxis, replica_axis_of
 from jaxrec.mesh.store import MeshStore
 from jaxrec.mesh.tables import ShardedTables
-from jaxrec.mesh.watch import watch_processes
 
 Model = TypeVar("Model", bound=nnx.Module)
+
+
+ON_SHARDED: list[Callable[[nnx.Module], None]] = []
+"""Functions of layers above that `shard` calls with each model once it lies on the mesh.
+
+`jaxrec.tier` divides row stores among processes there. A model that has row stores has loaded it.
+"""
 
 
 @runtime_checkable
@@ -38,36 +45,55 @@ class Plan(Protocol):
         """Return the placement of each table, by name."""
 
 
+@runtime_checkable
+class CachingPlan(Plan, Protocol):
+    """A plan that may keep the rows of tables elsewhere, as `jaxrec.plan.ShardingPlan` may.
+
+    Attributes:
+        caches: Name and cache of each table that is not kept on the devices whole.
+    """
+
+    caches: Sequence[tuple[str, Any]]
+
+    def maker(self, make_model: Callable[[], Model]) -> Callable[[], Model]:
+        """Return the function that makes the model with the plan's caches in its tables."""
+
+
 def shard(
     model: Model | Callable[[], Model],
     plan: Plan,
     mesh: Mesh,
     *,
-    precision: Precision = Precision(),  # noqa: B008 (frozen)
+    precision: ExchangePrecision = ExchangePrecision(),  # noqa: B008 (frozen)
     replica_axis: ReplicaAxis = None,
     is_ragged: bool = False,
     dense: DenseName | DenseRule = "replicated",
 ) -> Model:
     """Put a model on a mesh: its tables as the plan says, its dense part as ``dense`` says.
 
-    The rows of pools (`jaxrec.nn.TensorPool`) lie in equal shards over the devices.
+    The same model and training loop then run on batches from `jaxrec.mesh.shard_batch`, with the
+    same results: the loss is the mean over the whole batch, and so are gradients. The rows of pools
+    (`jaxrec.nn.TensorPool`) lie in equal shards over the devices.
 
-    The same model and training loop then run on batches from `shard_batch`, with the same results:
-    the loss is the mean over the whole batch, and so are gradients.
+    Tables with a cache in the plan have `jaxrec.tier.Cached`, with a few rows on the devices and
+    the others in the row store that the plan names. The training loop then takes its batches from
+    `jaxrec.tier.ahead`.
 
     Args:
-        model: The model, changed in place; or a function that makes it. Tables that the function
-            makes, and their optimizer state, are made on the mesh, each shard on its own device:
-            they never lie anywhere whole. Their values are the same.
-        plan: The placements of the tables. It may have tables of other models, too.
+        model: The model, changed in place; or a function that makes it, which plans with caches
+            need. Tables that the function makes, and their optimizer state, are made on the mesh,
+            each shard on its own device: they never lie anywhere whole. Their values are the same
+            on any mesh, with a cache and without.
+        plan: The placements and caches of the tables. It may have tables of other models, too.
         mesh: The devices, of one axis or of two, hosts first. With several processes each calls
             this with a model and a plan of its own, which must be alike.
         precision: The formats in which embeddings and gradients travel.
         replica_axis: Axis of the mesh over which there are replicas of the sharded tables, each
-            over the other axes. Replicas learn from their own samples, and `average_replicas`
-            averages them. The plan is for the devices of one replica. A mapping from names of
-            tables to axes gives only these tables replicas, all tables of a collection alike;
-            other tables lie over all axes.
+            over the other axes. Replicas learn from their own samples, and
+            `jaxrec.mesh.average_replicas` averages them. The plan is for the devices of one
+            replica, and has no caches. A mapping from names of tables to axes gives only these
+            tables replicas, all tables of a collection alike; other tables lie over all axes and
+            may have caches.
         is_ragged: Whether the exchanges "rows" and "pooled" send lists without padding, by XLA's
             ragged all-to-all, which GPUs and TPUs have. Results are the same.
         dense: Where the dense part lies. "replicated": on every device. "fsdp": each `nnx.Param` of
@@ -82,38 +108,41 @@ def shard(
 
     Warns:
         UserWarning: Tables take far more memory than they need, since few of the devices hold
-            them; see `jaxrec.mesh.balance`. No axis of a large parameter divides by the devices.
+            them; see `jaxrec.mesh.layout`. No axis of a large parameter divides by the devices.
 
     Raises:
-        TypeError: The plan, the mesh, the model or ``dense`` has a wrong type; the model's tables
-            are pruned.
+        TypeError: The plan, the mesh, the model or ``dense`` has a wrong type; the plan has caches,
+            and the model is made already; the model's tables are pruned.
         ValueError: ``is_ragged`` on CPUs; a table has no placement, or one that does not fit the
             table or the mesh; the mesh lacks the axis; the planner made the plan for another number
-            of devices; processes have different plans or tables; the plan has caches, which
-            `jaxrec.shard` makes; the sharding of a parameter does not fit it or the mesh.
+            of devices; processes have different plans or tables; there are caches and replicas;
+            a row store does not fit its table; the sharding of a parameter does not fit it or the
+            mesh.
+        BlockingIOError: Another run has a row store open.
+        OSError: A row store cannot be reached, read or written.
 
     Example:
         >>> import jax, jaxrec
         >>> from flax import nnx
         >>> mesh = jax.make_mesh((1,), ("data",))
-        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=8, embedding_dim=2)
-        >>> plan = jaxrec.plan.ShardingPlan.from_dict({"user": jaxrec.mesh.row_wise()})
+        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=10**9, embedding_dim=2)
+        >>> plan = jaxrec.plan.ShardingPlan.from_dict(
+        ...     {"user": jaxrec.mesh.row_wise()}, {"user": jaxrec.plan.TableCache(rows=100)})
         >>> model = shard(
         ...     lambda: jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0)), plan, mesh)
-        >>> batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[1], [2, 3]]})
-        >>> model(jaxrec.mesh.shard_batch(batch, mesh)).values.shape
-        (2, 2)
+        >>> batch = jaxrec.KeyedJaggedArray.from_lists({"user": [[999_999_999], [7, 8]]})
+        >>> [model(features).values.shape for features in jaxrec.tier.ahead(model, [batch])]
+        [(2, 2)]
     """
     _check_arguments(model, plan, mesh, replica_axis)
     check_dense(dense, mesh, precision.dense)
     if is_ragged:
         check_ragged(mesh)
-    if caches := getattr(plan, "caches", ()):
-        raise ValueError(
-            f"the plan has a cache for table {caches[0][0]!r}, which jaxrec.mesh.shard does not "
-            "make; call jaxrec.shard(make_model, plan, mesh)"
-        )
     watch_processes()
+    if isinstance(plan, CachingPlan) and plan.caches:
+        _check_caches(model, plan.caches, replica_axis)
+        require_same("plan", {name: repr(cache) for name, cache in plan.caches})
+        model = plan.maker(cast(Callable[[], Model], model))
     placements = plan.to_dict()
     require_same("plan", {name: repr(placement) for name, placement in placements.items()})
     if isinstance(model, nnx.Module):
@@ -146,6 +175,8 @@ def shard(
         if isinstance(module, PoolRows):
             module.place(mesh)
     place_dense(made, dense_part, mesh)
+    for finish in ON_SHARDED:
+        finish(made)
     return made
 
 
@@ -178,6 +209,28 @@ def _check_arguments(model: Any, plan: Any, mesh: Any, replica_axis: ReplicaAxis
             "Planner(Topology.from_mesh(mesh)), or keep the placements nevertheless by "
             "ShardingPlan.from_dict(plan.to_dict())"
         )
+
+
+def _check_caches(
+    model: nnx.Module | Callable[[], nnx.Module],
+    caches: Sequence[tuple[str, Any]],
+    replica_axis: ReplicaAxis,
+) -> None:
+    if isinstance(model, nnx.Module):
+        name, cache = caches[0]
+        raise TypeError(
+            f"the plan has a cache of {cache.rows:,} rows for table {name!r}, but the model is "
+            "made already, with all of the table's rows; give jaxrec.shard a function that makes "
+            "the model, or plan with storages=('device',)"
+        )
+    for name, _ in caches:
+        axis = replica_axis.get(name) if isinstance(replica_axis, Mapping) else replica_axis
+        if axis is not None:
+            raise ValueError(
+                f"the plan has a cache for table {name!r}, which replicas over axis {axis!r} "
+                "would change each in its own way; plan with storages=('device',), or leave "
+                "replica_axis out"
+            )
 
 
 def _collections(model: nnx.Module) -> list[Collection]:

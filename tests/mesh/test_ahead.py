@@ -11,14 +11,14 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import jaxrec
-from jaxrec.mesh import capacity
-from jaxrec.mesh.ahead import route_ahead
-from jaxrec.mesh.capacity import (
+from jaxrec.mesh import ahead
+from jaxrec.mesh.ahead import (
     Capacities,
     capacity_factor,
     describe_capacities,
     measure_demand,
     restore_capacities,
+    route_ahead,
 )
 
 DEVICES = 8
@@ -77,7 +77,7 @@ def test_bags_and_replicated_tables_have_no_capacity():
 
 
 def test_capacities_grow_at_once_and_shrink_after_a_while(monkeypatch):
-    monkeypatch.setattr(capacity, "WINDOW", 3)
+    monkeypatch.setattr(ahead, "WINDOW", 3)
     model, _ = model_on_mesh(jaxrec.mesh.row_wise())
     capacities = Capacities(model)
     changes = []

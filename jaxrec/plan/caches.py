@@ -1,17 +1,83 @@
-"""Where the rows of a table may be kept: on the devices, or in a row store with a cache."""
+"""Caches of tables over row stores: which are possible, and what they cost."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from jaxrec.plan.constraints import ParameterConstraints
-from jaxrec.plan.costs.cache import cache_perf
-from jaxrec.plan.perf import Perf
-from jaxrec.plan.table_cache import HOST_STORE, TableCache
+from jaxrec.plan.constraints import ParameterConstraints, check_store
+from jaxrec.plan.quantities import Perf
 from jaxrec.plan.topology import Topology
 from jaxrec.plan.workload import TableWorkload
+
+# The row store in the memory of the host.
+HOST_STORE = "memory://"
+
+
+@dataclasses.dataclass(frozen=True)
+class TableCache:
+    """A table with some rows on the devices and all rows in a row store.
+
+    `jaxrec.shard` makes such a table by `jaxrec.tier.Cached`.
+
+    Attributes:
+        rows: Number of rows on the devices together.
+        store: URL of the row store (`jaxrec.tier.stores.open_store`), without credentials;
+            ``{table}`` stands for the table's name.
+
+    Raises:
+        TypeError: A field has another type.
+        ValueError: A field does not fit its description.
+
+    Example:
+        >>> TableCache(rows=5000).storage, TableCache(5000, "file:///data/{table}").storage
+        ('host', 'store')
+    """
+
+    rows: int
+    store: str = HOST_STORE
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rows, bool) or not isinstance(self.rows, int):
+            raise TypeError(f"a cache's rows are an integer, got {self.rows!r}")
+        if self.rows < 1:
+            raise ValueError(f"a cache has 1 row or more, got {self.rows}")
+        check_store(self.store)
+
+    @property
+    def storage(self) -> str:
+        """Storage of the table: "host" for the memory of the host, else "store"."""
+        return "host" if self.store == HOST_STORE else "store"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the cache as JSON has it."""
+        return {"storage": self.storage, "rows": self.rows, "store": self.store}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> TableCache:
+        """Make a cache from what `to_dict` returned."""
+        return cls(fields["rows"], fields["store"])
+
+
+def cache_perf(workload: TableWorkload, cache: TableCache, topology: Topology) -> Perf:
+    """Return the seconds that a cache adds to a step, ``assign(D n) + moves(M, M v)``.
+
+    Every process gives rows to the ``D n`` ids of the whole batch. It fetches the ``M`` rows of
+    ``v`` bytes that the cache misses (`TableWorkload.missed_rows`), with their optimizer state, and
+    evicts as many. Tables that share features share the work by id and by row.
+
+    The tier does this work beside the device's step where a processor is free, so a step may be
+    shorter by up to the shorter of the two.
+    """
+    moves = topology.host_moves if cache.storage == "host" else topology.store_moves
+    missed = workload.missed_rows(cache.rows, topology.num_devices)
+    ids = topology.num_devices * workload.assigned_ids
+    by_id = topology.assign.seconds(items=ids) + moves.seconds(calls=min(1, missed), items=missed)
+    by_byte = moves.byte * missed * workload.table_bytes / workload.rows
+    return Perf(prefetch=by_id / max(1, len(workload.joined)) + by_byte)
+
 
 CACHE_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75)
 # Batches whose rows a cache holds at once: `jaxrec.tier.ahead` plans four ahead of the step, and
@@ -58,17 +124,6 @@ def possible_caches(
 
     A cache has at least the rows of the batches under way. Where these may be all rows and the
     table may lie on the devices, there is no cache.
-
-    Args:
-        workload: The table and its lookups.
-        constraint: The table's constraints.
-        storages: Where the rows may be kept.
-        store: URL of the row store of "store", unless the constraints say it.
-        num_devices: Number of devices.
-
-    Raises:
-        ValueError: The rows may be in a row store, and no URL says where that is; or a quantized
-            table may not lie on the devices.
     """
     if tuple(storages) == ("device",):
         return (None,)
@@ -98,14 +153,7 @@ def possible_caches(
 def only_cache(
     workload: TableWorkload, constraint: ParameterConstraints, store: str | None, num_devices: int
 ) -> TableCache | None:
-    """Return the cache of a table with a fixed placement; None if it is kept on devices.
-
-    Args:
-        workload, constraint, store, num_devices: As for `possible_caches`.
-
-    Raises:
-        ValueError: The constraints have several storages, or a cache and no ``cache_ratio``.
-    """
+    """Return the cache of a table with a fixed placement; None if it is kept on devices."""
     storages = constraint.storages or ("device",)
     if len(storages) > 1 or (storages != ("device",) and constraint.cache_ratio is None):
         raise ValueError(

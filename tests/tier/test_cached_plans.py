@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 
 import jax
 import numpy as np
@@ -138,12 +137,6 @@ def test_replicas_are_refused():
     mesh = jax.make_mesh((2, 4), ("replica", "data"))
     with pytest.raises(ValueError, match="cache for table 'item', which replicas over axis 'repl"):
         jaxrec.shard(make_model, CACHED, mesh, replica_axis="replica")
-
-
-def test_the_mesh_alone_makes_no_caches():
-    message = re.escape("the plan has a cache for table 'item', which jaxrec.mesh.shard does not")
-    with pytest.raises(ValueError, match=message):
-        jaxrec.mesh.shard(make_model, CACHED, mesh_of(1, 1))
 
 
 def test_a_model_with_vocabularies_of_its_own_is_refused():

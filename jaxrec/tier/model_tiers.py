@@ -15,10 +15,12 @@ from jaxrec.embed.config import TableConfig
 from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.row_keys import key_words
 from jaxrec.embed.taps import tapped_modules
+from jaxrec.mesh.sharding import ON_SHARDED
+from jaxrec.mesh.store import MeshStore
 from jaxrec.optim import RowOptimizer
 from jaxrec.tier.cached_tables import cached_tables
-from jaxrec.tier.planning.model_tables import TableVocabulary, TieredTable
-from jaxrec.tier.planning.tier import Tier
+from jaxrec.tier.planning.model_tables import TableVocabulary, TieredTable, collections_of
+from jaxrec.tier.planning.tier import Tier, tier_of
 from jaxrec.tier.rows.record_layout import RecordLayout
 from jaxrec.tier.rows.transfer import RowTransfer
 from jaxrec.tier.store import TierStore, with_zeros
@@ -80,18 +82,59 @@ def make(model: Model | Callable[[], Model], tables: Settings, *, seed: int | No
     return _with_tiers(made, whole, tables, seed)
 
 
-def make_named(model: Callable[[], Model], tables: Settings) -> Model:
-    """Make a model as `make` does, with those of the tables that it has.
+def make_cached(make_model: Callable[[], Model], caches: Mapping[str, tuple[int, str]]) -> Model:
+    """Make a model with a `Cached` of ``(rows, store)`` for those of the named tables it has."""
+    sizes = {name: rows for name, (rows, _) in caches.items()}
+    with cached_tables(sizes) as whole:
+        made = make_model()
+    names = {config.name for module in _collections(made).values() for config in module.configs}
+    tables = {name: Cached(*caches[name]) for name in caches if name in names}
+    return _with_tiers(made, whole, tables, seed=None) if tables else made
+
+
+def close(model: nnx.Module) -> None:
+    """Close the row stores of a model, so that another model or process may open them.
+
+    Rows that are on their way to the stores arrive first. The model is not trained or evaluated
+    afterwards. The end of the process closes the stores, too.
 
     Args:
-        model: Makes the model.
-        tables: Settings by name of table, also of tables of other models.
+        model: A model of `jaxrec.tier.make`; one without row stores stays as it is.
+
+    Raises:
+        RuntimeError: Rows could not be written.
+
+    Example:
+        >>> import jaxrec, tempfile
+        >>> config = jaxrec.EmbeddingBagConfig("user", num_embeddings=1000, embedding_dim=4)
+        >>> store = f"file://{tempfile.mkdtemp()}/users"
+        >>> def make():
+        ...     embeddings = lambda: jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+        ...     return jaxrec.tier.make(embeddings, {"user": jaxrec.tier.Cached(100, store)})
+        >>> first = make()
+        >>> jaxrec.tier.close(first)
+        >>> second = make()
     """
-    with cached_tables(_sizes(tables)) as whole:
-        made = model()
-    names = {config.name for module in _collections(made).values() for config in module.configs}
-    tables = {name: each for name, each in tables.items() if name in names}
-    return _with_tiers(made, whole, tables, seed=None) if tables else made
+    if (tier := tier_of(model)) is not None:
+        tier.close(model)
+
+
+def divide_stores(model: nnx.Module) -> None:
+    """Divide the rows in a model's row stores among the processes that share its tables."""
+    processes = set(range(jax.process_count()))
+    if (tier := tier_of(model)) is None or len(processes) == 1:
+        return
+    stores = [each.tables.get_value().placed for each in collections_of(model).values()]
+    if all(
+        isinstance(store, MeshStore)
+        and store.replica_axis is None  # replicas have rows of their own until they are averaged
+        and {device.process_index for device in store.mesh.devices.flat} == processes
+        for store in stores
+    ):
+        tier.divide_stores()
+
+
+ON_SHARDED.append(divide_stores)
 
 
 def _sizes(tables: Settings) -> dict[str, int]:

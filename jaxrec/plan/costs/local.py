@@ -1,4 +1,4 @@
-"""Costs of tables that every device holds."""
+"""Costs of lookups that read a device's own rows: of replicated tables, and of one device."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import dataclasses
 
 import numpy as np
 
-from jaxrec.mesh.exchange import REPLICATED
-from jaxrec.plan.costs.base import WORD, ExchangeCosts
-from jaxrec.plan.costs.collectives import all_gather
-from jaxrec.plan.load import Load
-from jaxrec.plan.perf import Perf
+from jaxrec.mesh.exchange import ALONE, REPLICATED
+from jaxrec.plan.costs.base import WORD, ExchangeCosts, all_gather
+from jaxrec.plan.quantities import Load, Perf
 from jaxrec.plan.workload import TableWorkload
 
 
@@ -64,3 +62,27 @@ class ReplicatedCosts(ExchangeCosts):
         """Return ``c (4 w + 32) (1 + D)``, for a device's own sums and those of all devices."""
         sums = workload.capacity * (self.group.gradient_bytes + 32)
         return sums + self.topology.num_devices * sums
+
+
+@dataclasses.dataclass(frozen=True)
+class AloneCosts(ExchangeCosts):
+    """Costs of a lookup and an update without exchange."""
+
+    exchange = ALONE
+
+    def launch(self) -> Perf:
+        gather, sort, update = self.topology.gather, self.topology.sort, self.topology.update
+        return Perf(
+            forward_compute=gather.call, backward_compute=sort.call + gather.call + update.call
+        )
+
+    def home(self, workload: TableWorkload) -> Perf:
+        """Return ``copy(4 w b)`` forward, and ``sort(c)`` backward, again for clipping."""
+        sorts = self.gradient_passes * workload.capacity
+        return Perf(
+            forward_compute=self.pool(workload), backward_compute=sorts * self.topology.sort.item
+        )
+
+    def temporary_bytes(self, workload: TableWorkload) -> float:
+        """Return ``32 c``."""
+        return 32 * workload.capacity

@@ -9,8 +9,7 @@ import pytest
 import jaxrec
 from jaxrec.embed.layout import layout_tables
 from jaxrec.mesh import data_parallel, row_wise, table_wise
-from jaxrec.mesh.balance import row_bytes, rows_by_device, warn_of_unused_memory
-from jaxrec.mesh.layout import layout_mesh
+from jaxrec.mesh.layout import layout_mesh, row_bytes, rows_by_device, warn_of_unused_memory
 from jaxrec.mesh.shards import MeshShape
 
 ROWS = 250_000  # 128 MB of 128 columns

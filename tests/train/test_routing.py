@@ -16,8 +16,8 @@ from jax.interpreters import partial_eval
 from jax.sharding import AxisType
 
 import jaxrec
-from jaxrec.mesh import ahead, capacity, column_wise, data_parallel, grid, row_wise, table_wise
-from jaxrec.mesh.simulated import OneByOne
+from jaxrec.mesh import ahead, column_wise, data_parallel, grid, row_wise, table_wise
+from jaxrec.mesh.channel import OneByOne
 from jaxrec.train import RoutedSteps, compile_step
 from jaxrec.train.train_steps import SemiSynchronousSteps
 from tests.users_xla import AS_USERS_DO
@@ -114,7 +114,7 @@ def test_the_same_bits_as_steps_one_by_one(name, monkeypatch):
         as_users_do = functools.partial(jax.jit, compiler_options=AS_USERS_DO)
         jax_as_users_do = types.SimpleNamespace(**vars(jax) | {"jit": as_users_do})
         monkeypatch.setattr("jaxrec.train.step.jax", jax_as_users_do)
-    monkeypatch.setattr(capacity, "WINDOW", 2)
+    monkeypatch.setattr(ahead, "WINDOW", 2)
     model, optimizer, mesh = make(PLACEMENTS[name])
     plain = compile_step(train_step, model, optimizer)
     expected = [float(plain(batch)) for batch in batches(mesh)]
@@ -200,7 +200,7 @@ def semi_synchronous(name):
 @pytest.mark.slow
 def test_semi_synchronous_steps_have_the_same_bits_unrouted(monkeypatch):
     """Also where capacities change between a lookup and the step that uses its embeddings."""
-    monkeypatch.setattr(capacity, "WINDOW", 2)
+    monkeypatch.setattr(ahead, "WINDOW", 2)
     plain, mesh = semi_synchronous("pooled")
     given = list(batches(mesh, 5))
     embeddings = nnx.Variable(plain._first_lookup(*nnx.split(plain.model), given[0]))
@@ -215,7 +215,7 @@ def test_semi_synchronous_steps_have_the_same_bits_unrouted(monkeypatch):
         contents(steps.model, steps.optimizer), contents(plain.model, plain.optimizer), strict=True
     ):
         np.testing.assert_array_equal(got, wanted)
-    assert capacity.capacity_factors(steps.model) != {}
+    assert ahead.capacity_factors(steps.model) != {}
 
 
 def test_a_semi_synchronous_step_looks_up_along_the_routes_of_the_step_before(monkeypatch):
@@ -235,6 +235,8 @@ def test_a_semi_synchronous_step_looks_up_along_the_routes_of_the_step_before(mo
 class Shifted(Ranker):
     """A ranker whose ids follow from a variable that each call changes."""
 
+    changes_ids = True
+
     def __init__(self):
         super().__init__()
         self.shift = nnx.Variable(jnp.int32(0))
@@ -247,16 +249,15 @@ class Shifted(Ranker):
         return super().__call__(batch)
 
 
-def test_ids_that_follow_from_the_model_are_not_routed_two_steps_ahead():
-    model, optimizer, mesh = make(PLACEMENTS["rows"])
-    batch = next(batches(mesh))
-    call = lambda model, batch: model(batch)  # noqa: E731
-    assert ahead.follows_from_batch(call, model, batch)
+def test_ids_that_calls_change_are_not_routed_two_steps_ahead():
+    model, _, mesh = make(PLACEMENTS["rows"])
+    assert not ahead.changes_ids(model)
     plan = jaxrec.plan.ShardingPlan.from_dict(PLACEMENTS["rows"])
     model = jaxrec.shard(Shifted(), plan, mesh)
-    assert not ahead.follows_from_batch(call, model, batch)
+    assert ahead.changes_ids(model)
     optimizer = jaxrec.Optimizer(model, optax.adam(1e-2))
     steps = SemiSynchronousSteps(model, optimizer, loss_of, None, nnx.Variable(None), False)
+    batch = next(batches(mesh))
     steps._steps._route((batch, batch))
     assert steps._steps._ahead.get_value() is None
 

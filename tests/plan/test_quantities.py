@@ -1,12 +1,30 @@
-"""Seconds by phase beside dictionaries of them."""
+"""Counts, seconds by phase and rates."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
+import pytest
 
-from jaxrec.plan.perf import PHASES, Perf
+from jaxrec.plan.quantities import LOADS, PHASES, Load, Perf, Rate
+
+
+def test_fields_are_stacked_in_their_order_and_back():
+    arrays = np.arange(12.0).reshape(6, 2)
+    load = Load(*arrays)
+    np.testing.assert_array_equal(load.stacked, arrays)
+    for index, name in enumerate(LOADS):
+        np.testing.assert_array_equal(getattr(load, name), arrays[index])
+
+
+def test_fields_are_views_of_the_array_that_they_were_made_of():
+    arrays = np.zeros((6, 3))
+    load = Load(*arrays)
+    arrays[LOADS.index("ids")] += 1
+    np.testing.assert_array_equal(load.ids, 1)
+
 
 PERFS = [Perf(1.0, 2.0, 3.0, 4.0, 5.0), Perf(0.5, 0.0, 7.0, 1.0, 0.25)]
 
@@ -33,3 +51,11 @@ def test_passes_are_scaled_apart_and_without_prefetch():
 def test_arrays_of_devices_are_added_as_numbers_are():
     counts = np.array([1.0, 2.0])
     np.testing.assert_array_equal((PERFS[0] * counts + PERFS[1]).backward_compute, [10, 13])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("field", ["call", "item", "byte"])
+@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan, "1"])
+def test_rates_are_numbers(unchecked, field, value):
+    with pytest.raises(ValueError, match=f"a rate's {field} is seconds"):
+        Rate(**{field: value})
