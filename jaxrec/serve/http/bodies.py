@@ -97,12 +97,7 @@ class JsonDecoder:
         # only those pay for a look at each value.
         columns = self._by_name(self._decoder_with_floats.decode(body))
         try:
-            return {
-                each.name: each.whole(columns[each.name])
-                if each.takes_integers
-                else columns[each.name]
-                for each in self._columns
-            }
+            return {each.name: each.whole(columns[each.name]) for each in self._columns}
         except ValueError as error:
             raise invalid(str(error)) from None
 

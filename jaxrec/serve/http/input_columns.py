@@ -54,15 +54,14 @@ class InputColumn:
     def json_type(self, *, with_floats: bool = False) -> Any:
         """Return the type of the column in a JSON body; with floats in the place of integers."""
         sample = _JSON[self.kind]
-        if with_floats and self.takes_integers:
+        if with_floats and self._takes_integers:
             sample = sample | float
         for _ in range(self.depth):
             sample = types.GenericAlias(list, (sample,))
         return types.GenericAlias(list, (sample | None if self.may_be_null else sample,))
 
     @property
-    def takes_integers(self) -> bool:
-        """Whether its values may be integers."""
+    def _takes_integers(self) -> bool:
         return self.kind in ("integer", "text or integer")
 
     def whole(self, values: list[Any]) -> list[Any]:
@@ -79,6 +78,8 @@ class InputColumn:
                 )
             return int(value)
 
+        if not self._takes_integers:
+            return values
         return [integer(value, sample) for sample, value in enumerate(values)]
 
     @property
