@@ -110,6 +110,7 @@ class Throughput:
 
     def restore(self, state: dict[str, float]) -> None:
         """Continue from a checkpoint: a new attempt, with a warm-up of its own."""
+        # The time that the job was away must not count as time of training.
         self.__post_init__()
         self._total, self._warmup = int(state["total"]), int(state["warmup"])
         self._seconds = float(state["seconds"])

@@ -98,6 +98,7 @@ class JSONLinesWriter(_LineWriter):
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line."""
+        # JSON has no NaN: strict readers refuse the word that Python writes.
         record = {"step": step, "time": _now(), **{n: _finite(x) for n, x in values.items()}}
         self._file.write(json.dumps(record, default=float, allow_nan=False) + "\n")
         self._file.flush()
@@ -135,6 +136,7 @@ class CSVWriter(_LineWriter):
         """Add a row; values that are missing leave their columns empty."""
         rows = csv.writer(self._file, lineterminator="\n")
         if self._columns is None:
+            # A table cannot get a column later without being written anew.
             self._columns = list(values)
             rows.writerow(["step", "time", *self._columns])
         unknown = [name for name in values if name not in self._columns]
