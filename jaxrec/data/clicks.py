@@ -135,6 +135,7 @@ def batches(
 
 
 def _batch(rows: Clicks, batch_size: int, keys: tuple[str, ...], id_bits: int) -> ClickBatch:
+    # Key-major, as a KeyedJaggedArray has its values. One id a sample: lengths are known.
     values = np.ascontiguousarray(rows.ids.T).reshape(-1)
     features = KeyedJaggedArray(
         as_raw(values.astype(np.int64, copy=False)) if id_bits == 64 else values,

@@ -76,6 +76,7 @@ def _tells(column: pa.Array, labels: np.ndarray) -> str | None:
         return None
     if isinstance(column.type, pa.DictionaryType):
         column = column.cast(column.type.value_type)
+    # A null may tell the label as well as any value.
     encoded = pc.dictionary_encode(column, null_encoding="encode")
     codes, count = encoded.indices.to_numpy(), len(encoded.dictionary)
     if count < 2 or count * _MIN_REPEATS > len(labels):

@@ -125,6 +125,7 @@ class TableEncoder:
     @functools.cached_property
     def _packer(self) -> Packer:
         """Packer of all batches, which knows the lengths of the columns' lists."""
+        # A column without lists has one id in each sample.
         one = LengthMoments(1.0, 0.0, 0.0)
         return Packer.of_moments(
             {

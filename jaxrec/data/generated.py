@@ -106,6 +106,7 @@ class GeneratedLog:
             yield self._chunk(index)[max(start - first, 0) : min(stop - first, CHUNK_ROWS)]
 
     def _chunk(self, index: int) -> Clicks:
+        # A generator for each chunk, so that any row can be read without those before.
         rng = np.random.Generator(np.random.SFC64([self.seed, index]))
         truth = _truth(self.seed, self.table_rows)
         counts = np.exp(rng.standard_normal((CHUNK_ROWS, NUM_DENSE), np.float32) * 1.2 + 2)

@@ -152,6 +152,7 @@ class FileGroups(abc.ABC):
                 table = file.read(number, wanted)
         except DataError as error:
             raise DataError(f"{path}, row group {number}: it cannot be read ({error})") from None
+        # A key is one value in all rows of a file, and is not stored in it.
         for name, value in self._keys(path, stored).items():
             if columns is None or name in columns:
                 table = table.append_column(name, key_column(value, self._key_types[name], rows))

@@ -124,6 +124,7 @@ class Interactions:
         found = np.zeros((len(self.sequences), 1 + others), np.int32)
         for user, row in enumerate(self.sequences):
             taken, chosen = {*row.tolist()}, [row[position]]
+            # Drawn anew until there are enough: users have met few of the items.
             while len(chosen) <= others:
                 drawn = rng.random(2 * others) * cumulative[-1]
                 for item in np.searchsorted(cumulative, drawn, "right").tolist():

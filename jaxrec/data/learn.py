@@ -66,6 +66,7 @@ def learn_encoder(
             if example is None and is_training:
                 example = first_rows(schema, table)
             types.add(table.schema, path)
+            # All values are checked: a bad one in the last group ends a run now, not after hours.
             for name, options in schema.categorical.items():
                 location = Location(path, first, name)
                 flat, each = flat_values(table[name], options, location)

@@ -68,6 +68,7 @@ class MultiHot:
     @functools.cached_property
     def tables(self) -> tuple[Int[np.ndarray, "rows size"], ...]:
         """For each feature ``[table_rows, size]`` int32; row ``i`` holds the ids for id ``i``."""
+        # One stream for all features, as in the reference: the order of the draws makes the ids.
         stream = np.random.RandomState(self.seed)
         return tuple(
             np.concatenate(

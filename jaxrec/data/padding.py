@@ -155,6 +155,7 @@ def _padded(leaf: Any, missing: int) -> Any:
         return _with_empty_bags(leaf, missing)
     array = np.asarray(leaf)
     margin = [(0, missing)] + [(0, 0)] * (array.ndim - 1)
+    # Zeros could be a label or a divisor that no real sample has.
     return np.pad(array, margin, mode="edge" if len(array) else "constant")
 
 

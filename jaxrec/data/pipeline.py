@@ -104,6 +104,7 @@ class Pipeline:
         self._ended = False
         queues: list[queue.Queue[_Message]] = [queue.Queue(ahead) for _ in range(len(stages) + 1)]
         self._ready = queues[-1]
+        # One thread a stage, so that the queues keep the order of the batches without numbers.
         self._threads = [
             threading.Thread(target=self._read, args=(batches, queues[0]), name="reader")
         ]
@@ -114,6 +115,7 @@ class Pipeline:
             )
         _open_pipelines.add(self)
         for thread in self._threads:
+            # A thread that hangs in a read must not keep the program from ending.
             thread.daemon = True
             thread.start()
 
@@ -165,6 +167,8 @@ class Pipeline:
             error: BaseException | None = None
         except BaseException as raised:  # the consumer raises it
             error = raised
+        # The thread that iterates closes, too: a generator that runs in one thread cannot be closed
+        # by another.
         if hasattr(source, "close"):
             source.close()
         self._put(target, _Message(is_end=True, error=error))

@@ -129,6 +129,8 @@ class BatchSource(Generic[Batch]):
 
     def _first_row(self, batch: int, rows: int) -> int:
         """Return the first row of an epoch's batch, with one or more rows for each later one."""
+        # Processes have unequally many rows and equally many batches: the last ones may be small,
+        # and must not be empty.
         return min(batch * self.batch_size, rows - (self.batches_per_epoch - batch))
 
     @functools.cached_property
@@ -138,6 +140,7 @@ class BatchSource(Generic[Batch]):
             return (tuple(range(len(self.groups.sizes))),)
         dealt: list[list[int]] = [[] for _ in range(self.shard.count)]
         rows = [0] * self.shard.count
+        # The largest first: small groups then even out what large ones left uneven.
         for group in sorted(range(len(self.groups.sizes)), key=lambda g: -self.groups.sizes[g]):
             receiver = rows.index(min(rows))
             dealt[receiver].append(group)
@@ -183,6 +186,7 @@ class BatchSource(Generic[Batch]):
         rows = pa.concat_tables([self.groups.read(group) for group in groups])
         if self.seed is None:
             return rows
+        # A generator of its own, so that any window can be read without those before.
         order = np.random.default_rng([self.seed, epoch, window]).permutation(len(rows))
         return pc.take(rows, pa.array(order), boundscheck=False)
 
@@ -222,6 +226,7 @@ class _WindowCache:
 
     def get(self, key: tuple[int, int], read: Callable[[], pa.Table]) -> pa.Table:
         with self._lock:
+            # The thread that comes first reads; others wait for its future, outside of the lock.
             future = self._windows.get(key)
             is_first = future is None
             if future is None:

@@ -68,6 +68,8 @@ class ValueCounts:
             return np.zeros(len(values), bool)
 
         map_values(_as_arrow(column), count, accepts_nulls=True)
+        # Counts are added up when as many wait as there are in total: each is then added up a few
+        # times, not once for every chunk.
         waiting = sum(map(len, self._pending))
         if waiting > max(_PENDING, len(self._counted or ())):
             self._add_up()
@@ -229,6 +231,7 @@ class Vocabulary:
         if last := len(index.positions):
             found = np.minimum(np.searchsorted(index.hashes, wanted), last - 1)
             places = index.positions[found]
+            # An unknown value may have the hash of a known one: the values decide.
             is_known = np.asarray(pc.equal(self.values.take(pa.array(places)), values))
         if not self.num_unknown:
             if not is_known.all():
@@ -244,6 +247,7 @@ class Vocabulary:
     @functools.cached_property
     def index(self) -> ValueIndex:
         """The hashes of the values, by which their rows are found."""
+        # Two values rarely have one hash of 64 bits; another seed then tells them apart.
         for seed in range(1 << 10):
             hashes = np.asarray(hash_ids(self.values, None, seed))
             order = np.argsort(hashes)

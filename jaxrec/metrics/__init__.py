@@ -49,8 +49,6 @@ from jaxrec.metrics.group import Task as Task
 from jaxrec.metrics.group import merge_all as merge_all
 from jaxrec.metrics.group import merge_over_axis as merge_over_axis
 from jaxrec.metrics.group import merge_over_processes as merge_over_processes
-from jaxrec.metrics.latest import OutputMetric as OutputMetric
-from jaxrec.metrics.latest import ScalarMetric as ScalarMetric
 from jaxrec.metrics.metric import Metric as Metric
 from jaxrec.metrics.metric import SumMetric as SumMetric
 from jaxrec.metrics.pairs import XAUC as XAUC
@@ -64,8 +62,10 @@ from jaxrec.metrics.sessions import SessionPrecision as SessionPrecision
 from jaxrec.metrics.sessions import SessionRecall as SessionRecall
 from jaxrec.metrics.sessions import UserAUC as UserAUC
 from jaxrec.metrics.sessions import sessions_of as sessions_of
-from jaxrec.metrics.throughput import Throughput as Throughput
-from jaxrec.metrics.throughput import tower_qps as tower_qps
+from jaxrec.metrics.training import OutputMetric as OutputMetric
+from jaxrec.metrics.training import ScalarMetric as ScalarMetric
+from jaxrec.metrics.training import Throughput as Throughput
+from jaxrec.metrics.training import tower_qps as tower_qps
 from jaxrec.metrics.writers import BackgroundWriter as BackgroundWriter
 from jaxrec.metrics.writers import ConsoleWriter as ConsoleWriter
 from jaxrec.metrics.writers import CSVWriter as CSVWriter

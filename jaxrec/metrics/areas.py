@@ -130,6 +130,7 @@ def regression_auc(
     pairs = count_pairs(scores, labels, weights, np)
     if compat is not None:
         return float(1 - pairs.discordant / pairs.total) if pairs.total else 1.0
+    # A pair of equal labels says nothing of the order.
     ordered, total = concordance(pairs)
     return float(ordered / total) if total > 0 else 0.5
 

@@ -48,6 +48,7 @@ class Bins:
         """Return the interval that each number lies in."""
         if self.spacing == "logit":
             x = jnp.log(x) - jnp.log1p(-x)
+        # NaN has no interval; `update` makes the values of its task NaN.
         place = (x - self.low) * (self.count / (self.high - self.low))
         return jnp.nan_to_num(jnp.clip(place, 0, self.count - 1)).astype(jnp.int32)
 
@@ -117,6 +118,7 @@ class BinnedAUC(SumMetric):
             groups = batch.inputs[self.groups].astype(jnp.int32)
         inside = (groups >= 0) & (groups < self.num_groups)
         count = self.num_groups * self.bins.count
+        # One histogram of all groups: samples of other groups fall behind its end and are dropped.
         place = jnp.where(inside, groups * self.bins.count + self.bins.of(batch.predictions), count)
         positives = batch.weights * batch.labels
 
@@ -241,6 +243,7 @@ class BinnedRAUC(SumMetric):
 
     def values(self, sums: Sums) -> Values:
         cells = sums["weights"]
+        # For each cell the weight of the samples that are lower in both, by one sum in two axes.
         lower = np.cumsum(np.cumsum(cells, axis=1), axis=2)
         both_lower = np.zeros_like(cells)
         both_lower[:, 1:, 1:] = lower[:, :-1, :-1]

@@ -139,6 +139,7 @@ class MulticlassRecall(SumMetric):
         scores, label = batch.predictions, batch.labels.astype(jnp.int32)[..., None]
         classes = jnp.arange(self.num_classes)[None, None]
         of_label = jnp.take_along_axis(scores, jnp.clip(label, 0, self.num_classes - 1), axis=-1)
+        # The rank without a sort: it is the number of classes that come before.
         before = (scores > of_label) | ((scores == of_label) & (classes < label))
         rank = before.sum(axis=-1)
         # TorchRec never finds a label outside the classes.

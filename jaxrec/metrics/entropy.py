@@ -207,9 +207,9 @@ class CountsExamples(SumMetric):
     """Adds ``total_examples`` to a metric: its samples of weight above 0, over all time."""
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
-        examples = (batch.weights > 0).sum(axis=1).astype(jnp.float32)
-        # The class that it is mixed into has the sums.
-        return super().sums(batch) | {"examples": examples}  # type: ignore[safe-super]
+        # The class that this is mixed into has the sums.
+        sums = super().sums(batch)  # type: ignore[safe-super]
+        return sums | {"examples": (batch.weights > 0).sum(axis=1).astype(jnp.float32)}
 
     def compute(self, state: SumState) -> Values:
         return super().compute(state) | {"total_examples": state.lifetime["examples"].on_host()}

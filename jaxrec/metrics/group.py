@@ -142,6 +142,7 @@ class MetricGroup:
         columns: dict[tuple[Task, ...], tuple[Array, Array, Array]] = {}
         for name, metric in self.metrics.items():
             tasks = self._tasks(name)
+            # Most metrics have the same tasks, whose columns are stacked once.
             if tasks not in columns:
                 columns[tasks] = self._columns(outputs, tasks)
             inputs = {key: outputs[key] for key in metric.required if key in outputs}
@@ -160,12 +161,14 @@ class MetricGroup:
         A value of several numbers is ``task/metric_0``, ``task/metric_1``, ...
         """
         report: dict[str, float] = {}
+        # One transfer for all metrics, not one for each array.
         state = jax.device_get(state)
         for metric_name, metric in self.metrics.items():
             for value_name, values in metric.compute(state[metric_name]).items():
                 for task, value in zip(self._tasks(metric_name), values, strict=True):
                     for suffix, number in _numbers(value):
                         key = f"{task.name}/{value_name}{suffix}"
+                        # Two metrics may report one name, such as "ne" of two windows.
                         if key in report:
                             key = f"{task.name}/{metric_name}/{value_name}{suffix}"
                         report[key] = number
@@ -234,6 +237,7 @@ def merge_all(metric: Metric | MetricGroup, states: Any) -> Any:
         >>> metric.compute(merge_all(metric, states))["window_ctr"].tolist()
         [0.75]
     """
+    # A scan compiles one merge, however many devices there are.
     first = jax.tree.map(lambda x: jnp.asarray(x[0]), states)
     others = jax.tree.map(lambda x: jnp.asarray(x[1:]), states)
     return jax.lax.scan(lambda a, b: (metric.merge(a, b), None), first, others)[0]

@@ -152,6 +152,7 @@ class Metric(abc.ABC, Generic[State]):
         who = type(self).__name__
         predictions = as_numbers(who, "predictions", predictions)
         labels = as_numbers(who, "labels", labels)
+        # One task is what nearly everyone has: it needs no axis of its own.
         if self.tasks == 1 and labels.ndim == 1:
             labels, predictions = labels[None], predictions[None]
         if (
@@ -165,6 +166,7 @@ class Metric(abc.ABC, Generic[State]):
                 f"predictions of [{self.tasks}, batch{classes}]; got {labels.shape} and "
                 f"{predictions.shape}"
             )
+        # NumPy, so that a constant of the step is not an operation on the device.
         if weights is None:
             weights = np.ones(labels.shape, np.float32)
         weights = self._per_sample("weights", as_numbers(who, "weights", weights), labels.shape)
@@ -179,6 +181,8 @@ class Metric(abc.ABC, Generic[State]):
             extra[name] = self._per_sample(name, _fits(name, array), labels.shape)
 
         of_predictions, of_labels = self.domains
+        # Numbers are looked at while they are what the user gave: float32 would round them, and the
+        # error would show another number.
         check_domain(who, "weights", weights, WEIGHT)
         if of_predictions is not None:
             check_domain(who, "predictions", predictions, of_predictions, weights, nan=True)
@@ -190,6 +194,7 @@ class Metric(abc.ABC, Generic[State]):
         )
         arrays = {name: _on_every_device(jnp.asarray(x)) for name, x in extra.items()}
         real = weights != 0
+        # A weight counts for all classes of its sample.
         shown = real.reshape(real.shape + (1,) * len(self.trailing))
         broken = jnp.asarray(WEIGHT.excludes(weights))
         if of_labels is not None:
@@ -197,6 +202,7 @@ class Metric(abc.ABC, Generic[State]):
         if of_predictions is not None:
             outside = shown & of_predictions.excludes(predictions)
             broken |= outside.any(axis=tuple(range(2, outside.ndim)))
+        # Padding may hold NaN, and NaN times a weight of 0 is NaN. TorchRec multiplies them.
         if self.compat is None:
             labels = jnp.where(real, labels, 0)
             predictions = jnp.where(shown, predictions, 0)
@@ -270,6 +276,7 @@ class SumMetric(Metric[SumState]):
 
     def init(self) -> SumState:
         shapes = self._shapes()
+        # A batch has a sample or more: a window of few samples needs no more slots than that.
         slots = 0 if self.window is None else min(self.window, self.max_batches)
         return SumState(
             {name: Total.zeros(shape) for name, shape in shapes.items()},
@@ -282,6 +289,7 @@ class SumMetric(Metric[SumState]):
             name: x if name in self.counters else jnp.where(_along(broken, x), jnp.nan, x)
             for name, x in self.sums(batch).items()
         }
+        # In TorchRec a batch without weight takes the place of an older one in the window.
         skip = self.compat is None if self.skip_empty is None else self.skip_empty
         counts = batch.real.any(axis=1) | (not skip)
         lifetime = {
@@ -320,6 +328,7 @@ class SumMetric(Metric[SumState]):
         undefined = self.torchrec_undefined if self.compat else float("nan")
         if self.undefined is not None:
             undefined = self.undefined
+        # An undefined value is NaN here and replaced below: NumPy need not warn of it.
         with np.errstate(divide="ignore", invalid="ignore"):
             values = self.values(sums)
         # Sums of a NaN prediction or label are NaN: that is a value, not the lack of one.
@@ -345,6 +354,7 @@ class SumMetric(Metric[SumState]):
         inputs = {name: jax.ShapeDtypeStruct((self.tasks, 1), jnp.int32) for name in self.required}
 
         def of_one(predictions: Any, samples: Any, inputs: Any) -> dict[str, Array]:
+            # Only shapes are wanted, so that one array may stand for labels, weights and the rest.
             real = samples != 0
             return self.sums(Batch(predictions, samples, samples, real, inputs, real))
 

@@ -90,6 +90,7 @@ def _ascending(ranks: AnyArray, weights: AnyArray, xp: ModuleType) -> Any:
         target = begin + xp.where(one == 1, positions - group - zeros, zeros)
         return _scatter(target, ranks, xp), _scatter(target, weights, xp), weight
 
+    # Ranks are below the number of samples, which is static: so is the number of bits.
     bits = max(samples - 1, 1).bit_length()
     if xp is np:
         total = 0.0
@@ -285,6 +286,7 @@ class SessionPairwiseAUC(SessionMetric):
         def more(carry: Carry) -> Bool[Array, ""]:
             return in_session(carry[0])[1].any()
 
+        # Zeros made of the inputs vary over a mesh as these do, which `while_loop` asks of a carry.
         nothing = (weights * 0).sum()
         zero = session[0] * 0
         _, ordered, pairs, count = jax.lax.while_loop(more, add, (zero + 1, nothing, nothing, zero))

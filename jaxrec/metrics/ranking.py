@@ -120,6 +120,7 @@ class NDCG(SessionMetric):
         counts = length > (1 if self.drop_single else 0)
         if self.compat is None:
             counts &= ideal > 0
+        # A session without gain is left out below, or has an NDCG of 0 as in TorchRec: not 0 / 0.
         ndcg = dcg / jnp.where(ideal == 0, 1e-6, ideal)
         reported = 1 - ndcg if self.decreasing else ndcg
         size = jnp.ones(samples) if self.compat else weight

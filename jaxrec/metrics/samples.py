@@ -122,6 +122,7 @@ class SampleMetric(Metric[SampleWindow]):
 
     def merge(self, state: SampleWindow, other: SampleWindow) -> SampleWindow:
         """Merge two states; where the window overflows, keep the newest of each in equal parts."""
+        # Each state gets half of the window, and what the other leaves of its half.
         half = self.window // 2
         of_state = jnp.maximum(self.window - half, self.window - other.filled)
         of_other = jnp.maximum(half, self.window - state.filled)
@@ -160,6 +161,8 @@ class SampleMetric(Metric[SampleWindow]):
         total = number[:, -1:]
         # Only the last samples of a batch larger than the window fit.
         counts = counts & (number > total - self.window)
+        # Samples that do not count go to a slot behind the last, which mode="drop" leaves out:
+        # shapes stay static whatever the number of samples.
         slot = jnp.where(counts, (state.next[:, None] + number - 1) % self.window, self.window)
         task = jnp.arange(self.tasks)[:, None]
 
@@ -178,6 +181,7 @@ class SampleMetric(Metric[SampleWindow]):
 
     def _samples(self, window: SampleWindow, task: int) -> Samples:
         filled, following = int(window.filled[task]), int(window.next[task])
+        # The ring is cut open at its oldest sample: under `compat` ties go by the order.
         newest_last = (following - filled + np.arange(filled)) % self.window
         groups = None if window.groups is None else np.asarray(window.groups)[task, newest_last]
         return Samples(

@@ -68,6 +68,7 @@ def sort_sessions(
     key: Float[Array, " batch"], sessions: Int[Array, " batch"], kept: Bool[Array, " batch"]
 ) -> Sorted:
     """Sort the samples that are kept by session and key; the others come last."""
+    # A sort takes sessions of any number and length in static shapes.
     order = jnp.lexsort((key, sessions, ~kept))
     kept, ids, key = kept[order], sessions[order], key[order]
     new_session = differs_from_previous(ids) | differs_from_previous(kept)
@@ -273,6 +274,7 @@ def _cumulate(x: Float[Array, " batch"], start: Int[Array, " batch"]) -> Float[A
     def join(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
         return b[0], b[1] + jnp.where(a[0] == b[0], a[1], 0)
 
+    # In log(batch) passes, where a scan would take the samples one by one.
     return jax.lax.associative_scan(join, (start, x))[1]
 
 

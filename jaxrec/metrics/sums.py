@@ -36,6 +36,7 @@ class Total:
 
     def __add__(self, other: Total | Float[Array, "*shape"]) -> Total:
         term, rest = (other.high, other.low) if isinstance(other, Total) else (other, 0.0)
+        # XLA does not reassociate floats, so that these differences are the rounding error itself.
         high = self.high + term
         added = high - self.high
         error = (self.high - (high - added)) + (term - added)
@@ -113,6 +114,7 @@ class BatchWindow:
             )
             return BatchWindow(ring, sizes, steps)
 
+        # Devices that took the same steps have the batches of one step in one slot.
         a, b = aligned(self), aligned(other)
         return BatchWindow(
             {name: a.sums[name] + b.sums[name] for name in a.sums}, a.sizes + b.sizes, steps

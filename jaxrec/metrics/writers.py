@@ -12,7 +12,7 @@ import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import IO, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from rich.console import Console
 
@@ -57,7 +57,25 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}"
 
 
-class JSONLinesWriter:
+class _LineWriter:
+    """Adds lines to a file, whose directory is made."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self._path = pathlib.Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a", newline="")  # noqa: SIM115 - `close` closes it
+        # A killed run may have left half a line.
+        with open(path, "rb") as existing:
+            if existing.seek(0, os.SEEK_END):
+                existing.seek(-1, os.SEEK_END)
+                self._file.write("" if existing.read(1) == b"\n" else "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class JSONLinesWriter(_LineWriter):
     """A file with one JSON object per line: ``step``, ``time`` (seconds since 1970) and the values.
 
     NaN and infinite values are written as null. Each line is on its way to the disk when `write`
@@ -78,22 +96,15 @@ class JSONLinesWriter:
         0.9
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
-        self._file = _append_to(path)
-        _end_last_line(self._file, path)
-
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add a line."""
+        # JSON has no NaN: strict readers refuse the word that Python writes.
         record = {"step": step, "time": _now(), **{n: _finite(x) for n, x in values.items()}}
         self._file.write(json.dumps(record, default=float, allow_nan=False) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
-
-class CSVWriter:
+class CSVWriter(_LineWriter):
     """A table: ``step``, ``time`` in seconds since 1970, and a column for each value.
 
     The first step that is written sets the columns. If the file exists, lines are added to it and
@@ -108,9 +119,7 @@ class CSVWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self._path = pathlib.Path(path)
-        self._file = _append_to(path)
-        _end_last_line(self._file, path)
+        super().__init__(path)
         self._columns: list[str] | None = None
         with open(path, newline="") as file:
             header = next(csv.reader(file), None)
@@ -127,6 +136,7 @@ class CSVWriter:
         """Add a row; values that are missing leave their columns empty."""
         rows = csv.writer(self._file, lineterminator="\n")
         if self._columns is None:
+            # A table cannot get a column later without being written anew.
             self._columns = list(values)
             rows.writerow(["step", "time", *self._columns])
         unknown = [name for name in values if name not in self._columns]
@@ -137,10 +147,6 @@ class CSVWriter:
             )
         rows.writerow([step, _now(), *(values.get(name, "") for name in self._columns)])
         self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 class TensorBoardWriter:
@@ -201,22 +207,6 @@ class Writers:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _append_to(path: str | os.PathLike[str]) -> IO[str]:
-    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-    return open(path, "a", newline="")
-
-
-def _end_last_line(file: IO[str], path: str | os.PathLike[str]) -> None:
-    """Add a newline to a line that a killed run did not finish."""
-    with open(path, "rb") as existing:
-        existing.seek(0, os.SEEK_END)
-        if existing.tell() == 0:
-            return
-        existing.seek(-1, os.SEEK_END)
-        if existing.read(1) != b"\n":
-            file.write("\n")
 
 
 def _now() -> float:

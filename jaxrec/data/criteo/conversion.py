@@ -119,6 +119,7 @@ def convert(
             before += file.stat().st_size
     progress(total, total)
     made = [read_part(path) for path in sorted(parts.glob("*.parquet"))]
+    # Of the files rather than of this run, which may have made only the last ones.
     rows = sum(part.rows for part in made)
     if rows == 0:
         raise DataError(f"{source}: it has no rows")
@@ -228,6 +229,7 @@ def _convert_file(
     def parse(block: Block) -> tuple[Block, RawClicks]:
         return block, parse_lines(block, file, skip=skip)
 
+    # Enough blocks that no thread waits for the writer, and few enough that memory stays small.
     parsed = ordered_map(parse, blocks, pool, ahead=2 + (os.cpu_count() or 1))
     pending = next(parsed, None)
     if pending is None and not made:
@@ -246,6 +248,7 @@ def _convert_file(
                 pending = next(parsed, None)
                 if pending is None:
                     break
+            # The metadata say where the text goes on: a run that is stopped begins there.
             made.append(writer.finish(last=pending is None))
 
 

@@ -264,6 +264,7 @@ def _days(source: str | os.PathLike[str]) -> list[_Day]:
     smallest = read_summary(source).smallest
     days = []
     for name, paths in files_of_sources(source).items():
+        # npy files begin with their shape: the rows are counted before the first is written.
         metadata = [pq.read_metadata(path) for path in paths]
         kind = metadata[0].schema.to_arrow_schema().field(CATEGORICAL_NAMES[0]).type
         rows = sum(each.num_rows for each in metadata)

@@ -110,6 +110,7 @@ class CriteoFile:
         for block in blocks_of_lines(pathlib.Path(self.path), BLOCK_BYTES):
             if first >= stop:
                 return
+            # Lines before `start` are only counted, unless bad ones among them are no rows.
             rows = block.count
             if first + rows > start or self.bad_rows == "skip":
                 raw = self._parse(block)
