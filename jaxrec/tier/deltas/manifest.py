@@ -104,11 +104,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
-        """Read the content of the file.
-
-        Raises:
-            ValueError: It is not what `to_json` returned.
-        """
+        """Read the content of the file."""
         try:
             manifest = msgspec.convert(unseal(text, FORMAT), cls)
         except (TypeError, RecursionError, msgspec.MsgspecError) as error:
