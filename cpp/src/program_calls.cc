@@ -25,7 +25,7 @@ constexpr size_t kCallProperties = 8, kTargetProperty = 2;
 constexpr std::string_view kCalls[] = {"custom_call_v1", "custom_call_v2"};
 constexpr std::string_view kTargetKey = "call_target_name";
 
-// Names that XLA turns into operations of its own; jaxrec/serve/artifact/program_calls.py has them,
+// Names that XLA turns into operations of its own; jaxrec/serve/artifact/program_file.py has them,
 // and functions of JAX that its plugin alone has.
 const std::regex& of_xla() {
   static const std::regex names(

@@ -28,6 +28,7 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     _remove(unfinished)
     try:
         yield unfinished
+        # A rename replaces a file, but not a directory that has files: for a moment there is none.
         if unfinished.is_dir():
             _remove(path)
         unfinished.replace(path)

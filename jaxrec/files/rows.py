@@ -111,6 +111,7 @@ def read_rows(source: Any, shapes: Shapes) -> Iterator[tuple[np.ndarray, Values]
         ValueError: The file lacks a value, or has it with another shape or type.
     """
     try:
+        # Without the values, a file of many rows is read for its ids at a few bytes a row.
         options = None if shapes else pa.ipc.IpcReadOptions(included_fields=[0])
         file = pa.ipc.open_file(source, options=options)
         if file.schema.field(ID).type != pa.int64():

@@ -178,6 +178,7 @@ def _load_open(table: OpenTable, file: RowFile) -> int:
             "free; give it more rows (num_embeddings), or import fewer ids"
         )
     table.give_rows(new_ids[:free])  # the others go to the store
+    # From here on nothing in the file can be wrong: a half-imported table would be worse than none.
     for part, values in file.parts():
         table.write(part, values)
     return int(ids.size)
@@ -190,6 +191,8 @@ def _load(table: PublishedTable, file: RowFile) -> int:
         key: np.zeros((count, *shape.shape[1:]), shape.dtype) for key, shape in file.shapes.items()
     }
     all_ids = [np.zeros(0, np.int64)]
+    # In host memory, whole: the model must not change before the last row is checked, and rows are
+    # then loaded as any table is, each to its own device.
     for ids, values in file.parts():
         _check_range(file.path, ids, count)
         for key, array in arrays.items():

@@ -47,11 +47,7 @@ def batch_spec(
     batch_sizes: Sequence[int],
     ids_per_sample: float | Mapping[str, float] | None,
 ) -> BatchSpec:
-    """Describe the batches that an exported model takes; see `jaxrec.serve.export`.
-
-    Raises:
-        TypeError, ValueError: The inputs cannot be found, or cannot be those of a program.
-    """
+    """Describe the batches that an exported model takes; see `jaxrec.serve.export`."""
     sizes = _checked_sizes(batch_sizes)
     bounds = _bounds(model)
     if encoder is not None:

@@ -298,21 +298,13 @@ def _check_targets(directory: pathlib.Path, program: Program) -> None:
 def check_files(
     directory: pathlib.Path, files: Mapping[str, StoredFile], *, with_checksums: bool = True
 ) -> None:
-    """Check that the files of an exported model are those that were written.
-
-    Raises:
-        ArtifactError: A file is missing, or is not what was written; the message names it.
-    """
+    """Check that the files of an exported model are those that were written."""
     if damage := find_damage(directory, files, "exported", with_checksums=with_checksums):
         raise ArtifactError(f"{directory}/{damage}")
 
 
 def read_array(directory: pathlib.Path, stored: StoredArray) -> np.ndarray:
-    """Return an array of the model, where it lies in the file or a copy.
-
-    Raises:
-        ArtifactError: The file holds no such array.
-    """
+    """Return an array of the model, where it lies in the file or a copy."""
     path = directory / stored.file
     dtype = stored_dtype(stored.dtype)
     try:

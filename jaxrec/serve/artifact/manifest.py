@@ -244,11 +244,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
-        """Read the content of the file.
-
-        Raises:
-            ValueError: It is not what `to_json` returned.
-        """
+        """Read the content of the file."""
         content = unseal(text, FORMAT)
         try:
             manifest = msgspec.convert(content, cls)
@@ -359,11 +355,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         return tuple(dict.fromkeys(each.platform for each in self.programs))
 
     def program(self, platform: str, samples: int) -> Program:
-        """Return the program of a platform and a batch size.
-
-        Raises:
-            KeyError: There is none.
-        """
+        """Return the program of a platform and a batch size."""
         for each in self.programs:
             if (each.platform, each.samples) == (platform, samples):
                 return each
@@ -371,11 +363,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 def read_manifest(directory: pathlib.Path) -> Manifest:
-    """Read the manifest of an exported model.
-
-    Raises:
-        ArtifactError: There is none, or it is damaged.
-    """
+    """Read the manifest of an exported model."""
     path = directory / MANIFEST_FILE
     try:
         return Manifest.from_json(path.read_bytes())

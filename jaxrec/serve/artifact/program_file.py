@@ -79,11 +79,7 @@ def native_calls() -> list[jax_export.DisabledSafetyCheck]:
 def read_program(
     directory: pathlib.Path, manifest: Manifest, program: Program
 ) -> jax_export.Exported:
-    """Read a program, and check what it calls, takes and returns.
-
-    Raises:
-        ArtifactError: The file holds no program, or another one than the manifest describes.
-    """
+    """Read a program, and check what it calls, takes and returns."""
     path = directory / program.file
     try:
         exported = jax_export.deserialize(bytearray(path.read_bytes()))
@@ -181,11 +177,7 @@ def _first_line(error: Exception) -> str:
 
 
 def parse_program(content: bytes) -> Any:
-    """Parse a portable StableHLO artifact as an `ir.Module`.
-
-    Raises:
-        Exception: The content is something else.
-    """
+    """Parse a portable StableHLO artifact as an `ir.Module`."""
     context = mlir.make_ir_context()
     # Keep MLIR from printing: its message is part of the error.
     with context:

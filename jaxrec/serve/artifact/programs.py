@@ -68,11 +68,6 @@ def export_programs(pure: PureModel, batch: BatchSpec, platforms: Sequence[str])
         pure: The model.
         batch: The batches that it takes.
         platforms: Some of `KERNELS`.
-
-    Raises:
-        TypeError: An output is not an array.
-        ValueError: An output has no leading batch axis; or the program cannot be exported: it calls
-            Python, or something that has no guarantee to run with later versions.
     """
     names = list(pure.shapes)
     first, outputs = _export_program(

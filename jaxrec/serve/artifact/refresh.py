@@ -74,6 +74,8 @@ class Refresher(Follower):
         raise self._no_way(damage)
 
     def _take_over(self, chain: Chain) -> None:
+        # Requests go on meanwhile and must not see half of a version, so that the chain is taken
+        # over in new arrays, and these take the place of the old ones in one assignment.
         staged = _Staged(self._served)
         before = "" if self._name is None else self._name.token
         for name, is_full in chain:
@@ -172,11 +174,7 @@ class _Staged:
         return np.where(slots == num_rows, -1, slots + table.first_row).astype(np.int32)
 
     def set_dense(self, published: dict[str, np.ndarray]) -> None:
-        """Set the variables outside of tables.
-
-        Raises:
-            ValueError: One was not published, or has another shape or type.
-        """
+        """Set the variables outside of tables."""
         for name in self._dense:
             old = self._old[name]
             if name not in published:

@@ -87,9 +87,6 @@ class Request:
             spec: The batches that the model takes.
             inputs: The array of each `ArrayInput`, in its type, and for each `RaggedInput` the
                 columns of its features, whose ids fit int32.
-
-        Raises:
-            ValueError: The inputs have different numbers of samples.
         """
         request = cls.__new__(cls)
         request._set(spec, list(inputs))
@@ -118,11 +115,7 @@ class Request:
         self.num_samples = next(iter(sizes.values()), 0)
 
     def check(self) -> None:
-        """Check everything that `chunks` checks, so that it cannot fail.
-
-        Raises:
-            ValueError: As `chunks`.
-        """
+        """Check everything that `chunks` checks, so that it cannot fail."""
         self._check_fixed()
         for (each, columns), capacities in zip(
             self._ragged, self._spec.sizes[-1].capacities, strict=True
@@ -136,10 +129,6 @@ class Request:
         """Yield the samples in order, cut to sizes that the model is compiled for.
 
         Each chunk but one that long bags make smaller fills at least half of its size.
-
-        Raises:
-            ValueError: An id is outside of its table, or a sample has more ids than fit a batch, or
-                another number than each sample must have.
         """
         self._check_fixed()
         start = 0
@@ -217,12 +206,7 @@ class Request:
 
 
 def checked_array(each: ArrayInput, leaf: Any) -> np.ndarray:
-    """Return an input as an array of the program's type.
-
-    Raises:
-        TypeError: The type is of another kind.
-        ValueError: The shape is another one, or a number does not fit the type.
-    """
+    """Return an input as an array of the program's type."""
     if isinstance(leaf, KeyedJaggedArray):
         raise TypeError(f"{each.name} must be an array of {each.dtype}, got a KeyedJaggedArray")
     array = np.asarray(leaf)

@@ -423,11 +423,7 @@ class ChangeTracker(TierObserver):
 
 
 def _bits(consumers: Sequence[str]) -> dict[str, int]:
-    """Return a bit for each consumer.
-
-    Raises:
-        ValueError: There are no names, too many of them, or a name occurs twice.
-    """
+    """Return a bit for each consumer."""
     names = () if isinstance(consumers, str) else tuple(consumers)
     if not 0 < len(names) <= MAX_CONSUMERS or len(set(names)) < len(names):
         raise ValueError(

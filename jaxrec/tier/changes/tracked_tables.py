@@ -196,12 +196,7 @@ class TrackedModel:
 
     @classmethod
     def of(cls, model: nnx.Module, tier: Tier | None, num_consumers: int) -> TrackedModel:
-        """Find the tables of a model.
-
-        Raises:
-            TypeError: There are none, or rows are given to ids in the compiled step.
-            ValueError: An optimizer changes rows that no batch has.
-        """
+        """Find the tables of a model."""
         found = _collections(model)
         for each in found.values():
             _check_optimizers(each.tables.get_value())

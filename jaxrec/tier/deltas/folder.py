@@ -57,6 +57,9 @@ Chain: TypeAlias = list[tuple[VersionName, bool]]
 class VersionFolder:
     """A folder of versions.
 
+    Where a file is damaged or was removed, methods that read raise a `VersionError`; where the
+    folder cannot be read or written, methods raise an OSError.
+
     Args:
         url: A path, ``file:///data/versions``, or a URL of `pyarrow.fs.FileSystem.from_uri` such as
             ``s3://bucket/versions`` and ``gs://bucket/versions``.
@@ -97,32 +100,18 @@ class VersionFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other publishers of this machine from a folder on a disk.
-
-        Raises:
-            BlockingIOError: Another process publishes to it now.
-            OSError: The folder cannot be made.
-        """
+        """Keep other publishers of this machine from a folder on a disk."""
         with contextlib.nullcontext() if self.local is None else locked(self.local):
             yield
 
     # Reading.
 
     def names(self) -> list[VersionName]:
-        """Return the names of the versions, ascending.
-
-        Raises:
-            OSError: The folder cannot be read.
-        """
+        """Return the names of the versions, ascending."""
         return sorted(name for name, path in self._entries() if path.endswith(_MANIFEST))
 
     def read_manifest(self, name: VersionName) -> Manifest:
-        """Read a manifest.
-
-        Raises:
-            VersionError: It is damaged, or was removed.
-            OSError: It cannot be read.
-        """
+        """Read a manifest."""
         path = f"{name}{_MANIFEST}"
         try:
             with self._files.open_input_stream(self._at(path), compression=None) as stream:
@@ -138,12 +127,7 @@ class VersionFolder:
         return manifest
 
     def check(self, file: File) -> None:
-        """Compare a file with its size and checksum.
-
-        Raises:
-            VersionError: The file has other bytes, or was removed.
-            OSError: It cannot be read.
-        """
+        """Compare a file with its size and checksum."""
         size = crc = 0
         try:
             with self._files.open_input_stream(self._at(file.name), compression=None) as stream:
@@ -165,12 +149,7 @@ class VersionFolder:
 
     @contextlib.contextmanager
     def reading(self, file: File) -> Iterator[Any]:
-        """Open a file for reading at any position, as a `pyarrow.NativeFile`.
-
-        Raises:
-            VersionError: The file was removed, or its content is not what the block reads.
-            OSError: It cannot be read.
-        """
+        """Open a file for reading at any position, as a `pyarrow.NativeFile`."""
         try:
             source = self._files.open_input_file(self._at(file.name))
         except FileNotFoundError:
@@ -188,11 +167,9 @@ class VersionFolder:
     # Writing.
 
     def begin(self, name: VersionName) -> None:
-        """Make the folder of a version, and remove those that killed publishers left.
-
-        Raises:
-            OSError: The folder cannot be written.
-        """
+        """Make the folder of a version, and remove those that killed publishers left."""
+        # The random token keeps two publishers, where a folder has no lock, out of one another's
+        # files; what has no manifest cannot be a version that somebody reads.
         complete = set(self.names())
         for other, path in self._entries():
             if other not in complete:
@@ -213,11 +190,7 @@ class VersionFolder:
             sync(self.local / path)
 
     def commit(self, name: VersionName, manifest: Manifest) -> None:
-        """Make a version appear, whole.
-
-        Raises:
-            OSError: The manifest cannot be written; the version is not there.
-        """
+        """Make a version appear, whole."""
         unfinished = f"{name}/manifest{_MANIFEST}"
         with self.writing(unfinished) as stream:
             stream.write(manifest.to_json())
@@ -228,11 +201,7 @@ class VersionFolder:
             sync(self.local)
 
     def remove_before(self, version: int) -> None:
-        """Remove the versions before one, their manifests first.
-
-        Raises:
-            OSError: One cannot be removed.
-        """
+        """Remove the versions before one, their manifests first."""
         for name in self.names():
             if name.version < version:
                 self._files.delete_file(self._at(f"{name}{_MANIFEST}"))

@@ -9,6 +9,7 @@ import secrets
 import time
 from typing import Any
 
+import msgspec
 from flax import nnx
 
 from jaxrec.mesh.agree import on_process_zero
@@ -17,7 +18,6 @@ from jaxrec.tier.deltas.folder import VersionError, VersionFolder, VersionName
 from jaxrec.tier.deltas.manifest import (
     REMOVED,
     ROWS,
-    File,
     Files,
     Manifest,
     TableFacts,
@@ -149,7 +149,22 @@ def publish(
 
         def commit() -> dict[str, Any]:
             writer.finish()
-            manifest = plan.manifest(facts, dense, delta, full, step, keep)
+            full_versions = plan.full_versions + ([plan.version] if plan.is_full else [])
+            manifest = Manifest(
+                plan.version,
+                plan.token,
+                step,
+                time.time(),
+                facts,
+                dense,
+                delta,
+                plan.base,
+                full,
+                full_versions[-keep:],
+                delta_bytes=0 if full is not None else plan.delta_bytes + num_bytes(delta or {}),
+                full_bytes=plan.full_bytes if full is None else num_bytes(full),
+                deltas=0 if full is not None else plan.deltas + 1,
+            )
             folder.commit(plan.name, manifest)
             if plan.is_full:
                 # The version is there: what cannot be removed now is removed with the next ones.
@@ -185,33 +200,6 @@ class _Plan:
     @property
     def name(self) -> VersionName:
         return VersionName(self.version, self.token)
-
-    def manifest(
-        self,
-        facts: dict[str, TableFacts],
-        dense: File,
-        delta: Files | None,
-        full: Files | None,
-        step: int | None,
-        keep: int,
-    ) -> Manifest:
-        """Return the manifest of the version."""
-        full_versions = self.full_versions + ([self.version] if self.is_full else [])
-        return Manifest(
-            self.version,
-            self.token,
-            step,
-            time.time(),
-            facts,
-            dense,
-            delta,
-            self.base,
-            full,
-            full_versions[-keep:],
-            delta_bytes=0 if full is not None else self.delta_bytes + num_bytes(delta or {}),
-            full_bytes=self.full_bytes if full is None else num_bytes(full),
-            deltas=0 if full is not None else self.deltas + 1,
-        )
 
 
 def _plan(
@@ -250,7 +238,7 @@ def _plan(
 
 
 def _facts(table: PublishedTable, with_state: bool) -> TableFacts:
-    return table.facts if with_state else dataclasses.replace(table.facts, state=None)
+    return table.facts if with_state else msgspec.structs.replace(table.facts, state=None)
 
 
 def _summary(manifest: Manifest) -> PublishedVersion:

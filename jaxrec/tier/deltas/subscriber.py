@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import jax
 import numpy as np
@@ -169,12 +169,7 @@ class Subscriber(Follower):
         raise self._no_way(damage)
 
     def _take_over(self, name: VersionName, is_full: bool) -> None:
-        """Check a version, and bring the copy from the version before, or from any, to it.
-
-        Raises:
-            VersionError: It is damaged, or it does not follow the version of the copy.
-            ValueError: It is of another model.
-        """
+        """Check a version, and bring the copy from the version before, or from any, to it."""
         with contextlib.ExitStack() as stack:
             tier = tier_of(self._copy)
             if tier is not None:
@@ -298,16 +293,8 @@ class _Incoming:
 def _check_tables(
     tables: dict[str, PublishedTable], published: dict[str, TableFacts], with_state: bool
 ) -> None:
-    """Check that the tables of a copy can take over those that were published.
-
-    Raises:
-        ValueError: A table is missing or of another form.
-    """
-    if different := sorted(tables.keys() ^ published.keys()):
-        where = "the copy has not" if different[0] in published else "was not published"
-        raise ValueError(
-            f"table {different[0]!r} {where}; make the copy as the model that is published"
-        )
+    """Check that the tables of a copy can take over those that were published."""
+    _require_same_names("table", tables.keys(), published.keys())
     for name, table in tables.items():
         mine, theirs = table.facts, published[name]
         for field in ("embedding_dim", "dtype", "is_open", "unknown"):
@@ -330,6 +317,12 @@ def _check_tables(
             _require_same(name, "state", mine.state, theirs.state)
 
 
+def _require_same_names(kind: str, mine: Set[str], published: Set[str]) -> None:
+    for name in sorted(mine ^ published):
+        where = "the copy has not" if name in published else "was not published"
+        raise ValueError(f"{kind} {name!r} {where}; make the copy as the model that is published")
+
+
 def _require_same(table: str, field: str, mine: object, theirs: object) -> None:
     if mine != theirs:
         raise ValueError(
@@ -339,17 +332,9 @@ def _require_same(table: str, field: str, mine: object, theirs: object) -> None:
 
 
 def _check_dense(copy: nnx.Module, published: dict[str, np.ndarray]) -> None:
-    """Check that a copy has the variables that were published.
-
-    Raises:
-        ValueError: It has others.
-    """
+    """Check that a copy has the variables that were published."""
     mine = {name: plain(x.get_raw_value()) for name, x in dense_variables(copy).items()}
-    if different := sorted(mine.keys() ^ published.keys()):
-        where = "the copy has not" if different[0] in published else "was not published"
-        raise ValueError(
-            f"variable {different[0]!r} {where}; make the copy as the model that is published"
-        )
+    _require_same_names("variable", mine.keys(), published.keys())
     for name, value in mine.items():
         forms = [f"{np.dtype(x.dtype).name}{list(x.shape)}" for x in (published[name], value)]
         if forms[0] != forms[1]:

@@ -104,11 +104,7 @@ class PublishedTable(abc.ABC):
         return read(placed, requests, with_state=with_state).to_host()[0]
 
     def write_rows(self, rows: np.ndarray, values: Values) -> None:
-        """Set the values of rows of the devices' table by their indices.
-
-        Raises:
-            ValueError: The table, such as a quantized one, cannot hold a value.
-        """
+        """Set the values of rows of the devices' table by their indices."""
         if not rows.size:
             return
         store = self.collection.tables.get_value()
@@ -308,11 +304,7 @@ class OpenTable(PublishedTable):
 
 
 def published_tables(model: nnx.Module) -> dict[str, PublishedTable]:
-    """Return the tables of a model by name.
-
-    Raises:
-        TypeError: The model is no Flax module.
-    """
+    """Return the tables of a model by name."""
     if not isinstance(model, nnx.Module):
         raise TypeError(f"a model is an nnx.Module, got {model!r}")
     tier = tier_of(model)

@@ -75,11 +75,7 @@ class VersionWriter:
         return _written(rows, tombstones, self._write_unknown(table, "delta", changed.unknown))
 
     def finish(self) -> None:
-        """Raise the error of a file that could not be written.
-
-        Raises:
-            OSError: The folder cannot be written.
-        """
+        """Raise the error of a file that could not be written."""
         if isinstance(self._error, OSError):
             raise self._error
         if self._error is not None:

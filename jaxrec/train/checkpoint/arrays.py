@@ -24,18 +24,9 @@ _READ_ERRORS = (ValueError, KeyError, TypeError, AttributeError, FileNotFoundErr
 
 def read_arrays(path: pathlib.Path, wanted: set[str]) -> dict[str, Any]:
     """Read top-level parts of the tree that `tree.saved_tree` made, to the host."""
-    import orbax.checkpoint as ocp
-
     with _reader(path) as (saved, restore):
-        target = {
-            name: jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved[name])
-            for name in wanted
-            if name in saved
-        }
-        read = restore(
-            target, jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target)
-        )
-    return {name: {} for name in wanted} | read
+        target = {name: saved[name] for name in wanted if name in saved}
+        return {name: {} for name in wanted} | _to_host(restore, target)
 
 
 def read_forms(path: pathlib.Path) -> dict[str, Any]:
@@ -73,16 +64,20 @@ def read_table(
     path: pathlib.Path, collection: str, name: str, *, has_state: bool
 ) -> dict[str, np.ndarray]:
     """Read one table to the host: its rows under "rows", and the arrays of its state by name."""
-    import orbax.checkpoint as ocp
-
     with _reader(path) as (saved, restore):
         form = saved["tables"][collection][name]
         wanted = {"rows": form["rows"]} | ({"state": form.get("state") or {}} if has_state else {})
-        target = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), wanted)
-        arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target)
-        nested = [{"tables": {collection: {name: tree}}} for tree in (target, arguments)]
-        read = restore(*nested)["tables"][collection][name]
-    return {"rows": read["rows"], **(read.get("state") or {})}
+        read = _to_host(restore, {"tables": {collection: {name: wanted}}})
+    table = read["tables"][collection][name]
+    return {"rows": table["rows"], **(table.get("state") or {})}
+
+
+def _to_host(restore: Callable[[Any, Any], Any], forms: Any) -> Any:
+    """Read arrays of some forms, nested as in the file."""
+    import orbax.checkpoint as ocp
+
+    target = jax.tree.map(lambda form: np.empty(form.shape, form.dtype), forms)
+    return restore(target, jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target))
 
 
 def read_changes(path: pathlib.Path) -> dict[str, dict[str, dict[str, np.ndarray]]]:
@@ -113,11 +108,7 @@ _LEVELS = {"dense": 1, "optimizer": 1, "run": 1, "vocabularies": 2, "tables": 3,
 
 
 def _forms(tree: Any) -> dict[str, Any]:
-    """Return the shapes and types of a checkpoint's arrays, with empty parts as dictionaries.
-
-    Raises:
-        ValueError: They are not those of a tree that `tree.saved_tree` made.
-    """
+    """Return the shapes and types of a checkpoint's arrays, with empty parts as dictionaries."""
     forms = {name: _form(name, tree[name], _LEVELS[name]) for name in tree}
     for part, wanted in (("tables", {"rows"}), ("changes", {"rows", "index"})):
         for collection, tables in forms.get(part, {}).items():

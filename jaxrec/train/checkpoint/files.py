@@ -257,11 +257,7 @@ def open_checkpoint(directory: str | os.PathLike[str], step: int | None) -> path
 
 
 def chain(path: pathlib.Path) -> list[pathlib.Path]:
-    """Return the checkpoints that make up one: the full one, and the incremental ones after it.
-
-    Raises:
-        CheckpointError: One of them is missing, or was saved again.
-    """
+    """Return the checkpoints that make up one: the full one, and the incremental ones after it."""
     return list(_links(path))[::-1]
 
 
@@ -337,6 +333,7 @@ def _find_damage(directory: pathlib.Path) -> str:
         is_same = False
     if not is_same:
         return f"{CHECKSUMS_FILE} is not what was saved"
+    # A file that nobody saved may be read in the place of one that was: refuse it too.
     if different := sorted(saved.keys() ^ set(_files(directory))):
         how = "is missing" if different[0] in saved else "was added after the checkpoint was saved"
         return f"{different[0]} {how}"

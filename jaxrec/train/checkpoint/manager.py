@@ -96,7 +96,6 @@ class CheckpointManager:
         if isinstance(full_every, bool) or not isinstance(full_every, int) or full_every < 1:
             raise ValueError(f"full_every is an integer of 1 or more, got {full_every!r}")
         self._directory = pathlib.Path(directory).absolute()
-        self._tracker = tracker
         self._increments = None
         if tracker is not None:
             self._increments = _Increments(self._directory, tracker, consumer, full_every)
@@ -164,9 +163,9 @@ class CheckpointManager:
         run = CheckpointMetadata(step, batches, dict(metrics or {}), plan)
         stores = _stores(self._directory, str(step))
         increment = None
-        if self._increments is not None and self._tracker is not None:
-            self._tracker.check_model(model)
-            increment = self._increments.begin(step)
+        if self._increments is not None:
+            self._increments.tracker.check_model(model)
+            increment = _Increment(self._increments, step)
         try:
             with os_errors(path):
                 take = _no_changes if increment is None else increment.take
@@ -236,14 +235,7 @@ class CheckpointManager:
 
 
 class _Increments:
-    """Decides which saves of a manager are incremental.
-
-    Args:
-        directory: Directory of the checkpoints.
-        tracker: Tracks the changes of the model.
-        consumer: Name of the tracker's consumer for these checkpoints.
-        full_every: Number of checkpoints from one full one to the next.
-    """
+    """Decides which saves of a manager are incremental, and on which checkpoint they build."""
 
     def __init__(
         self, directory: pathlib.Path, tracker: ChangeTracker, consumer: str, full_every: int
@@ -251,30 +243,14 @@ class _Increments:
         if consumer not in tracker.consumers:
             names = ", ".join(map(repr, tracker.consumers))
             raise KeyError(f"the tracker has no consumer {consumer!r}; it has {names}")
-        self._directory, self._tracker, self._consumer = directory, tracker, consumer
-        self._full_every = full_every
-        self._written: dict[str, WrittenIds] = {}
+        self.tracker, self.consumer = tracker, consumer
+        self._directory, self._full_every = directory, full_every
+        # The ids whose records in row stores changed, by vocabulary.
+        self.written: dict[str, WrittenIds] = {}
         for each in tracker.vocabularies:
             if each.transfer is not None:
-                self._written[each.name] = written = WrittenIds()
+                self.written[each.name] = written = WrittenIds()
                 each.transfer.watchers.add(written)
-
-    def begin(self, step: int) -> _Increment:
-        """Prepare for the checkpoint of a step."""
-        return _Increment(self, step)
-
-    def hand_over(self) -> contextlib.AbstractContextManager[HandOver]:
-        """Enter the context of the tracker's changes."""
-        return self._tracker.hand_over(self._consumer)
-
-    def take_written(self) -> dict[str, np.ndarray | None]:
-        """Return the ids whose records in row stores changed; see `WrittenIds.take`."""
-        return {name: written.take() for name, written in self._written.items()}
-
-    def give_back_written(self, taken: Mapping[str, np.ndarray | None]) -> None:
-        """Note the result of `take_written` again."""
-        for name, ids in taken.items():
-            self._written[name].give_back(ids)
 
     def link(self, step: int, position: str | None) -> Link:
         """Return the place of the checkpoint of a step in a chain.
@@ -284,26 +260,22 @@ class _Increments:
             position: Step and token of the checkpoint since which changes are known.
         """
         token = secrets.token_hex(8)
+        full = Link(token, None, "")
         if position is None:
-            return Link(token, None, "")
+            return full
         base, base_token = position.split()
         path = self._directory / base
         if int(base) >= step or (self._directory / str(step)).exists() or not path.exists():
-            return Link(token, None, "")
+            return full
         try:
             follows = read_link(path).token == base_token and len(chain(path)) < self._full_every
         except CheckpointError:
             follows = False
-        return Link(token, int(base), base_token) if follows else Link(token, None, "")
+        return Link(token, int(base), base_token) if follows else full
 
 
 class _Increment:
-    """Changes that a checkpoint takes over when it is complete.
-
-    Args:
-        increments: The manager's.
-        step: Step of the checkpoint.
-    """
+    """Changes that the checkpoint of a step takes over when it is complete."""
 
     def __init__(self, increments: _Increments, step: int) -> None:
         self._increments, self._step = increments, step
@@ -314,10 +286,12 @@ class _Increment:
 
     def take(self) -> Changes | None:
         """Return the changes, if the checkpoint is incremental; None: it is full."""
-        self._written = self._increments.take_written()
-        self._changes = changes = self._stack.enter_context(self._increments.hand_over())
+        increments = self._increments
+        self._written = {name: ids.take() for name, ids in increments.written.items()}
+        handed_over = increments.tracker.hand_over(increments.consumer)
+        self._changes = changes = self._stack.enter_context(handed_over)
         link = on_process_zero(
-            lambda: msgspec.structs.asdict(self._increments.link(self._step, changes.position))
+            lambda: msgspec.to_builtins(increments.link(self._step, changes.position))
         )
         self.link = Link(**link)
         return None if self.link.base is None else Changes(changes.ids, self._written)
@@ -330,7 +304,8 @@ class _Increment:
 
     def fail(self) -> None:
         """Leave the changes to the next checkpoint; call it where an error is handled."""
-        self._increments.give_back_written(self._written)
+        for name, ids in self._written.items():
+            self._increments.written[name].give_back(ids)
         self._stack.__exit__(*sys.exc_info())
 
 

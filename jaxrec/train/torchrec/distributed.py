@@ -39,10 +39,6 @@ METADATA_FILE = ".metadata"
 _CUT_AXES = 8
 
 
-class _Bytes(Record):
-    pass
-
-
 class _Chunk(Record):
     pass
 
@@ -73,7 +69,7 @@ _KNOWN: Mapping[tuple[str, str], Any] = {
     ("pathlib._local", "WindowsPath"): ignored,
     (f"{_PACKAGE}.filesystem", "_StorageInfo"): _Stored,
     (f"{_PACKAGE}.metadata", "_MEM_FORMAT_ENCODING"): ignored,
-    (f"{_PACKAGE}.metadata", "BytesStorageMetadata"): _Bytes,
+    (f"{_PACKAGE}.metadata", "BytesStorageMetadata"): Record,
     (f"{_PACKAGE}.metadata", "ChunkStorageMetadata"): _Chunk,
     (f"{_PACKAGE}.metadata", "Metadata"): _Metadata,
     (f"{_PACKAGE}.metadata", "MetadataIndex"): _Index,
@@ -103,12 +99,7 @@ class Shard:
 
 
 def open_distributed(path: pathlib.Path) -> StateDict:
-    """Open the tensors of a directory.
-
-    Raises:
-        OSError: A file cannot be read.
-        CheckpointError: It is another directory, or damaged.
-    """
+    """Open the tensors of a directory."""
     shapes, shards = _read_metadata(path)
     return StateDict(
         path,

@@ -31,13 +31,7 @@ _NAMES_PER_BYTE = 64
 
 @contextlib.contextmanager
 def open_state_dict(path: pathlib.Path) -> Iterator[StateDict]:
-    """Open the arrays of a file, or of a directory of `torch.distributed.checkpoint`.
-
-    Raises:
-        OSError: A file cannot be read.
-        CheckpointError: It is none of these files, or damaged.
-        ImportError: The file is a safetensors file, and safetensors is not installed.
-    """
+    """Open the arrays of a file, or of a directory of `torch.distributed.checkpoint`."""
     if path.is_dir():
         yield open_distributed(path)
     elif path.suffix == ".npz":

@@ -134,9 +134,6 @@ def dense_arrays(model: nnx.Module, layers: Layers) -> list[DenseArray]:
         model: The model.
         layers: For layers, beginnings of names; for single variables, their names; by path.
             Collections are left out.
-
-    Raises:
-        KeyError: The model has no layer or variable of a path.
     """
     modules = {dotted(path): (path, module) for path, module in nnx.iter_modules(model)}
     single = {

@@ -174,22 +174,14 @@ def ignored(*_: Any) -> None:
 
 
 def array_shape(value: Any) -> tuple[int, ...]:
-    """Return the shape of a file's tensor if an array can have it.
-
-    Raises:
-        ValueError: It is not the shape of an array.
-    """
+    """Return the shape of a file's tensor if an array can have it."""
     if math.prod(filter(None, integers(value))) > _ELEMENTS:
         raise ValueError(f"{shorten(value)} is larger than any tensor")
     return integers(value)
 
 
 def integers(value: Any) -> tuple[int, ...]:
-    """Return a shape, a position or strides of a file if they can be such.
-
-    Raises:
-        ValueError: They are not integers from 0 to 2^63 - 1, or too many.
-    """
+    """Return a shape, a position or strides of a file if they can be such."""
     if type(value) is not tuple or len(value) > _AXES:
         raise ValueError(f"{shorten(value)} is not the size of a tensor")
     for number in value:
@@ -198,11 +190,7 @@ def integers(value: Any) -> tuple[int, ...]:
 
 
 def integer(value: Any) -> int:
-    """Return an integer of a file.
-
-    Raises:
-        ValueError: It is none from 0 to 2^63 - 1.
-    """
+    """Return an integer of a file."""
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{shorten(value)} is not a size or a position")
     return value

@@ -83,6 +83,7 @@ def load_torchrec(
     dense = dense_arrays(model, layers or {})
     with open_state_dict(path) as state:
         entries = _Entries.find(state, model, dense, optimizer)
+        # All that can be refused is refused before the first variable changes.
         entries.check_shapes()
         step = entries.step()
         try:
@@ -134,11 +135,7 @@ class _Entries:
         arrays: list[DenseArray],
         optimizer: nnx.Optimizer | None,
     ) -> _Entries:
-        """Find the entries by their names.
-
-        Raises:
-            CheckpointError: One is missing, or there are several.
-        """
+        """Find the entries by their names."""
         names, collections = _Names(state), _collections(model)
         tables = {
             (where, config.name): names.table(where, config.name)

@@ -162,11 +162,7 @@ class TensorFile:
         return read_pickle(content, _KNOWN, self._where, _WANTED), size
 
     def read(self, tensor: StoredTensor) -> Shaped[np.ndarray, "..."]:
-        """Return the numbers of a tensor, a copy.
-
-        Raises:
-            CheckpointError: The file is damaged, or its numbers have a type that is not read.
-        """
+        """Return the numbers of a tensor, a copy."""
         return np.array(self.view(tensor))
 
     def view(self, tensor: StoredTensor) -> Shaped[np.ndarray, "..."]:

@@ -1,5 +1,5 @@
 // How raw columns become the numbers and row indices that a model takes, as in training;
-// jaxrec/serve/artifact/column_encoding.py writes it into the manifest.
+// jaxrec/serve/artifact/manifest.py writes it into the manifest.
 #pragma once
 
 #include <cstdint>
