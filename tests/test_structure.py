@@ -67,11 +67,7 @@ TESTED_BY = {
         "optim/hyperparameter",
         "optim/wrapper",
     ),
-    "embed/test_rows": (
-        "embed/found_ids",
-        "embed/some_rows",
-        "embed/table_access",
-    ),
+    "embed/test_rows": ("embed/table_access",),
     "embed/test_skipped_steps": ("embed/not_finite",),
     "mesh/test_capacity": ("mesh/ahead",),
     "mesh/test_channel": ("mesh/simulated",),
@@ -150,9 +146,7 @@ TESTED_BY = {
         "ragged/arrays",
         "ragged/columns",
     ),
-    "serve/quantized/test_pruned_tables": ("serve/quantized/quantized_store",),
     "serve/reports/test_quality_report": (
-        "serve/quantized/paired_stores",
         "serve/reports/quality_plot",
         "serve/reports/table_quality",
     ),
@@ -189,13 +183,7 @@ TESTED_BY = {
         "serve/http/body",
         "serve/http/protocol",
     ),
-    "serve/quantized/test_quantize": (
-        "serve/quantized/packing",
-        "serve/quantized/row_formats",
-    ),
     "serve/artifact/test_requests": ("serve/artifact/batch_spec",),
-    "serve/commands/test_quantize": ("serve/quantized/saved_run",),
-    "serve/test_swap": ("serve/quantized/model_copy",),
     "tier/vocabulary/test_cached": ("tier/cached_tables",),
     "tier/test_stored_runs": ("tier/close",),
     "tier/ids/test_id_map": (

@@ -94,7 +94,7 @@ class Optimizer(nnx.Optimizer):
             module.debug = debug
         # On a mesh from the start, or the second step, with what the first returns, compiles anew.
         for module in modules:
-            nnx.update(self, module.tables.get_value().put_beside(nnx.state(self)))
+            nnx.update(self, module.tables.get_value().devices.put_beside(nnx.state(self)))
 
     def hyperparameters(self) -> dict[str, float]:
         """Return the values of the row optimizers' hyperparameters by name."""
@@ -228,7 +228,7 @@ def _initial_hyperparameters(model: nnx.Module) -> dict[str, Hyperparameter]:
 
 def _model_hyperparameters(model: nnx.Module) -> Iterator[hyperparameter]:
     for module in tapped_modules(model).values():
-        for optimizer in module.tables.get_value().row_optimizers:
+        for optimizer in (g.optimizer for g in module.tables.get_value().groups.values()):
             yield from find_hyperparameters(optimizer)
 
 

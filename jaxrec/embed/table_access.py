@@ -11,9 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from jaxrec.embed.differentiation import current_differentiation, require_jaxrec_gradient
-from jaxrec.embed.some_rows import read_ids, write_ids
-from jaxrec.embed.store import TableStore
-from jaxrec.embed.tables import check_state
+from jaxrec.embed.store import TableStore, check_state
 from jaxrec.embed.taps import TappedModule
 from jaxrec.optim.ema import AVERAGE_OFFSET
 
@@ -113,7 +111,7 @@ class TableAccess(TappedModule):
             array([ True, False,  True])
         """
         self._require_eager("rows", name)
-        return read_ids(self._store, name, ids, with_state=False)["rows"]
+        return self._store.rows_of(name, ids).read(with_state=False)["rows"]
 
     def load_rows(
         self, name: str, ids: Any, values: Float[Array | np.ndarray, "n embedding_dim"]
@@ -134,7 +132,7 @@ class TableAccess(TappedModule):
                 have another shape.
         """
         self._require_eager("load_rows", name)
-        self.tables.set_value(write_ids(self._store, name, ids, {"rows": values}))
+        self.tables.set_value(self._store.rows_of(name, ids).write({"rows": values}))
 
     def row_state(self, name: str, ids: Any) -> dict[str, np.ndarray]:
         """Return the optimizer state of some ids of one table, on the host.
@@ -150,7 +148,7 @@ class TableAccess(TappedModule):
             KeyError, TypeError, ValueError: As for `rows`.
         """
         self._require_eager("row_state", name)
-        values = read_ids(self._store, name, ids)
+        values = self._store.rows_of(name, ids).read()
         del values["rows"]
         return values
 
@@ -168,7 +166,7 @@ class TableAccess(TappedModule):
         """
         self._require_eager("load_row_state", name)
         check_state(name, self._store.checkpoint_shapes(name).state, state)
-        self.tables.set_value(write_ids(self._store, name, ids, state))
+        self.tables.set_value(self._store.rows_of(name, ids).write(state))
 
     def _require_eager(self, method: str, name: str) -> None:
         """Raise where rows would be read while a function is traced or differentiated."""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-from jaxtyping import Array, Bool, DTypeLike, Float, Int32, Shaped
+from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from jaxrec.embed.checkpoint_view import LogicalTable
 from jaxrec.embed.config import TableConfig
-from jaxrec.embed.found_ids import FoundIds
+from jaxrec.embed.formats import RowFormat, TableArray
 from jaxrec.embed.layout import Group
 from jaxrec.embed.row_gradients import Activations, Residuals, Routes, RowGradients
-from jaxrec.embed.row_slots import RowSlots
+from jaxrec.embed.rows import FoundIds
+from jaxrec.embed.slots import RowSlots, SlotDevices
 from jaxrec.embed.store import TableStore
-from jaxrec.optim import RowOptimizer
 from jaxrec.optim.hyperparameter import Step
 from jaxrec.ragged import KeyedJaggedArray
 
@@ -68,20 +68,20 @@ class WrappingStore(TableStore):
         return self.inner.layout
 
     @property
-    def row_optimizers(self) -> tuple[RowOptimizer, ...]:
-        return self.inner.row_optimizers
+    def groups(self) -> dict[str, Group]:
+        return self.inner.groups
 
     @property
     def configs(self) -> tuple[TableConfig, ...]:
         return self.inner.configs
 
     @property
-    def groups(self) -> dict[str, Group]:
-        return self.inner.groups
-
-    @property
     def bounds(self) -> dict[str, int]:
         return self.inner.bounds
+
+    @property
+    def devices(self) -> SlotDevices:
+        return self.inner.devices
 
     @property
     def without_rows(self) -> TableStore:
@@ -93,6 +93,12 @@ class WrappingStore(TableStore):
 
     def with_placed(self: Store, placed: TableStore) -> Store:
         return self.with_inner(self.inner.with_placed(placed))
+
+    def formats(self) -> dict[str, RowFormat]:
+        return self.inner.formats()
+
+    def num_bytes(self, name: str) -> int:
+        return self.inner.num_bytes(name)
 
     # The training step.
 
@@ -127,9 +133,6 @@ class WrappingStore(TableStore):
     ) -> dict[str, Float[Array, ""]]:
         return self.inner.table_squares(calls)
 
-    def refuse_shard(self) -> str | None:
-        return self.inner.refuse_shard()
-
     def check_dense_gradient(self, name: str) -> None:
         self.inner.check_dense_gradient(name)
 
@@ -138,38 +141,10 @@ class WrappingStore(TableStore):
     ) -> dict[str, RowGradients]:
         return self.inner.dense_gradients(name, gradient)
 
-    # Whole tables.
-
-    def read(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
-        return self.inner.read(name)
-
-    def write(
-        self: Store, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
-    ) -> Store:
-        return self.with_inner(self.inner.write(name, values))
-
-    def stored_rows(self, name: str) -> Shaped[Array, "num_embeddings width"] | None:
-        return self.inner.stored_rows(name)
-
-    def read_state(self, name: str) -> dict[str, Array]:
-        return self.inner.read_state(name)
-
-    def write_state(self: Store, name: str, state: Mapping[str, Array | np.ndarray]) -> Store:
-        return self.with_inner(self.inner.write_state(name, state))
-
-    # Rows.
-
-    def by_row(self, name: str) -> TableStore:
-        return self.with_inner(self.inner.by_row(name))
-
-    def optimizer_of(self, name: str) -> RowOptimizer:
-        return self.inner.optimizer_of(name)
+    # Rows. `rows_of` is this store's own, whose `find_ids` may be another.
 
     def find_ids(self, name: str, ids: Any, *, is_written: bool = False) -> FoundIds:
         return self.inner.find_ids(name, ids, is_written=is_written)
-
-    def check_values(self, name: str, rows: np.ndarray) -> None:
-        self.inner.check_values(name, rows)
 
     def row_slots(self, name: str, rows: np.ndarray) -> list[RowSlots]:
         return self.inner.row_slots(name, rows)
@@ -188,17 +163,38 @@ class WrappingStore(TableStore):
     ) -> Store:
         return self.with_inner(self.inner.write_rows(group, slots, rows, state))
 
-    def put_rows(self, tree: Any) -> Any:
-        return self.inner.put_rows(tree)
+    # Whole tables.
 
-    def spread_rows(self, tree: Any) -> Any:
-        return self.inner.spread_rows(tree)
+    def read(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
+        return self.inner.read(name)
 
-    def on_every_process(self, tree: Any) -> Any:
-        return self.inner.on_every_process(tree)
+    def write(
+        self: Store, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
+    ) -> Store:
+        return self.with_inner(self.inner.write(name, values))
 
-    def map_slots(self, function: Callable[[Any, Any], Any], per_slot: Any, shared: Any) -> Any:
-        return self.inner.map_slots(function, per_slot, shared)
+    def read_state(self, name: str) -> dict[str, Array]:
+        return self.inner.read_state(name)
+
+    def write_state(self: Store, name: str, state: Mapping[str, Array | np.ndarray]) -> Store:
+        return self.with_inner(self.inner.write_state(name, state))
+
+    def parts(self, name: str, size: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
+        return self.inner.parts(name, size)
+
+    def arrays(self, name: str) -> tuple[TableArray, dict[str, TableArray], int] | None:
+        return self.inner.arrays(name)
+
+    # Moves between devices.
+
+    def refuse_shard(self) -> str | None:
+        return self.inner.refuse_shard()
+
+    def to_one_device(self: Store) -> Store:
+        return self.with_inner(self.inner.to_one_device())
+
+    def like(self: Store, other: TableStore) -> Store:
+        return self.with_inner(self.inner.like(other))
 
     # Checkpoints.
 
@@ -210,6 +206,3 @@ class WrappingStore(TableStore):
 
     def from_checkpoint(self: Store, name: str, logical: LogicalTable, num_rows: int) -> Store:
         return self.with_inner(self.inner.from_checkpoint(name, logical, num_rows))
-
-    def put_beside(self, tree: Any) -> Any:
-        return self.inner.put_beside(tree)

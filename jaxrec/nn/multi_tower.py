@@ -10,10 +10,10 @@ from jaxtyping import Array, Float
 
 from jaxrec.embed import EmbeddingBagCollection
 from jaxrec.embed.placed_variables import PlacedVariable
-from jaxrec.mesh import ShardedTables, table_row_wise
+from jaxrec.mesh import table_row_wise
 from jaxrec.mesh.exchange import ExchangeLike
 from jaxrec.mesh.placement import Placement
-from jaxrec.mesh.towers import Tower, TowerTables, run_towers
+from jaxrec.mesh.towers import Tower, TowerTables, run_towers, towers_of
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 from jaxrec.ragged.arrays import AnyArray
 
@@ -103,8 +103,8 @@ class DisaggregatedMultiTower(nnx.Module):
                 "dense features and dense=, the layers over them, come together; give both or "
                 "neither"
             )
-        pooled, tables = self.embeddings(features), self.embeddings.tables.get_value().placed
-        if isinstance(tables, TowerTables):
+        pooled, tables = self.embeddings(features), towers_of(self.embeddings.tables.get_value())
+        if tables is not None:
             outputs = self._on_hosts(tables, jnp.asarray(pooled.values))
         else:
             outputs = self._at_samples(pooled)
@@ -152,9 +152,7 @@ class DisaggregatedMultiTower(nnx.Module):
         """
         variable = self.embeddings.tables
         store = variable.get_value()
-        tables = store.placed
-        if not isinstance(tables, ShardedTables):
-            raise ValueError("the model is on one device; put it on a mesh with jaxrec.shard first")
+        tables = TowerTables.of(store.placed)
         parameters = nnx.to_flat_state(nnx.state(self.towers, nnx.Param))
         if sharded := [path for path, each in parameters if isinstance(each, PlacedVariable)]:
             raise ValueError(
@@ -168,7 +166,6 @@ class DisaggregatedMultiTower(nnx.Module):
                 f"modules of towers on hosts have parameters alone, and these have {names}; leave "
                 "dropout and batch statistics to the layers on top"
             )
-        tables = TowerTables.of(tables)
         for index in range(len(self.tables)):
             hosts = {tables.columns()[read][0] for read in self._reads(index)}
             if len(hosts) > 1:

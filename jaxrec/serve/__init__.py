@@ -11,12 +11,11 @@ from jaxrec.serve.quantized.pruning import by_frequency as by_frequency
 from jaxrec.serve.quantized.pruning import by_norm as by_norm
 from jaxrec.serve.quantized.pruning import count_ids as count_ids
 from jaxrec.serve.quantized.quantize import quantize as quantize
-from jaxrec.serve.quantized.quantized_tables import QuantizedTables as QuantizedTables
 from jaxrec.serve.quantized.rows import pack_rows as pack_rows
 from jaxrec.serve.quantized.rows import unpack_rows as unpack_rows
+from jaxrec.serve.quantized.saved import load_quantized as load_quantized
 from jaxrec.serve.quantized.saved import restore_quantized as restore_quantized
 from jaxrec.serve.quantized.saved import save_quantized as save_quantized
-from jaxrec.serve.quantized.saved_run import load_quantized as load_quantized
 from jaxrec.serve.reports.quality_report import QualityReport as QualityReport
 from jaxrec.serve.reports.quality_report import Scores as Scores
 from jaxrec.serve.reports.quality_report import quality as quality

@@ -13,7 +13,8 @@ from flax import nnx
 
 from jaxrec.atomic import write_atomically
 from jaxrec.embed.collection import Collection
-from jaxrec.embed.row_access import TableRows, read, write
+from jaxrec.embed.rows import read, write
+from jaxrec.embed.slots import TableRows
 from jaxrec.tier.model_tables import TableVocabulary, collections_of
 from jaxrec.tier.row_columns import (
     ID,

@@ -17,7 +17,6 @@ from jaxrec.mesh.dense import DenseName, DenseRule
 from jaxrec.mesh.precision import Precision
 from jaxrec.mesh.replicas import ReplicaAxis
 from jaxrec.mesh.shard import Plan
-from jaxrec.mesh.store import MeshStore
 from jaxrec.plan import ShardingPlan
 from jaxrec.tier.make import make_named
 from jaxrec.tier.model_tables import collections_of
@@ -142,12 +141,12 @@ def _with_divided_stores(model: Model) -> Model:
     processes = set(range(jax.process_count()))
     if (tier := tier_of(model)) is None or len(processes) == 1:
         return model
-    stores = [each.tables.get_value().placed for each in collections_of(model).values()]
+    places = [each.tables.get_value().devices for each in collections_of(model).values()]
     if all(
-        isinstance(store, MeshStore)
-        and store.replica_axis is None  # replicas have rows of their own until they are averaged
-        and {device.process_index for device in store.mesh.devices.flat} == processes
-        for store in stores
+        place.mesh is not None
+        and not place.has_replicas  # they have rows of their own until they are averaged
+        and {device.process_index for device in place.mesh.devices.flat} == processes
+        for place in places
     ):
         tier.divide_stores()
     return model

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxrec.embed.found_ids import FoundIds
+from jaxrec.embed.rows import FoundIds
 from jaxrec.ragged import Packer
 from jaxrec.tier.batch_ids import BatchIds, Gather
 from jaxrec.tier.batch_order import BatchOrder

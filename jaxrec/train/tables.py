@@ -15,7 +15,6 @@ from jaxtyping import Array
 
 from jaxrec.atomic import write_atomically
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
-from jaxrec.embed.some_rows import read_ids
 from jaxrec.train.checkpoint import CheckpointError
 
 # Number of rows that are written or read at once.
@@ -77,10 +76,7 @@ def _shape(collection: Collection, name: str) -> tuple[int, int]:
 
 def _pieces(collection: Collection, name: str, rows: int) -> Iterator[tuple[int, np.ndarray]]:
     """Iterate over a table some rows at a time, so that no device holds more."""
-    store = collection.tables.get_value().by_row(name)
-    for start in range(0, rows, _ROWS):
-        numbers = np.arange(start, min(start + _ROWS, rows))
-        piece = read_ids(store, name, numbers, with_state=False)["rows"]
+    for start, piece in collection.tables.get_value().parts(name, _ROWS):
         yield start, piece if piece.dtype.kind == "f" else piece.astype(np.float32)
 
 

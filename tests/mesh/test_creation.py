@@ -28,6 +28,7 @@ from jaxrec.mesh import (
     table_row_wise,
     table_wise,
 )
+from jaxrec.mesh import store as mesh_store
 from jaxrec.train import tables
 
 pytestmark = pytest.mark.jax_version
@@ -112,8 +113,8 @@ def test_no_device_ever_holds_more_than_its_part(mesh, monkeypatch):
 
         return call
 
-    for name in ("new_rows", "_fill_shards"):
-        monkeypatch.setattr(creation, name, spied(getattr(creation, name)))
+    for module, name in ((mesh_store, "new_rows"), (creation, "_fill_shards")):
+        monkeypatch.setattr(module, name, spied(getattr(module, name)))
     before = sum(array.nbytes for array in jax.live_arrays())
     plan = jaxrec.plan.ShardingPlan.from_dict({"a": row_wise(), "b": table_wise(3)})
     jaxrec.shard(lambda: jaxrec.EmbeddingBagCollection(tables, rngs=nnx.Rngs(0)), plan, mesh)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 from jaxrec.embed.formats import FORMATS, RowFormat, check_rows
 from jaxrec.serve.artifact.load import ServedModel
 from jaxrec.serve.artifact.manifest import StoredTable
-from jaxrec.serve.quantized.row_map import RowMap
+from jaxrec.serve.quantized.pruned_tables import RowMap
 from jaxrec.tier import VersionError
 from jaxrec.tier.deltas.arrow_files import read_arrays, read_rows
 from jaxrec.tier.deltas.folder import VersionFolder, VersionName

@@ -19,8 +19,7 @@ from jaxrec.embed.formats import FORMATS
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.serve.quantized.pruning import Pruning, by_frequency, by_norm, count_ids
 from jaxrec.serve.quantized.quantize import quantize
-from jaxrec.serve.quantized.saved import is_quantized
-from jaxrec.serve.quantized.saved_run import load_quantized, save_quantized_run
+from jaxrec.serve.quantized.saved import is_quantized, load_quantized, save_quantized_run
 from jaxrec.serve.reports.quality_report import QualityReport, quality
 from jaxrec.train.checkpoint import CheckpointError, all_steps
 from jaxrec.train.config import TrainConfig

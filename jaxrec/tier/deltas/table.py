@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxrec.embed.collection import Collection
 from jaxrec.embed.config import TableConfig
-from jaxrec.embed.row_access import TableRows, read, write
+from jaxrec.embed.rows import check_values, read, write
+from jaxrec.embed.slots import TableRows
 from jaxrec.tier.deltas.manifest import TableFacts
 from jaxrec.tier.row_columns import TableShapes
 
@@ -118,7 +119,7 @@ class PublishedTable(abc.ABC):
             return
         store = self._collection.tables.get_value()
         if "rows" in values:
-            store.check_values(self.config.name, values["rows"])
+            check_values(store, self.config.name, values["rows"])
         placed = write(store.placed, [TableRows(self.config.name, rows)], [values])
         self._collection.tables.set_value(store.with_placed(placed))
 

@@ -233,7 +233,7 @@ class RowTransfer:
 
         Args:
             evicted: The ids.
-            rows: Returns the rows and states of the tables (`jaxrec.embed.row_access`) when called,
+            rows: Returns the rows and states of the tables (`jaxrec.embed.rows`) when called,
                 those that this process owns.
         """
         with self.traffic.waiting():
