@@ -49,8 +49,6 @@ TESTED_BY = {
     "embed/kernels/test_packed": ("embed/kernels/cpu_packed",),
     "embed/test_collection": (
         "embed/functional",
-        "embed/initialize",
-        "embed/row_wise",
         "embed/layout",
         "embed/lookup",
     ),
@@ -67,7 +65,6 @@ TESTED_BY = {
         "optim/hyperparameter",
         "optim/wrapper",
     ),
-    "embed/test_rows": ("embed/table_access",),
     "embed/test_skipped_steps": ("embed/not_finite",),
     "mesh/test_capacity": ("mesh/ahead",),
     "mesh/test_channel": ("mesh/simulated",),
@@ -81,10 +78,7 @@ TESTED_BY = {
         "mesh/exchange/rows",
     ),
     "mesh/exchange/test_pooled_by_host": ("mesh/host_group",),
-    "mesh/test_dense": (
-        "embed/placed_variables",
-        "mesh/dense_placement",
-    ),
+    "mesh/test_dense": ("mesh/dense_placement",),
     "mesh/test_training": (
         "mesh/layout",
         "mesh/placed_group",
@@ -125,10 +119,7 @@ TESTED_BY = {
         "nn/wide_deep",
     ),
     "nn/test_interaction": ("nn/pair_derivatives",),
-    "nn/test_multi_tower": (
-        "mesh/towers",
-        "nn/towers",
-    ),
+    "nn/test_towers": ("mesh/towers",),
     "nn/test_pools": ("mesh/pool_rows",),
     "nn/test_tiled_attention": ("nn/jagged_tiles",),
     "optim/test_base": (
@@ -184,7 +175,6 @@ TESTED_BY = {
         "serve/http/protocol",
     ),
     "serve/artifact/test_requests": ("serve/artifact/batch_spec",),
-    "tier/vocabulary/test_cached": ("tier/cached_tables",),
     "tier/test_stored_runs": ("tier/close",),
     "tier/ids/test_id_map": (
         "tier/ids/arrays",

@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool
 
 from jaxrec.embed.gradients import Gradients
 from jaxrec.embed.not_finite import report_not_finite
-from jaxrec.embed.placed_variables import put, update_shardings, without_placements
 from jaxrec.embed.taps import tapped_modules
+from jaxrec.embed.variables import put, update_shardings, without_placements
 from jaxrec.optim import RowOptimizer, hyperparameter
 from jaxrec.optim.hyperparameter import UpdateStep, find_hyperparameters
 

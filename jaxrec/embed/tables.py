@@ -15,10 +15,9 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int32, Shaped
 from jaxrec.embed import kernels
 from jaxrec.embed.checkpoint_view import LogicalTable, part_rows, put_rows, take_rows
 from jaxrec.embed.config import TableConfig, check_num_rows, refuse_training
-from jaxrec.embed.first_values import table_key
+from jaxrec.embed.first_values import initialize_rows, table_key
 from jaxrec.embed.formats import PackedRows, TableArray, as_table, is_packed
 from jaxrec.embed.formats.bits import as_bits, of_bits
-from jaxrec.embed.initialize import initialize_rows
 from jaxrec.embed.layout import Group, TableLayout
 from jaxrec.embed.lookup import flatten, join_pooled, lookup_weights, pool, shares_bags, split_rows
 from jaxrec.embed.row_gradients import (

@@ -16,9 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from jaxrec.embed.config import TableConfig
-from jaxrec.embed.first_values import draw_and_scale, table_key
+from jaxrec.embed.first_values import draw_and_scale, fill_rows, place_of, table_key
 from jaxrec.embed.formats import TableArray
-from jaxrec.embed.initialize import fill_rows, place_of
 from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.row_keys import KeyWords
 from jaxrec.embed.store import TableStore

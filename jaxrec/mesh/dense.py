@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrec.embed.collection import TableVariable
-from jaxrec.embed.placed_variables import (
+from jaxrec.embed.variables import (
     DensePlacement,
     PlacedVariable,
     place_variable,

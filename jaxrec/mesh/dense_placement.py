@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxrec.embed.placed_variables import DensePlacement, put
+from jaxrec.embed.variables import DensePlacement, put
 from jaxrec.mesh.channel import Channel
 from jaxrec.mesh.precision import DenseFormat, Precision
 

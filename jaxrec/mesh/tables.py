@@ -38,8 +38,7 @@ from jaxrec.embed.sweep import sweep_rows
 from jaxrec.mesh.call_checks import batch_facts, check_call
 from jaxrec.mesh.channel import Turns
 from jaxrec.mesh.exchange import Exchange, Request
-from jaxrec.mesh.large import flatten_large
-from jaxrec.mesh.placed_group import PlacedGroup
+from jaxrec.mesh.placed_group import PlacedGroup, flatten_large
 from jaxrec.mesh.shard_access import first, stack
 from jaxrec.mesh.store import MeshStore
 from jaxrec.optim.hyperparameter import Step, as_step

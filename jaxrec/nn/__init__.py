@@ -30,7 +30,6 @@ from jaxrec.nn.linear import LinearPart as LinearPart
 from jaxrec.nn.mlp import MLP as MLP
 from jaxrec.nn.mlp import Activation as Activation
 from jaxrec.nn.mlp import Perceptron as Perceptron
-from jaxrec.nn.multi_tower import DisaggregatedMultiTower as DisaggregatedMultiTower
 from jaxrec.nn.multitask import PLE as PLE
 from jaxrec.nn.multitask import ExtractionLayer as ExtractionLayer
 from jaxrec.nn.multitask import Gate as Gate
@@ -58,6 +57,7 @@ from jaxrec.nn.swish import SwishLayerNorm as SwishLayerNorm
 from jaxrec.nn.tiled_attention import hstu_attention as hstu_attention
 from jaxrec.nn.tiled_attention import jagged_attention as jagged_attention
 from jaxrec.nn.tiled_attention import time_bucket as time_bucket
+from jaxrec.nn.towers import DisaggregatedMultiTower as DisaggregatedMultiTower
 from jaxrec.nn.towers import EmbeddingTower as EmbeddingTower
 from jaxrec.nn.towers import EmbeddingTowerCollection as EmbeddingTowerCollection
 from jaxrec.nn.wide_deep import WideDeep as WideDeep

@@ -16,11 +16,10 @@ from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.row_keys import key_words
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.optim import RowOptimizer
-from jaxrec.tier.cached_tables import cached_tables
 from jaxrec.tier.model_tables import TableVocabulary, TieredTable
-from jaxrec.tier.rows.record_layout import RecordLayout
+from jaxrec.tier.rows.records import RecordLayout
 from jaxrec.tier.rows.transfer import RowTransfer
-from jaxrec.tier.store import TierStore, with_zeros
+from jaxrec.tier.store import TierStore, cached_tables, with_zeros
 from jaxrec.tier.stores import open_store, url_for
 from jaxrec.tier.stores.row_store import RowStore
 from jaxrec.tier.tier import Tier

@@ -26,7 +26,7 @@ from jaxrec.tier.moves import NO_MOVE, Move, begin_move, move_rows
 from jaxrec.tier.observer import TierObserver
 from jaxrec.tier.pending_moves import PendingMoves
 from jaxrec.tier.planned_batch import PlannedBatch
-from jaxrec.tier.rows.store_traffic import step_of
+from jaxrec.tier.rows.records import step_of
 from jaxrec.tier.rows.transfer import RowTransfer
 from jaxrec.tier.saved_stores import warn_of_earlier_rows
 from jaxrec.tier.store import TierStore

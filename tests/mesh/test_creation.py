@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import jaxrec
-from jaxrec.embed import initialize
+from jaxrec.embed import first_values
 from jaxrec.mesh import (
     column_wise,
     creation,
@@ -120,7 +120,7 @@ def test_no_device_ever_holds_more_than_its_part(mesh, monkeypatch):
     jaxrec.shard(lambda: jaxrec.EmbeddingBagCollection(tables, rngs=nnx.Rngs(0)), plan, mesh)
     # Every device's array has room for the fullest one's rows: the table on device 3, and a part.
     share = (40_000 + 5_000) * (32 + 1) * 4
-    block = initialize.BLOCK_ELEMENTS * 4
+    block = first_values.BLOCK_ELEMENTS * 4
     assert max(peaks.values()) <= share + before + 1000
     # A block of random bits, the values made of them, and what XLA needs on the way.
     assert max(steps) <= 8 * block

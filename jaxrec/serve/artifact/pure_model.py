@@ -16,12 +16,11 @@ from jaxtyping import Array
 from jaxrec.embed.collection import TableVariable
 from jaxrec.embed.formats import TABLE_FORMATS
 from jaxrec.embed.layout import inference_layout
-from jaxrec.embed.placed_variables import PlacedVariable
 from jaxrec.embed.rows import rows_per_part
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.tables import Tables
 from jaxrec.embed.taps import tapped_modules
-from jaxrec.embed.variables import dense_variables
+from jaxrec.embed.variables import PlacedVariable, dense_variables
 from jaxrec.serve.artifact.manifest import StoredTable
 from jaxrec.serve.quantized.models import is_quantized, shared_copy
 

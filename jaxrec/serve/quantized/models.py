@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrec.embed.placed_variables import gather_variables
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.taps import tapped_modules
-from jaxrec.embed.variables import dense_variables
+from jaxrec.embed.variables import dense_variables, gather_variables
 
 Model = TypeVar("Model", bound=nnx.Module)
 

@@ -14,10 +14,10 @@ from jaxrec.embed.collection import Collection
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.formats import RowFormat
 from jaxrec.embed.layout import inference_layout
-from jaxrec.embed.placed_variables import gather_variables
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.tables import Tables
 from jaxrec.embed.taps import TappedModule, tapped_modules
+from jaxrec.embed.variables import gather_variables
 from jaxrec.serve.quantized.models import copy_to_one_device
 from jaxrec.serve.quantized.pruned_tables import PrunedTables, RowMap
 from jaxrec.serve.quantized.pruning import Pruning

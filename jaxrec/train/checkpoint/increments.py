@@ -15,7 +15,7 @@ from jaxrec.tier.changes.change_tracker import ChangeTracker
 from jaxrec.tier.changes.changes import HandOver
 from jaxrec.tier.changes.tracked_table import ChangedIds
 from jaxrec.tier.deltas.process_zero import on_process_zero
-from jaxrec.tier.rows.written_ids import WrittenIds
+from jaxrec.tier.rows.under_way import WrittenIds
 from jaxrec.train.checkpoint.files import CheckpointError, Link, chain, read_link
 
 
