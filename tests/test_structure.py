@@ -50,7 +50,7 @@ TESTED_BY = {
     "embed/test_collection": (
         "embed/functional",
         "embed/layout",
-        "embed/lookup",
+        "embed/outputs",
     ),
     "embed/test_formats": ("embed/state",),
     "embed/test_differentiate": (

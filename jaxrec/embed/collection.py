@@ -16,8 +16,8 @@ from jaxrec import optim
 from jaxrec.embed.config import EmbeddingBagConfig, EmbeddingConfig, TableConfig
 from jaxrec.embed.differentiation import current_differentiation, require_jaxrec_gradient
 from jaxrec.embed.functional import init_tables
-from jaxrec.embed.lookup import warn_of_unused_weights
 from jaxrec.embed.not_finite import check_ids
+from jaxrec.embed.outputs import warn_of_unused_weights
 from jaxrec.embed.store import StoreFactory, TableStore, check_state
 from jaxrec.embed.taps import TappedModule
 from jaxrec.embed.traced_capacities import TracedCapacities

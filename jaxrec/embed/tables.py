@@ -19,7 +19,7 @@ from jaxrec.embed.first_values import initialize_rows, table_key
 from jaxrec.embed.formats import PackedRows, TableArray, as_table, is_packed
 from jaxrec.embed.formats.bits import as_bits, of_bits
 from jaxrec.embed.layout import Group, TableLayout
-from jaxrec.embed.lookup import flatten, join_pooled, lookup_weights, pool, shares_bags, split_rows
+from jaxrec.embed.outputs import flatten, join_pooled, lookup_weights, pool, shares_bags, split_rows
 from jaxrec.embed.row_gradients import (
     Activations,
     Residuals,

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int32
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.layout import Group
-from jaxrec.embed.lookup import of_used_bags
+from jaxrec.embed.outputs import of_used_bags
 from jaxrec.mesh.shards import Shard
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.wide_ids import WideIds, widen
@@ -201,7 +201,7 @@ class PlacedGroup:
 
 
 def flatten_large(features: KeyedJaggedArray, layout: BagLayout, placed: PlacedGroup) -> Lookups:
-    """Return a large group's lookups in a batch, as `jaxrec.embed.lookup.flatten` does for others.
+    """Return a large group's lookups in a batch, as `jaxrec.embed.outputs.flatten` does for others.
 
     Args:
         features: The batch of one device.

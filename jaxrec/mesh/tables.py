@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 from jaxrec.embed.config import refuse_training
 from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout, Lookups
-from jaxrec.embed.lookup import (
+from jaxrec.embed.outputs import (
     flatten,
     join_pooled,
     lookup_weights,

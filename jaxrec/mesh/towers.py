@@ -23,7 +23,7 @@ from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout, Lookups
-from jaxrec.embed.lookup import lookup_weights, pool
+from jaxrec.embed.outputs import lookup_weights, pool
 from jaxrec.embed.row_gradients import Activations, Residuals, Routes, RowGradients
 from jaxrec.embed.store import TableStore
 from jaxrec.mesh.channel import Channel, Turns

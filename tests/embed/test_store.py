@@ -15,7 +15,7 @@ from jax.experimental import io_callback
 import jaxrec
 from jaxrec.embed import TableStore, kernels
 from jaxrec.embed.layout import TableLayout
-from jaxrec.embed.lookup import flatten, join_pooled
+from jaxrec.embed.outputs import flatten, join_pooled
 from jaxrec.embed.row_gradients import bound_samples, group_parts, merge
 from jaxrec.optim.hyperparameter import as_step
 from jaxrec.train import checkpoint

@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxrec.embed import kernels
-from jaxrec.embed.lookup import pool
+from jaxrec.embed.outputs import pool
 from jaxrec.mesh.exchange.base import Cut, Exchange
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from jaxrec.embed import kernels
-from jaxrec.embed.lookup import pool
+from jaxrec.embed.outputs import pool
 from jaxrec.mesh.exchange.base import Cut, Exchange, constant, update_owned
 from jaxrec.mesh.exchange.column_slices import sums_of_bags, update_slices
 from jaxrec.mesh.exchange.owner_features import (

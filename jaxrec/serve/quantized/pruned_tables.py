@@ -169,7 +169,7 @@ class PrunedTables(WrappingStore):
     def placed(self) -> TableStore:
         return self
 
-    def with_placed(self, placed: TableStore) -> TableStore:  # type: ignore[override]
+    def with_placed(self, placed: TableStore) -> TableStore:
         return placed
 
     def refuse_shard(self) -> str:

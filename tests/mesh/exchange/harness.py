@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxrec
 from jaxrec import embed
-from jaxrec.embed.lookup import flatten, lookup_weights
+from jaxrec.embed.outputs import flatten, lookup_weights
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh import shard_batch, shard_tables
 from jaxrec.mesh.exchange import Request
