@@ -63,7 +63,7 @@ def measure(shape: Shape, optimizer_name: str, seconds: float) -> dict[str, Any]
 
     import jaxrec
     from jaxrec.embed import kernels
-    from jaxrec.embed.initialize import initialize_rows
+    from jaxrec.embed.first_values import initialize_rows
 
     jaxrec.keep_freed_memory()
     drawn = shape.draw()

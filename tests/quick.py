@@ -20,9 +20,9 @@ def draw_small_blocks() -> None:
     A small table of a large group draws a whole block, and drawing is slow where LLVM optimizes
     nothing: 25 ms a table. Values do not depend on the size of blocks.
     """
-    from jaxrec.embed import initialize  # with the checks of its annotations
+    from jaxrec.embed import first_values  # with the checks of its annotations
 
-    initialize.BLOCK_ELEMENTS = 1 << 14
+    first_values.BLOCK_ELEMENTS = 1 << 14
 
 
 def compile_quickly() -> None:

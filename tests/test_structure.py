@@ -39,10 +39,8 @@ TESTED_BY = {
     ),
     "embed/test_collection": (
         "embed/functional",
-        "embed/initialize",
-        "embed/row_wise",
         "embed/layout",
-        "embed/lookup",
+        "embed/outputs",
     ),
     "embed/test_formats": ("embed/state",),
     "embed/test_training_step": ("embed/taps",),
@@ -51,18 +49,12 @@ TESTED_BY = {
         "embed/row_gradients",
     ),
     "embed/test_hyperparameters": ("optim/hyperparameters",),
-    "embed/test_rows": (
-        "embed/found_ids",
-        "embed/some_rows",
-        "embed/table_access",
-    ),
     "embed/test_skipped_steps": ("embed/batch_checks",),
     "mesh/test_processes": ("mesh/agree",),
     "mesh/exchange/test_base": (
         "mesh/exchange/pooled",
         "mesh/exchange/rows",
     ),
-    "mesh/test_dense": ("embed/placed_variables",),
     "mesh/test_training": (
         "mesh/placed_group",
         "mesh/shard_access",
@@ -86,17 +78,12 @@ TESTED_BY = {
         "nn/transformers",
         "nn/wide_deep",
     ),
-    "nn/test_multi_tower": (
-        "mesh/towers",
-        "nn/towers",
-    ),
     "nn/test_pools": ("mesh/pool_rows",),
     "nn/test_tiled_attention": ("nn/jagged_tiles",),
     "optim/test_base": ("optim/checks",),
     "plan/test_solver": ("plan/program",),
     "ragged/test_packing": ("ragged/keyed_constructors",),
     "ragged/test_keyed_jagged": ("ragged/columns",),
-    "serve/quantized/test_pruned_tables": ("serve/quantized/quantized_store",),
     "serve/artifact/test_export": (
         "serve/artifact/inputs",
         "serve/artifact/programs",
@@ -114,12 +101,6 @@ TESTED_BY = {
         "commands/serve",
         "serve/http/limits",
     ),
-    "serve/quantized/test_quantize": (
-        "serve/quantized/packing",
-        "serve/quantized/row_formats",
-    ),
-    "serve/test_swap": ("serve/quantized/model_copy",),
-    "tier/vocabulary/test_cached": ("tier/cached_tables",),
     "tier/ids/test_id_map": (
         "tier/ids/implementation",
         "tier/ids/library",
@@ -151,11 +132,8 @@ TESTED_BY = {
     "train/test_trainer": ("train/train_steps",),
     "commands/test_commands": ("arguments",),
     "commands/test_export": ("serve/exported_run",),
-    "commands/test_quantize": ("serve/quantized/saved_run",),
-    "serve/quantized/test_quality_report": (
-        "serve/quantized/paired_stores",
-        "serve/quantized/table_quality",
-    ),
+    "serve/quantized/test_quality_report": ("serve/quantized/table_quality",),
+    "nn/test_towers": ("mesh/towers",),
 }
 LISTED = [module for modules in TESTED_BY.values() for module in modules]
 

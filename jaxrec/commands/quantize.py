@@ -20,8 +20,7 @@ from jaxrec.embed.taps import tapped_modules
 from jaxrec.serve.quantized.pruning import Pruning, by_frequency, by_norm, count_ids
 from jaxrec.serve.quantized.quality_report import QualityReport, quality
 from jaxrec.serve.quantized.quantize import quantize
-from jaxrec.serve.quantized.saved import is_quantized
-from jaxrec.serve.quantized.saved_run import load_quantized, save_quantized_run
+from jaxrec.serve.quantized.saved import is_quantized, load_quantized, save_quantized_run
 from jaxrec.train.checkpoint import CheckpointError, all_steps
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.datasets import LogDataset, ParquetDataset, split_datasets

@@ -90,15 +90,24 @@ class TableConfig:
         """Format of the stored rows."""
         return self.inference_format or TABLE_FORMATS[str(self.dtype)]
 
-    def check_rows(self, where: str, rows: Array | np.ndarray) -> None:
+    def stores_like(self, other: TableConfig) -> bool:
+        """Return whether another table has rows of the same bytes, and for the same use."""
+        is_inference = self.inference_format is not None
+        return (self.row_format, is_inference) == (
+            other.row_format,
+            other.inference_format is not None,
+        )
+
+    def check_rows(self, where: str, rows: Array | np.ndarray, first_row: int = 0) -> None:
         """Raise a ValueError where the table cannot hold rows; floats of training may be any.
 
         Args:
             where: Begins the message, such as "table 'user', ".
             rows: Rows ``[n, embedding_dim]``.
+            first_row: Index of the first of them, for the message.
         """
         if self.inference_format is not None or not isinstance(self.row_format, PlainRows):
-            check_rows(self.row_format, where, rows)
+            check_rows(self.row_format, where, rows, first_row)
 
     def _positive_int(self, field: str) -> int:
         value = getattr(self, field)

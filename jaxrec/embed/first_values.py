@@ -2,21 +2,23 @@
 
 Row ``r`` of a table is ``initializer(fold_in(table_key, r), (1, dim))``, with a 64-bit ``r``. So it
 begins the same in a whole table, in a shard, behind a cache and in an open vocabulary, where its
-number is its id.
+number is its id. Tables are filled block by block, in place.
 """
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key, Shaped, UInt32
+from jaxtyping import Array, Float, Int32, Key, Shaped, UInt32
 
+from jaxrec.embed.formats import TableArray
+from jaxrec.embed.formats.packed_rows import as_bits, of_bits
 from jaxrec.embed.row_keys import KeyWords, draw_with, fold_words, key_words
-from jaxrec.embed.row_wise import check_row_wise
 
 
 def _uniform(key, shape, dtype):
@@ -105,3 +107,151 @@ def slice_columns(
     part = jax.lax.dynamic_slice_in_dim(jnp.pad(values, padding), first, width, values.ndim - 1)
     is_column = jnp.arange(width, dtype=jnp.int32) < stop - first
     return jnp.where(jnp.broadcast_to(is_column, part.shape), part, 0)
+
+
+@functools.lru_cache(maxsize=256)
+def check_row_wise(initializer: Callable, dim: int) -> None:
+    """Compare rows that an initializer draws together with rows that it draws alone.
+
+    Raises:
+        ValueError: Rows drawn alone have another shape or size or differ less, as those of
+            initializers by fan-in and of functions that ignore the key do; or rows drawn together
+            depend on their place.
+    """
+    few = max(64, 512 // dim)
+    many = 32 * few
+
+    def draw(words: jax.Array, rows: int) -> jax.Array:
+        return draw_with(initializer, words, (rows, dim))
+
+    with jax.ensure_compile_time_eval():
+        keys = jnp.asarray(np.arange(2 * few, dtype=np.uint32).reshape(few, 2))
+        alone = jax.vmap(functools.partial(draw, rows=1))(keys)
+        draws = [draw(keys[0], many), draw(keys[1], many), alone]
+        if any(isinstance(values, jax.core.Tracer) for values in draws):
+            return  # it draws on something that is being traced
+        for values, shape in zip(draws, [(many, dim), (many, dim), (few, 1, dim)], strict=True):
+            if np.shape(values) != shape:
+                raise ValueError(
+                    f"initializer {initializer} was called with shape {shape[-2:]} and returned "
+                    f"values of shape {np.shape(values)[-2:]}; it must return the shape that it is "
+                    "given, since rows are drawn one by one. Set given values by load_table"
+                )
+        parts = [np.asarray(x[: 4 * few], np.float64).reshape(-1, dim) for x in draws]
+    what = _difference(*parts)
+    if what:
+        raise ValueError(
+            f"initializer {initializer} draws values that depend on the number of rows or on other "
+            f"rows ({what}), as initializers by fan-in do, but tables are drawn row by row. Give "
+            "the scale yourself, as in jax.nn.initializers.normal(stddev=rows ** -0.5), or a name "
+            "such as 'xavier_normal'; set given values by load_table"
+        )
+
+
+def _difference(first: np.ndarray, second: np.ndarray, alone: np.ndarray) -> str:
+    """Return how rows drawn alone differ from two tables drawn together, or how these are alike."""
+    without_columns = [x - np.median(x, axis=0) for x in (first, second, alone)]
+    for what, together, by_itself in (
+        ("typical value", first, alone),
+        ("typical difference of rows", without_columns[0], without_columns[2]),
+    ):
+        typical = [_typical(together), _typical(by_itself)]
+        if not np.max(typical) <= 1.5 * np.min(typical):  # or NaN
+            return (
+                f"{what} {typical[0]:.2g} of rows drawn together, {typical[1]:.2g} of rows drawn "
+                "alone"
+            )
+    a, b = without_columns[:2]
+    norms = np.linalg.norm(a) * np.linalg.norm(b)
+    if norms > 0 and (a * b).sum() > 0.5 * norms:
+        return "rows of the same number are alike with any key"
+    return ""
+
+
+def _typical(values: np.ndarray) -> float:
+    """Return a size of values that is finite for Cauchy's distribution, too."""
+    return float(np.sqrt(np.abs(values)).mean() ** 2)
+
+
+# Rows are drawn in blocks of about this many elements, so that memory beyond the table stays small.
+BLOCK_ELEMENTS = 1 << 18
+
+
+def initialize_rows(
+    array: Float[TableArray, "rows dim"],
+    key: KeyWords,
+    initializer: str | Callable,
+    start: int,
+    num_rows: int,
+) -> Float[TableArray, "rows dim"]:
+    """Fill ``num_rows`` rows of a group's array from ``start`` on; ``array`` is donated."""
+    draw, scale = draw_and_scale(initializer, num_rows, array.shape[1])
+    place = place_of((0, num_rows), start, (0, array.shape[1]))
+    return _fill(array, key, draw, scale, place)
+
+
+def place_of(rows: tuple[int, int], start: int, columns: tuple[int, int]) -> Int32[np.ndarray, "6"]:
+    """Return the place of a part of a table in an array, as `fill_rows` takes it.
+
+    Args:
+        rows: The table's first row in the part and the row after the last.
+        start: The row of the array that the first goes to.
+        columns: The table's first column in the part and the column after the last.
+
+    Returns:
+        The high and the low word of the table's first row, the number of rows, the row of the
+        array, the first column and the column after the last.
+    """
+    first, stop = rows
+    words = np.array(divmod(first, 2**32), np.uint32).view(np.int32)
+    return np.array([*words, stop - first, start, *columns], np.int32)
+
+
+@functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
+def _fill(
+    array: Float[TableArray, "rows dim"],
+    key: KeyWords,
+    draw: Callable,
+    scale: Float[Array, ""],
+    place: Int32[Array, "6"],
+) -> Float[TableArray, "rows dim"]:
+    return fill_rows(array, key, draw, scale, place, array.shape[1])
+
+
+def fill_rows(
+    array: Float[TableArray, "rows width"],
+    key: KeyWords,
+    draw: Callable,
+    scale: Float[Array, ""],
+    place: Int32[Array, "6"],
+    dim: int,
+) -> Float[TableArray, "rows width"]:
+    """Fill rows of an array with a part of a table's first values.
+
+    Args:
+        array: Where to; as wide as the part, or wider: then zeros are behind the part's columns.
+        key: The table's key.
+        draw: Function that draws a row.
+        scale: Factor of its values.
+        place: Where which rows and columns go, as `place_of` returns it. int32 holds it also for
+            tables whose rows it cannot number.
+        dim: Columns of the table.
+    """
+    block_rows = min(max(1, BLOCK_ELEMENTS // dim), array.shape[0])
+    in_block = jnp.arange(block_rows, dtype=jnp.int32)
+    high, low = jax.lax.bitcast_convert_type(place[:2], jnp.uint32)
+    count, start, first_column, stop_column = place[2:]
+
+    def fill_block(number, bits):
+        of_part = number * block_rows + in_block
+        row_low = low + of_part.astype(jnp.uint32)
+        row_high = high + (row_low < low).astype(jnp.uint32)
+        values = draw_rows(draw, scale, key, row_high, row_low, dim)
+        part = slice_columns(values, first_column, stop_column, array.shape[1])
+        # Rows of the last block that int32 cannot number become negative, and are outside as well.
+        is_inside = (of_part >= 0) & (of_part < count)
+        rows = jnp.where(is_inside, start + of_part, array.shape[0])
+        return bits.at[rows].set(as_bits(part.astype(array.dtype)), mode="drop")
+
+    num_blocks = (count - 1) // block_rows + 1
+    return of_bits(jax.lax.fori_loop(0, num_blocks, fill_block, as_bits(array)), array.dtype)

@@ -10,7 +10,7 @@ from jaxtyping import Array, DTypeLike
 
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.layout import layout_tables
-from jaxrec.embed.lookup import warn_of_unused_weights
+from jaxrec.embed.outputs import warn_of_unused_weights
 from jaxrec.embed.row_gradients import Activations, Residuals, Routes
 from jaxrec.embed.store import StoreFactory, TableStore
 from jaxrec.embed.tables import Tables

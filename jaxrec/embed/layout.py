@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -238,6 +238,17 @@ def layout_tables(
         for feature in table.feature_names
     )
     return TableLayout(tables, groups, outputs)
+
+
+def inference_layout(
+    configs: Sequence[TableConfig], formats: Mapping[str, RowFormat]
+) -> TableLayout:
+    """Group tables whose rows are stored for inference, each in a format, by name."""
+    tables = [
+        dataclasses.replace(config, trainable=False, inference_format=formats[config.name])
+        for config in configs
+    ]
+    return layout_tables(tables, frozen())
 
 
 def _group(

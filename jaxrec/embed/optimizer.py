@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Int
 
 from jaxrec.embed.batch_checks import call_back
 from jaxrec.embed.gradients import Gradients, rows_are_finite
-from jaxrec.embed.placed_variables import put, update_shardings, without_placements
 from jaxrec.embed.taps import tapped_modules
+from jaxrec.embed.variables import put, update_shardings, without_placements
 from jaxrec.optim import RowOptimizer, hyperparameter
 from jaxrec.optim.hyperparameters import UpdateStep, find_hyperparameters
 
@@ -99,7 +99,7 @@ class Optimizer(nnx.Optimizer):
             module.debug = debug
         # On a mesh from the start, or the second step, with what the first returns, compiles anew.
         for module in modules:
-            nnx.update(self, module.tables.get_value().put_beside(nnx.state(self)))
+            nnx.update(self, module.tables.get_value().devices.put_beside(nnx.state(self)))
 
     def hyperparameters(self) -> dict[str, float]:
         """Return the values of the row optimizers' hyperparameters by name."""
@@ -255,7 +255,7 @@ def _check_accumulates_nothing(opt_state: Any) -> None:
 def _initial_hyperparameters(model: nnx.Module) -> dict[str, Hyperparameter]:
     values: dict[str, float] = {}
     stores = [module.tables.get_value() for module in tapped_modules(model).values()]
-    optimizers = [optimizer for store in stores for optimizer in store.row_optimizers]
+    optimizers = [group.optimizer for store in stores for group in store.groups.values()]
     for each in itertools.chain(*map(find_hyperparameters, optimizers)):
         if values.setdefault(each.name, each.value) != each.value:
             raise ValueError(

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, DTypeLike, Float, Int32, Shaped
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
-from jaxrec.embed.checkpoint_view import LogicalTable
-from jaxrec.embed.config import TableConfig
-from jaxrec.embed.found_ids import FoundIds, check_distinct, row_indices
+from jaxrec.embed.checkpoint_view import LogicalTable, part_rows
+from jaxrec.embed.config import TableConfig, refuse_training
+from jaxrec.embed.formats import RowFormat, TableArray
 from jaxrec.embed.layout import Group, Output, TableLayout
 from jaxrec.embed.row_gradients import (
     Activations,
     Residuals,
     Routes,
     RowGradients,
+    group_gradients,
     table_gradient,
+    table_squares,
 )
-from jaxrec.embed.row_slots import RowSlots
-from jaxrec.optim import RowOptimizer
+from jaxrec.embed.rows import FoundIds, Rows, check_distinct, read, row_indices, rows_per_part
+from jaxrec.embed.slots import ONE_DEVICE, RowSlots, SlotDevices, TableRows
 from jaxrec.optim.hyperparameters import Step
 from jaxrec.ragged import KeyedJaggedArray
 
@@ -55,14 +59,16 @@ class TableStore(abc.ABC):
 
     1. Define a frozen dataclass that derives from `TableStore` and is registered as a pytree
        (`jax.tree_util.register_dataclass`). Arrays are leaves, and `layout` is static.
-    2. Implement the abstract methods. `lookup`, `row_gradients` and `update` are traced inside the
-       user's training step. They return new stores and change nothing in place; JAX reuses donated
-       buffers. The other methods run outside of `jax.jit`.
+    2. Implement the abstract methods: `lookup`, `update`, `read_rows` and `write_rows`. They are
+       traced inside the user's training step. They return new stores and change nothing in place;
+       JAX reuses donated buffers. The other methods run outside of `jax.jit`.
     3. Write each row once a step in `update`, however many lookups read it, and leave every row
        alone where ``is_applied`` is False.
-    4. Override `route` if a lookup has to communicate before it needs any row, `put_beside` if
-       arrays that are used with the tables must lie on several devices, and `find_ids` if the ids
-       of a table are not its row indices.
+    4. Override what the store does in another way, or faster. By default the slots of a table are
+       those of the groups of a `TableLayout`, on one device, and whole tables and checkpoints are
+       read and written by their rows, over the host. Override `route` if a lookup has to
+       communicate before it needs any row, `devices` and `row_slots` if slots lie on several
+       devices, and `find_ids` if the ids of a table are not its row indices.
 
     A store that changes a few methods of another one derives from `jaxrec.embed.WrappingStore`.
 
@@ -72,10 +78,7 @@ class TableStore(abc.ABC):
 
     layout: Any
 
-    @property
-    @abc.abstractmethod
-    def row_optimizers(self) -> tuple[RowOptimizer, ...]:
-        """Row optimizers of the tables."""
+    # The tables.
 
     @property
     def groups(self) -> dict[str, Group]:
@@ -93,9 +96,39 @@ class TableStore(abc.ABC):
         return self.layout.bounds
 
     @property
-    @abc.abstractmethod
+    def devices(self) -> SlotDevices:
+        """The devices that slots lie on, and their mesh if there is one."""
+        return ONE_DEVICE
+
+    @property
     def without_rows(self) -> TableStore:
         """The same store without arrays, a pytree without leaves: `Gradients` carry it."""
+        return jax.tree.map(lambda leaf: None, self)
+
+    @property
+    def placed(self) -> TableStore:
+        """The store that has the rows' arrays: this one, or the one within a `WrappingStore`."""
+        return self
+
+    def with_placed(self, placed: TableStore) -> TableStore:
+        """Return this store with another in the place of `placed`."""
+        return placed
+
+    def formats(self) -> dict[str, RowFormat]:
+        """Return the format of each table's stored rows, by name."""
+        return {config.name: config.row_format for config in self.configs}
+
+    def num_bytes(self, name: str) -> int:
+        """Return the number of bytes of a table's rows, once where they are replicated.
+
+        Raises:
+            KeyError: No table has that name.
+        """
+        slices = self.row_slots(name, np.zeros(1, np.int64))
+        (config,) = (config for config in self.configs if config.name == name)
+        # Each part of a row that is cut by columns has a scale of its own.
+        widths = [stop - start for start, stop in (part.columns for part in slices)]
+        return config.num_embeddings * sum(map(config.row_format.row_bytes, widths))
 
     # The training step.
 
@@ -131,7 +164,6 @@ class TableStore(abc.ABC):
             routes: Result of `route` for the batch; None: compute it now.
         """
 
-    @abc.abstractmethod
     def row_gradients(
         self, residuals: Residuals, cotangents: Activations
     ) -> dict[str, RowGradients]:
@@ -140,7 +172,12 @@ class TableStore(abc.ABC):
         Args:
             residuals: Residuals that `lookup` returned beside the activations.
             cotangents: The gradient of the loss with respect to the activations.
+
+        Raises:
+            TypeError: Tables are for inference.
         """
+        refuse_training(self.configs)
+        return group_gradients(self.layout, residuals, cotangents)
 
     @abc.abstractmethod
     def update(
@@ -159,7 +196,6 @@ class TableStore(abc.ABC):
             is_applied: False leaves every row and its state as it is; None: True.
         """
 
-    @abc.abstractmethod
     def table_squares(
         self, calls: Sequence[dict[str, RowGradients]]
     ) -> dict[str, Float[Array, ""]]:
@@ -170,10 +206,7 @@ class TableStore(abc.ABC):
         Args:
             calls: Results of `row_gradients`, one for each lookup of the step.
         """
-
-    def refuse_shard(self) -> str | None:
-        """Return the reason why the tables cannot be put on a mesh; None: they can."""
-        return None
+        return table_squares(self.layout.groups, calls)
 
     def check_dense_gradient(self, name: str) -> None:
         """Raise where a loss must not read a whole table, since its gradient would be as large.
@@ -199,77 +232,20 @@ class TableStore(abc.ABC):
         """
         return table_gradient(self.layout, name, gradient)
 
-    # Whole tables.
+    # Rows. Users name them by ids, a table by row indices, and arrays by slots.
 
-    @abc.abstractmethod
-    def read(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
-        """Return the rows of one table, a copy.
-
-        With several processes all of them call it, and each gets the whole table.
-
-        Raises:
-            KeyError: No table has that name.
-        """
-
-    @abc.abstractmethod
-    def write(
-        self, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
-    ) -> TableStore:
-        """Set the rows of one table, in place: the arrays of this store are donated.
+    def rows_of(self, name: str, ids: Any) -> Rows:
+        """Return the rows of some ids of a table, which can be read and written.
 
         Args:
             name: Name of the table.
-            values: ``[num_embeddings, embedding_dim]``; converted to the table's type.
-
-        Raises:
-            KeyError: No table has that name.
-            ValueError: The shape differs.
+            ids: The ids as users know them, any array-like ``[n]``. Ids to be written are distinct,
+                and each has a row of its own.
         """
-
-    def stored_rows(self, name: str) -> Shaped[Array, "num_embeddings width"] | None:
-        """Return the rows of one table as its format stores them, a copy; by default None.
-
-        None where a row is not stored in one piece. A sharded copy of the store then packs the
-        rows of `read` again.
-
-        Raises:
-            KeyError: No table has that name.
-        """
-        return None
-
-    @abc.abstractmethod
-    def read_state(self, name: str) -> dict[str, Array]:
-        """Return the optimizer state of one table's rows, a copy, by the optimizer's names.
-
-        Raises:
-            KeyError: No table has that name.
-        """
-
-    @abc.abstractmethod
-    def write_state(self, name: str, state: Mapping[str, Array | np.ndarray]) -> TableStore:
-        """Set the optimizer state of one table's rows, in place: this store is donated.
-
-        Raises:
-            KeyError: No table has that name.
-            ValueError: The state is not what the table's optimizer keeps.
-        """
-
-    # Rows.
-
-    def by_row(self, name: str) -> TableStore:
-        """Return the store whose ids of a table are its row numbers; by default this one."""
-        return self
-
-    def optimizer_of(self, name: str) -> RowOptimizer:
-        """Return the row optimizer of a table.
-
-        Raises:
-            KeyError: No table has that name.
-        """
-        return self.groups[self.row_slots(name, np.zeros(1, np.int64))[0].group].optimizer
+        return Rows(self, name, ids)
 
     def find_ids(self, name: str, ids: Any, *, is_written: bool = False) -> FoundIds:
-        """Return where the rows of some ids of a table are, for reads and writes of some rows.
+        """Return where the rows of some ids of a table are, for `rows_of`.
 
         The ids of a plain table are its row indices. A store whose ids are something else, or that
         keeps rows outside of its arrays, overrides this.
@@ -293,16 +269,6 @@ class TableStore(abc.ABC):
             check_distinct(name, rows)
         return FoundIds(rows)
 
-    def check_values(self, name: str, rows: np.ndarray) -> None:
-        """Raise a ValueError where a table cannot hold elements of rows that are to be set.
-
-        Args:
-            name: Name of the table.
-            rows: The rows, ``[n, embedding_dim]``.
-        """
-        return
-
-    @abc.abstractmethod
     def row_slots(self, name: str, rows: np.ndarray) -> list[RowSlots]:
         """Return where some rows of a table are, one `RowSlots` for each of its column slices.
 
@@ -313,6 +279,10 @@ class TableStore(abc.ABC):
         Raises:
             KeyError: No table has that name.
         """
+        group, number = self.layout.find(name)
+        slots = (group.row_offsets[number] + rows).astype(np.int32)
+        index = np.arange(slots.size, dtype=np.int32)
+        return [RowSlots(group.name, (0, group.dim), slots, index, is_in_order=True)]
 
     @abc.abstractmethod
     def read_rows(
@@ -343,42 +313,130 @@ class TableStore(abc.ABC):
             state: Their state; arrays that it lacks stay as they are.
         """
 
-    def put_rows(self, tree: Any) -> Any:
-        """Return host arrays whose axes begin like those of slots, on the devices of the slots."""
-        return jax.tree.map(jax.numpy.asarray, tree)
+    # Whole tables.
 
-    def spread_rows(self, tree: Any) -> Any:
-        """Return constants whose axes begin like those of slots, as `put_rows` does; traced."""
-        return jax.tree.map(jax.numpy.asarray, tree)
+    def read(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
+        """Return the rows of one table, a copy.
 
-    def on_every_process(self, tree: Any) -> Any:
-        """Return arrays whose axes begin like those of slots, whole on each process; traced."""
-        return tree
+        With several processes all of them call it, and each gets the whole table.
 
-    def map_slots(self, function: Callable[[Any, Any], Any], per_slot: Any, shared: Any) -> Any:
-        """Return ``function(per_slot, shared)``, computed where the slots are; traced.
+        Raises:
+            KeyError: No table has that name.
+        """
+        return jnp.asarray(self._all_rows(name).read(with_state=False)["rows"])
+
+    def write(
+        self, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
+    ) -> TableStore:
+        """Set the rows of one table, in place: the arrays of this store are donated.
 
         Args:
-            function: Maps arrays of ``[n, ...]`` and shared arrays to arrays of ``[n, ...]``.
-            per_slot: Arrays whose axes begin like those of slots.
-            shared: Arrays that all devices have.
+            name: Name of the table.
+            values: ``[num_embeddings, embedding_dim]``; converted to the table's type.
 
-        Returns:
-            Arrays whose axes begin like those of slots.
+        Raises:
+            KeyError: No table has that name.
+            ValueError: The shape differs.
         """
-        return function(per_slot, shared)
+        return self._all_rows(name).write({"rows": values})
+
+    def read_state(self, name: str) -> dict[str, Array]:
+        """Return the optimizer state of one table's rows, a copy, by the optimizer's names.
+
+        Raises:
+            KeyError: No table has that name.
+        """
+        state = self._all_rows(name).read()
+        del state["rows"]
+        return {key: jnp.asarray(array) for key, array in state.items()}
+
+    def write_state(self, name: str, state: Mapping[str, Array | np.ndarray]) -> TableStore:
+        """Set the optimizer state of one table's rows, in place: this store is donated.
+
+        Raises:
+            KeyError: No table has that name.
+            ValueError: The state is not what the table's optimizer keeps.
+        """
+        check_state(name, self.checkpoint_shapes(name).state, state)
+        return self._all_rows(name).write(state)
+
+    def parts(self, name: str, size: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the rows of a table on the host, in order: the first row's index, and the rows.
+
+        With several processes all of them iterate, and each gets all rows.
+
+        Args:
+            name: Name of the table.
+            size: Number of rows of a part; None: those of 16 MiB in float32.
+        """
+        (config,) = (config for config in self.configs if config.name == name)
+        size = size or rows_per_part(config.embedding_dim)
+        for start in range(0, config.num_embeddings, size):
+            rows = np.arange(start, min(start + size, config.num_embeddings))
+            (values,) = read(self, [TableRows(name, rows)], with_state=False).to_host()
+            yield start, values["rows"]
+
+    def arrays(self, name: str) -> tuple[TableArray, dict[str, TableArray], int] | None:
+        """Return arrays that hold a table's rows and their state, and the table's first row there.
+
+        None, as by default, where the rows do not lie one after the other on one device: they are
+        then read by `read` and `read_state`.
+
+        Raises:
+            KeyError: No table has that name.
+        """
+        return None
+
+    # Moves between devices.
+
+    def refuse_shard(self) -> str | None:
+        """Return the reason why the tables cannot be put on a mesh; None: they can."""
+        return None
+
+    def to_one_device(self) -> TableStore:
+        """Return these tables on one device, with the bytes that they have.
+
+        Raises:
+            TypeError: The rows of a table cannot be put together without packing them again, or
+                they lie over several processes.
+        """
+        return self
+
+    def like(self, other: TableStore) -> TableStore:
+        """Return a copy of this store that has the rows and the state of another one.
+
+        Formats, placement and settings are those of this store. Rows of one format are copied byte
+        by byte, others are packed in parts.
+
+        Args:
+            other: A store of the same tables, anywhere.
+
+        Raises:
+            TypeError: This store cannot take whole tables over.
+            ValueError: The format of a table cannot hold one of its elements.
+        """
+        raise TypeError(f"a {type(self).__name__} takes no tables of other stores over")
 
     # Checkpoints.
 
-    @abc.abstractmethod
     def checkpoint_shapes(self, name: str) -> LogicalTable:
         """Return the shapes, types and shardings of `checkpoint_view`, as `jax.ShapeDtypeStruct`.
 
         Raises:
             KeyError: No table has that name.
         """
+        (part,) = self.row_slots(name, np.zeros(1, np.int64))
+        (config,) = (config for config in self.layout.configs if config.name == name)
+        rows, state = jax.eval_shape(lambda slots: self.read_rows(part.group, slots), part.slots)
+        padded_rows = part_rows(config.num_embeddings, 1)
+        sharding = SingleDeviceSharding(jax.local_devices()[0])
 
-    @abc.abstractmethod
+        def shape(row: Any) -> jax.ShapeDtypeStruct:
+            sizes = padded_rows, *row.shape[1:]
+            return jax.ShapeDtypeStruct(sizes, row.dtype, sharding=sharding)
+
+        return jax.tree.map(shape, LogicalTable(rows, state))
+
     def checkpoint_view(self, name: str) -> LogicalTable:
         """Return one table with its state in row order, a copy, whatever the placement.
 
@@ -388,8 +446,15 @@ class TableStore(abc.ABC):
         Raises:
             KeyError: No table has that name.
         """
+        shapes = self.checkpoint_shapes(name)
 
-    @abc.abstractmethod
+        def padded(array: Array, shape: jax.ShapeDtypeStruct) -> Array:
+            missing = shape.shape[0] - array.shape[0]
+            return jnp.pad(array, ((0, missing), *[(0, 0)] * (array.ndim - 1)))
+
+        view = LogicalTable(self.read(name), self.read_state(name))
+        return jax.tree.map(padded, view, shapes)
+
     def from_checkpoint(self, name: str, logical: LogicalTable, num_rows: int) -> TableStore:
         """Set the first rows of one table and their state, in place: this store is donated.
 
@@ -402,19 +467,22 @@ class TableStore(abc.ABC):
         Raises:
             KeyError: No table has that name.
         """
+        arrays = {"rows": logical.rows, **logical.state}
+        first = {key: np.asarray(array[:num_rows]) for key, array in arrays.items()}
+        return self.rows_of(name, np.arange(num_rows)).write(first)
 
-    def put_beside(self, tree: Any) -> Any:
-        """Return arrays that are used with the tables, put on all of the tables' devices."""
-        return tree
+    def _all_rows(self, name: str) -> Rows:
+        """Return all rows of a table, whose ids are its row indices."""
+        for config in self.configs:
+            if config.name == name:
+                return self.rows_of(name, np.arange(config.num_embeddings))
+        return self.rows_of(name, ())  # reads and writes say which tables there are
 
-    @property
-    def placed(self) -> TableStore:
-        """The store that has the rows' arrays: this one, or the one within a `WrappingStore`."""
-        return self
 
-    def with_placed(self, placed: TableStore) -> TableStore:
-        """Return this store with another in the place of `placed`."""
-        return placed
+def check_state(name: str, kept: Mapping[str, object], given: Mapping[str, object]) -> None:
+    """Raise a ValueError where a table's state is not what its optimizer keeps."""
+    if set(given) != set(kept):
+        raise ValueError(f"table {name!r}: its optimizer keeps {sorted(kept)}, got {sorted(given)}")
 
 
 StoreFactory: TypeAlias = Callable[[TableLayout, jax.Array], TableStore]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import TypeVar, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,32 +14,25 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int32, Shaped
 
 from jaxrec.embed import kernels
 from jaxrec.embed.checkpoint_view import LogicalTable, part_rows, put_rows, take_rows
-from jaxrec.embed.config import TableConfig, check_num_rows
-from jaxrec.embed.first_values import table_key
+from jaxrec.embed.config import TableConfig, check_num_rows, refuse_training
+from jaxrec.embed.first_values import initialize_rows, table_key
 from jaxrec.embed.formats import PackedRows, TableArray, as_bits, as_table, is_packed, of_bits
-from jaxrec.embed.initialize import initialize_rows
 from jaxrec.embed.kernels.updates import sweep_rows
 from jaxrec.embed.layout import Group, TableLayout
-from jaxrec.embed.lookup import flatten, join_pooled, lookup_weights, pool, shares_bags, split_rows
+from jaxrec.embed.outputs import flatten, join_pooled, lookup_weights, pool, shares_bags, split_rows
 from jaxrec.embed.row_gradients import (
     Activations,
     Residuals,
     Routes,
     RowGradients,
     bound_samples,
-    group_gradients,
     group_parts,
     merge,
-    table_squares,
 )
-from jaxrec.embed.row_slots import RowSlots
 from jaxrec.embed.state import new_state
-from jaxrec.embed.store import TableStore
-from jaxrec.optim import RowOptimizer
+from jaxrec.embed.store import TableStore, check_state
 from jaxrec.optim.hyperparameters import Step, as_step
 from jaxrec.ragged import KeyedJaggedArray
-
-Store = TypeVar("Store", bound="Tables")
 
 # Number of elements of a table that are copied to the device at a time.
 _COPY_ELEMENTS = 1 << 24
@@ -51,7 +44,7 @@ MAX_DENSE_GRADIENT_BYTES = 1 << 30
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tables(TableStore):
-    """Tables that lie whole on one device.
+    """Tables that lie whole on one device, trained or, in formats for inference, packed.
 
     Attributes:
         rows: Rows of each group's tables, ``[num_rows, dim]`` in the group's row format.
@@ -74,19 +67,23 @@ class Tables(TableStore):
         """
         check_num_rows(layout.configs)
         rows = {group.name: _init_rows(group, key) for group in layout.groups}
-        state = {
-            group.name: new_state(
-                group.optimizer,
-                group.dim,
-                functools.partial(_equal_rows, num_rows=group.num_rows),
-            )
-            for group in layout.groups
-        }
-        return cls(rows, state, layout)
+        return cls(rows, _first_state(layout), layout)
 
-    @property
-    def row_optimizers(self) -> tuple[RowOptimizer, ...]:
-        return tuple(group.optimizer for group in self.layout.groups)
+    @classmethod
+    def zeros(cls, layout: TableLayout) -> Tables:
+        """Make tables whose stored bytes are zeros, with the first optimizer state.
+
+        Raises:
+            ValueError: int32 cannot number the rows of a table.
+        """
+        check_num_rows(layout.configs)
+        rows = {}
+        for group in layout.groups:
+            row_format = group.row_format
+            zeros = jnp.zeros(row_format.width(group.dim), row_format.dtype)
+            bits = kernels.new_rows(zeros, group.num_rows)
+            rows[group.name] = as_table(bits, row_format, group.dim)
+        return cls(rows, _first_state(layout), layout)
 
     @property
     def without_rows(self) -> Tables:
@@ -117,17 +114,13 @@ class Tables(TableStore):
             return join_pooled(self.layout, features, layouts, looked_up, lookups, dtype)
         return split_rows(self.layout, features, layouts, looked_up, lookups, dtype)
 
-    def row_gradients(
-        self, residuals: Residuals, cotangents: Activations
-    ) -> dict[str, RowGradients]:
-        return group_gradients(self.layout, residuals, cotangents)
-
     def update(
         self,
         calls: Sequence[dict[str, RowGradients]],
         step: Step | int,
         is_applied: Bool[Array, ""] | None = None,
     ) -> Tables:
+        refuse_training(self.configs)
         step = as_step(step)
         rows, state = dict(self.rows), dict(self.state)
         parts = group_parts(calls)
@@ -150,12 +143,8 @@ class Tables(TableStore):
             rows[group.name] = sweep_rows(updated, optimizer, step, is_applied)
         return dataclasses.replace(self, rows=rows, state=state)
 
-    def table_squares(
-        self, calls: Sequence[dict[str, RowGradients]]
-    ) -> dict[str, Float[Array, ""]]:
-        return table_squares(self.layout.groups, calls)
-
     def check_dense_gradient(self, name: str) -> None:
+        refuse_training(self.configs)
         group, rows = self.find(name)
         size = (rows.stop - rows.start) * group.dim * 4
         if size > MAX_DENSE_GRADIENT_BYTES:
@@ -192,15 +181,6 @@ class Tables(TableStore):
             for key, array in arrays.items()
         }
         return dataclasses.replace(self, state=self.state | {group.name: arrays})
-
-    def check_values(self, name: str, rows: np.ndarray) -> None:
-        self._config(name).check_rows(f"table {name!r}, given ", rows)
-
-    def row_slots(self, name: str, rows: np.ndarray) -> list[RowSlots]:
-        group, where = self.find(name)
-        slots = (where.start + rows).astype(np.int32)
-        index = np.arange(slots.size, dtype=np.int32)
-        return [RowSlots(group.name, (0, group.dim), slots, index, is_in_order=True)]
 
     def read_rows(
         self, group: str, slots: Int32[Array, " n"]
@@ -255,39 +235,52 @@ class Tables(TableStore):
             state=self.state | {group.name: state},
         )
 
-    def stored_rows(self, name: str) -> Shaped[Array, "num_embeddings width"]:
-        """Return the rows of a table as they are stored, a copy.
-
-        Raises:
-            KeyError: No table has that name.
-        """
+    def arrays(self, name: str) -> tuple[TableArray, dict[str, TableArray], int]:
         group, rows = self.find(name)
-        array = self.rows[group.name]
-        return copy_rows(array.stored if isinstance(array, PackedRows) else array, rows)
+        return self.rows[group.name], self.state[group.name], rows.start
 
     def write_stored(
-        self: Store, name: str, values: Shaped[Array | np.ndarray, "num_embeddings width"]
-    ) -> Store:
-        """Set the rows of a table to rows as they are stored, in place: the tables are donated.
+        self, name: str, values: Shaped[Array | np.ndarray, "num_embeddings width"]
+    ) -> Tables:
+        """Set the rows of a table to rows as they are stored, in place: the tables are donated."""
+        group, rows = self.find(name)
+        array = self.rows[group.name]
+        new: Any = _write(stored(array), rows, values, f"table {name!r}, as it is stored,")
+        if isinstance(array, PackedRows):
+            new = array.with_stored(new)
+        return dataclasses.replace(self, rows=self.rows | {group.name: new})
+
+    def like(self, other: TableStore) -> Tables:
+        filled = Tables.zeros(self.layout)
+        theirs = {config.name: config for config in other.configs}
+        for config in self.configs:
+            name, arrays = config.name, other.arrays(config.name)
+            if arrays is not None and config.stores_like(theirs[name]):
+                rows, _, first = arrays
+                bits = stored(rows)[first : first + config.num_embeddings]
+                filled = filled.write_stored(name, bits)
+            else:
+                filled = filled.pack_parts(name, other.parts(name))
+            if filled.state[self.layout.find(name)[0].name]:
+                filled = filled.write_state(name, other.read_state(name))
+        return filled
+
+    def pack_parts(self, name: str, parts: Iterable[tuple[int, np.ndarray]]) -> Tables:
+        """Set the rows of a table by parts of them, in place: the tables are donated.
 
         Args:
             name: Name of the table.
-            values: What `stored_rows` returned, of a table of the same format.
+            parts: As `TableStore.parts` yields them; those of one size share a program.
 
         Raises:
-            KeyError: No table has that name.
-            ValueError: The rows have another shape.
+            ValueError: The table's format cannot hold an element.
         """
         group, rows = self.find(name)
         array = self.rows[group.name]
-        where = f"table {name!r}, as it is stored,"
-        new: TableArray
-        if isinstance(array, PackedRows):
-            stored = cast(Array, _write(array.stored, rows, values, where))
-            new = array.with_stored(stored)
-        else:
-            new = _write(array, rows, values, where)
-        return dataclasses.replace(self, rows=self.rows | {group.name: new})
+        for start, part in parts:
+            self._config(name).check_rows(f"table {name!r}, ", part, start)
+            array = write_part(array, part, jnp.int32(rows.start + start))
+        return dataclasses.replace(self, rows=self.rows | {group.name: array})
 
     def _config(self, name: str) -> TableConfig:
         group, index = self.layout.find(name)
@@ -306,10 +299,9 @@ def copy_rows(array: Shaped[TableArray, "rows ..."], rows: slice) -> Shaped[Arra
     return jnp.copy(part) if part is array else part  # JAX returns an array that is sliced whole.
 
 
-def check_state(name: str, kept: Mapping[str, object], given: Mapping[str, object]) -> None:
-    """Raise a ValueError where a table's state is not what its optimizer keeps."""
-    if set(given) != set(kept):
-        raise ValueError(f"table {name!r}: its optimizer keeps {sorted(kept)}, got {sorted(given)}")
+def stored(array: TableArray) -> Array:
+    """Return rows as they are stored."""
+    return array.stored if isinstance(array, PackedRows) else array
 
 
 def read_slots(
@@ -367,8 +359,16 @@ def _init_rows(group: Group, key: Array) -> Float[TableArray, "rows dim"]:
     return rows
 
 
-def _equal_rows(row: np.ndarray, num_rows: int) -> Array:
-    return kernels.new_rows(jnp.asarray(row), num_rows)
+def _first_state(layout: TableLayout) -> dict[str, dict[str, TableArray]]:
+    def equal_rows(row: np.ndarray, num_rows: int) -> Array:
+        return kernels.new_rows(jnp.asarray(row), num_rows)
+
+    return {
+        group.name: new_state(
+            group.optimizer, group.dim, functools.partial(equal_rows, num_rows=group.num_rows)
+        )
+        for group in layout.groups
+    }
 
 
 def _check_shape(values: Array | np.ndarray, expected: tuple[int, ...], what: str) -> None:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-from jaxtyping import Array, Bool, DTypeLike, Float, Int32, Shaped
+from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
-from jaxrec.embed.checkpoint_view import LogicalTable
-from jaxrec.embed.config import TableConfig
-from jaxrec.embed.found_ids import FoundIds
-from jaxrec.embed.layout import Group
 from jaxrec.embed.row_gradients import Activations, Residuals, Routes, RowGradients
-from jaxrec.embed.row_slots import RowSlots
 from jaxrec.embed.store import TableStore
-from jaxrec.optim import RowOptimizer
 from jaxrec.optim.hyperparameters import Step
 from jaxrec.ragged import KeyedJaggedArray
 
@@ -63,42 +57,6 @@ class WrappingStore(TableStore):
         """Return this store around another one."""
         return dataclasses.replace(self, inner=inner)
 
-    @property
-    def layout(self) -> Any:
-        return self.inner.layout
-
-    @property
-    def row_optimizers(self) -> tuple[RowOptimizer, ...]:
-        return self.inner.row_optimizers
-
-    @property
-    def configs(self) -> tuple[TableConfig, ...]:
-        return self.inner.configs
-
-    @property
-    def groups(self) -> dict[str, Group]:
-        return self.inner.groups
-
-    @property
-    def bounds(self) -> dict[str, int]:
-        return self.inner.bounds
-
-    @property
-    def without_rows(self) -> TableStore:
-        return self.inner.without_rows
-
-    @property
-    def placed(self) -> TableStore:
-        return self.inner.placed
-
-    def with_placed(self: Store, placed: TableStore) -> Store:
-        return self.with_inner(self.inner.with_placed(placed))
-
-    # The training step.
-
-    def route(self, features: KeyedJaggedArray) -> Routes:
-        return self.inner.route(features)
-
     def lookup(
         self,
         features: KeyedJaggedArray,
@@ -109,11 +67,6 @@ class WrappingStore(TableStore):
     ) -> tuple[Activations, Residuals]:
         return self.inner.lookup(features, is_weighted=is_weighted, dtype=dtype, routes=routes)
 
-    def row_gradients(
-        self, residuals: Residuals, cotangents: Activations
-    ) -> dict[str, RowGradients]:
-        return self.inner.row_gradients(residuals, cotangents)
-
     def update(
         self: Store,
         calls: Sequence[dict[str, RowGradients]],
@@ -121,58 +74,6 @@ class WrappingStore(TableStore):
         is_applied: Bool[Array, ""] | None = None,
     ) -> Store:
         return self.with_inner(self.inner.update(calls, step, is_applied))
-
-    def table_squares(
-        self, calls: Sequence[dict[str, RowGradients]]
-    ) -> dict[str, Float[Array, ""]]:
-        return self.inner.table_squares(calls)
-
-    def refuse_shard(self) -> str | None:
-        return self.inner.refuse_shard()
-
-    def check_dense_gradient(self, name: str) -> None:
-        self.inner.check_dense_gradient(name)
-
-    def dense_gradients(
-        self, name: str, gradient: Float[Array, "rows dim"]
-    ) -> dict[str, RowGradients]:
-        return self.inner.dense_gradients(name, gradient)
-
-    # Whole tables.
-
-    def read(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
-        return self.inner.read(name)
-
-    def write(
-        self: Store, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
-    ) -> Store:
-        return self.with_inner(self.inner.write(name, values))
-
-    def stored_rows(self, name: str) -> Shaped[Array, "num_embeddings width"] | None:
-        return self.inner.stored_rows(name)
-
-    def read_state(self, name: str) -> dict[str, Array]:
-        return self.inner.read_state(name)
-
-    def write_state(self: Store, name: str, state: Mapping[str, Array | np.ndarray]) -> Store:
-        return self.with_inner(self.inner.write_state(name, state))
-
-    # Rows.
-
-    def by_row(self, name: str) -> TableStore:
-        return self.with_inner(self.inner.by_row(name))
-
-    def optimizer_of(self, name: str) -> RowOptimizer:
-        return self.inner.optimizer_of(name)
-
-    def find_ids(self, name: str, ids: Any, *, is_written: bool = False) -> FoundIds:
-        return self.inner.find_ids(name, ids, is_written=is_written)
-
-    def check_values(self, name: str, rows: np.ndarray) -> None:
-        self.inner.check_values(name, rows)
-
-    def row_slots(self, name: str, rows: np.ndarray) -> list[RowSlots]:
-        return self.inner.row_slots(name, rows)
 
     def read_rows(
         self, group: str, slots: Int32[Array, "*devices n"]
@@ -188,28 +89,34 @@ class WrappingStore(TableStore):
     ) -> Store:
         return self.with_inner(self.inner.write_rows(group, slots, rows, state))
 
-    def put_rows(self, tree: Any) -> Any:
-        return self.inner.put_rows(tree)
 
-    def spread_rows(self, tree: Any) -> Any:
-        return self.inner.spread_rows(tree)
+def _pass_on(name: str) -> Any:
+    """Return a method or a property that passes on to the same one of the inner store."""
+    member = getattr(TableStore, name)
+    if isinstance(member, property):
+        return property(lambda self: getattr(self.inner, name), doc=member.__doc__)
+    method = _store_method(name) if _returns_store(member) else _value_method(name)
+    method.__name__, method.__doc__ = name, member.__doc__
+    return method
 
-    def on_every_process(self, tree: Any) -> Any:
-        return self.inner.on_every_process(tree)
 
-    def map_slots(self, function: Callable[[Any, Any], Any], per_slot: Any, shared: Any) -> Any:
-        return self.inner.map_slots(function, per_slot, shared)
+def _value_method(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **options: getattr(self.inner, name)(*args, **options)
 
-    # Checkpoints.
 
-    def checkpoint_shapes(self, name: str) -> LogicalTable:
-        return self.inner.checkpoint_shapes(name)
+def _store_method(name: str) -> Callable[..., Any]:
+    def method(self: WrappingStore, *args: Any, **options: Any) -> WrappingStore:
+        return self.with_inner(getattr(self.inner, name)(*args, **options))
 
-    def checkpoint_view(self, name: str) -> LogicalTable:
-        return self.inner.checkpoint_view(name)
+    return method
 
-    def from_checkpoint(self: Store, name: str, logical: LogicalTable, num_rows: int) -> Store:
-        return self.with_inner(self.inner.from_checkpoint(name, logical, num_rows))
 
-    def put_beside(self, tree: Any) -> Any:
-        return self.inner.put_beside(tree)
+def _returns_store(method: Callable[..., Any]) -> bool:
+    return inspect.signature(method).return_annotation == TableStore.__name__
+
+
+# The rest of the interface, but for the rows of ids: those are of this store's own `find_ids`.
+for _name in vars(TableStore):
+    if not _name.startswith("_") and _name not in {*vars(WrappingStore), "rows_of"}:
+        setattr(WrappingStore, _name, _pass_on(_name))
+WrappingStore.layout = property(lambda self: self.inner.layout)

@@ -6,32 +6,26 @@ devices alone.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from jaxrec.embed.config import TableConfig
-from jaxrec.embed.first_values import draw_and_scale, table_key
-from jaxrec.embed.formats import RowFormat, TableArray, as_table
-from jaxrec.embed.formats.floats import PlainRows
-from jaxrec.embed.initialize import fill_rows, place_of
+from jaxrec.embed.first_values import draw_and_scale, fill_rows, place_of, table_key
+from jaxrec.embed.formats import TableArray
 from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.row_keys import KeyWords
-from jaxrec.embed.state import new_state
 from jaxrec.embed.store import TableStore
-from jaxrec.embed.tables import Tables
 from jaxrec.mesh.agree import fingerprint, on_every_device, require_same
-from jaxrec.mesh.layout import MeshLayout, layout_mesh, warn_of_unused_memory
+from jaxrec.mesh.layout import MeshLayout, layout_mesh
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.mesh.placement import Placement
-from jaxrec.mesh.shard_access import new_rows, over_devices, owners, write_shards
+from jaxrec.mesh.shard_access import over_devices, owners
 from jaxrec.mesh.shards import MeshShape
 from jaxrec.mesh.store import MeshStore
 from jaxrec.mesh.tables import ShardedTables
@@ -75,7 +69,7 @@ def init_on_mesh(
     """
     layout = layout_mesh(tables, placements, mesh_shape(mesh, replica_axis))
     require_same("model", {"random key of tables": fingerprint(key)})
-    sharded = _zeros(layout, mesh, replica_axis)
+    sharded = ShardedTables.zeros(layout, mesh, replica_axis)
     for config in tables.configs:
         of_table = on_every_device(table_key(key, config.name), mesh)
         draw, scale = draw_and_scale(
@@ -112,91 +106,7 @@ def shard_tables(
         ValueError: The placements do not fit the tables or the mesh.
     """
     layout = layout_on_mesh(tables, placements, mesh, replica_axis)
-    sharded = _zeros(layout, mesh, replica_axis)
-    for config in layout.configs:
-        if config.inference_format is not None or not isinstance(config.row_format, PlainRows):
-            sharded = _copy_packed(tables, sharded, config)
-        elif isinstance(tables, MeshStore) and _are_on_same_devices(tables, sharded):
-            sharded = _move(tables, sharded, config)
-        elif isinstance(tables, Tables):
-            sharded = _copy_from_one_device(tables, sharded, config.name)
-        else:
-            sharded = sharded.write(config.name, tables.read(config.name))
-            sharded = sharded.write_state(config.name, tables.read_state(config.name))
-    return sharded
-
-
-def _copy_packed(tables: TableStore, sharded: ShardedTables, config: TableConfig) -> ShardedTables:
-    """Return tables on a mesh with the rows of a packed table of a store.
-
-    The rows are copied as they are stored, so that they read as before. A part of a row that is cut
-    by columns keeps the scale of the row until it is updated. Only where column slices of the mesh
-    take columns of several slices of the store, parts are packed anew.
-    """
-    name, placed = config.name, tables.placed
-    sources: dict[tuple[int, int], Array] = {}
-    if isinstance(placed, MeshStore):
-        sources = placed.stored_slices(name)
-    elif (whole := tables.stored_rows(name)) is not None:
-        sources = {(0, config.embedding_dim): whole}
-    slices = {
-        columns: _stored_columns(sources, columns, config.row_format)
-        for _, columns, _ in sharded.layout.column_slices(name)
-    }
-    known = {columns: rows for columns, rows in slices.items() if rows is not None}
-    if len(known) < len(slices):
-        sharded = sharded.write(name, tables.read(name))
-    else:
-        sharded = sharded.write_stored(name, known)
-    return sharded.write_state(name, tables.read_state(name))
-
-
-def _stored_columns(
-    sources: Mapping[tuple[int, int], Array], columns: tuple[int, int], row_format: RowFormat
-) -> Array | None:
-    """Return columns of a table as they are stored; None if no slice of it has all of them."""
-    for (first, stop), rows in sources.items():
-        if (first, stop) == columns:
-            return rows
-        if first <= columns[0] and columns[1] <= stop:
-            part = columns[0] - first, columns[1] - first
-            return row_format.take_columns(rows, stop - first, part)
-    return None
-
-
-def _are_on_same_devices(tables: MeshStore, sharded: ShardedTables) -> bool:
-    meshes, replicas = (tables.mesh, sharded.mesh), (tables.replica_axis, sharded.replica_axis)
-    return replicas == (None, None) and (
-        list(meshes[0].devices.flat) == list(meshes[1].devices.flat)
-    )
-
-
-def _move(tables: MeshStore, sharded: ShardedTables, config: TableConfig) -> ShardedTables:
-    """Return tables on a mesh with a table of others on the same devices."""
-    logical = tables.checkpoint_view(config.name)
-    shardings = jax.tree.map(lambda shape: shape.sharding, sharded.checkpoint_shapes(config.name))
-    logical = jax.device_put(logical, shardings)
-    return sharded.from_checkpoint(config.name, logical, config.num_embeddings)
-
-
-def _copy_from_one_device(tables: Tables, sharded: ShardedTables, name: str) -> ShardedTables:
-    """Return tables on a mesh with a table of one device."""
-    group, place = tables.find(name)
-    rows = dict(sharded.rows)
-    state = {each: dict(arrays) for each, arrays in sharded.state.items()}
-    for placed, columns, shards in sharded.layout.column_slices(name):
-        write = functools.partial(
-            write_shards,
-            sharding=sharded.sharding(placed),
-            placed=placed,
-            columns=columns,
-            shards=shards,
-            first=place.start,
-        )
-        rows[placed.name] = write(rows[placed.name], values=tables.rows[group.name])
-        for key, array in tables.state[group.name].items():
-            state[placed.name][key] = write(state[placed.name][key], values=array)
-    return dataclasses.replace(sharded, rows=rows, state=state)
+    return ShardedTables.zeros(layout, mesh, replica_axis).filled(tables)
 
 
 def layout_on_mesh(
@@ -208,31 +118,6 @@ def layout_on_mesh(
     """Return the layout that tables, which may be on a mesh already, would have."""
     whole = tables.layout.whole if isinstance(tables, MeshStore) else tables.layout
     return layout_mesh(whole, placements, mesh_shape(mesh, replica_axis))
-
-
-def _zeros(layout: MeshLayout, mesh: Mesh, replica_axis: str | None) -> ShardedTables:
-    """Return tables of zeros, with each optimizer's first state."""
-    require_same(
-        "model",
-        {
-            f"table {table.name!r}": f"{table.num_embeddings} x {table.embedding_dim} {table.dtype}"
-            for table in layout.configs
-        },
-    )
-    warn_of_unused_memory(layout)
-    sharded = ShardedTables({}, {}, layout, mesh, replica_axis=replica_axis)
-    for placed in layout.groups:
-        group, sharding = placed.group, sharded.sharding(placed)
-        with jax.ensure_compile_time_eval():
-            zeros = np.asarray(group.row_format.pack(jnp.zeros((1, group.dim))))[0]
-        stored = new_rows(zeros, placed.local_rows, sharding)
-        sharded.rows[group.name] = as_table(stored, group.row_format, group.dim)
-        sharded.state[group.name] = new_state(
-            group.optimizer,
-            group.dim,
-            functools.partial(new_rows, local_rows=placed.local_rows, sharding=sharding),
-        )
-    return sharded
 
 
 def _ranges(placed: PlacedGroup, config: TableConfig) -> np.ndarray:

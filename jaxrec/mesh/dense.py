@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxrec.embed.collection import TableVariable
-from jaxrec.embed.placed_variables import (
+from jaxrec.embed.variables import (
     DensePlacement,
     PlacedVariable,
     place_variable,

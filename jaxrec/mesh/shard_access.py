@@ -8,9 +8,11 @@ devices alone.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +21,91 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, Shaped
 
 from jaxrec.embed import kernels
-from jaxrec.embed.formats import PackedRows, TableArray, as_bits, of_bits
+from jaxrec.embed.formats import PackedRows, RowFormat, TableArray, as_bits, of_bits
+from jaxrec.embed.slots import SlotDevices
+from jaxrec.embed.tables import stored
+from jaxrec.mesh.agree import on_every_device
 from jaxrec.mesh.placed_group import PlacedGroup, PlacedShard
 from jaxrec.ragged.capacity import capacity_for
 
 # Number of elements that travel to or from a device at a time.
 COPY_ELEMENTS = 1 << 20
+
+
+def first(tree: Any) -> Any:
+    """Return a device's own part of arrays with an axis over the devices."""
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def stack(tree: Any) -> Any:
+    """Add an axis over the devices: the reverse of `first`."""
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSlots(SlotDevices):
+    """The devices of a mesh, each with slots of its own.
+
+    Attributes:
+        over: The mesh.
+        axes: Axes that tables are cut over.
+    """
+
+    over: Mesh
+    axes: tuple[str, ...]
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.over
+
+    @property
+    def has_replicas(self) -> bool:
+        return self.axes != tuple(self.over.axis_names)
+
+    def put(self, tree: Any) -> Any:
+        sharding = NamedSharding(self.over, PartitionSpec(self.axes))
+        return jax.tree.map(lambda array: over_devices(array, sharding), tree)
+
+    def put_beside(self, tree: Any) -> Any:
+        devices = set(self.over.devices.flat)
+
+        def put(array: Any) -> Any:
+            if isinstance(array, jax.Array) and array.sharding.device_set == devices:
+                return array
+            return on_every_device(array, self.over)
+
+        return jax.tree.map(put, tree)
+
+    def spread(self, tree: Any) -> Any:
+        def on_device(tree: Any) -> Any:
+            device = jax.lax.axis_index(self.axes)
+            return jax.tree.map(lambda array: array[device][None], tree)
+
+        spread = self._shard_map(on_device, PartitionSpec(), PartitionSpec(self.axes))
+        return spread(jax.tree.map(jnp.asarray, tree))
+
+    def gather(self, tree: Any) -> Any:
+        if jax.process_count() == 1:
+            return tree
+
+        def on_device(tree: Any) -> Any:
+            return jax.tree.map(lambda x: jax.lax.all_gather(x, self.axes, tiled=True), tree)
+
+        return self._shard_map(on_device, PartitionSpec(self.axes), PartitionSpec())(tree)
+
+    def map(self, function: Callable[[Any, Any], Any], per_slot: Any, shared: Any) -> Any:
+        over, everywhere = PartitionSpec(self.axes), PartitionSpec()
+        on_device = self._shard_map(
+            lambda per_slot, shared: stack(function(first(per_slot), shared)),
+            (over, everywhere),
+            over,
+        )
+        return on_device(per_slot, shared)
+
+    def _shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        return jax.shard_map(
+            function, mesh=self.over, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
 
 
 def owners(placed: PlacedGroup, shards: list[PlacedShard]) -> Iterator[tuple[int, PlacedShard]]:
@@ -116,9 +197,35 @@ def read_shards(
             yield start, stop, np.asarray(rows.addressable_data(0))
 
 
-def stored(array: TableArray) -> Array:
-    """Return rows as they are stored."""
-    return array.stored if isinstance(array, PackedRows) else array
+def by_device(devices: np.ndarray, num_devices: int) -> np.ndarray:
+    """Return the positions that each device has in an array, in order, with -1 at padding.
+
+    Args:
+        devices: Device of each position, ``[n]``.
+        num_devices: Number of devices.
+
+    Returns:
+        int32 ``[num_devices, m]`` with the fullest device's number of positions ``m``.
+    """
+    order = np.argsort(devices, kind="stable")
+    counts = np.bincount(devices, minlength=num_devices)
+    index = np.full((num_devices, counts.max()), -1, np.int32)
+    place = np.arange(devices.size) - (np.cumsum(counts) - counts)[devices[order]]
+    index[devices[order], place] = order
+    return index
+
+
+def stored_columns(
+    sources: Mapping[tuple[int, int], Array], columns: tuple[int, int], row_format: RowFormat
+) -> Array | None:
+    """Return columns of a table as they are stored; None if no slice of it has all of them."""
+    for (start, stop), rows in sources.items():
+        if (start, stop) == columns:
+            return rows
+        if start <= columns[0] and columns[1] <= stop:
+            part = columns[0] - start, columns[1] - start
+            return row_format.take_columns(rows, stop - start, part)
+    return None
 
 
 def _rows_at_a_time(array: TableArray) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -16,27 +17,31 @@ from jaxtyping import Array, Float, Int32
 
 from jaxrec.embed.checkpoint_view import LogicalTable, part_rows
 from jaxrec.embed.config import TableConfig
-from jaxrec.embed.formats import PackedRows, TableArray, is_packed
+from jaxrec.embed.formats import PackedRows, TableArray, as_table, is_packed
+from jaxrec.embed.formats.floats import PlainRows
 from jaxrec.embed.layout import Group
-from jaxrec.embed.row_slots import RowSlots
-from jaxrec.embed.store import TableStore
-from jaxrec.embed.tables import check_state, read_slots, write_slots
+from jaxrec.embed.slots import RowSlots
+from jaxrec.embed.state import new_state
+from jaxrec.embed.store import TableStore, check_state
+from jaxrec.embed.tables import Tables, read_slots, stored, write_slots
 from jaxrec.embed.taps import tapped_modules
-from jaxrec.mesh.agree import on_every_device
+from jaxrec.mesh.agree import require_same
 from jaxrec.mesh.channel import Channel, RaggedChannel, SimulatedChannel
 from jaxrec.mesh.exchange import DEFAULT_CAPACITY_FACTOR
-from jaxrec.mesh.layout import MeshLayout
+from jaxrec.mesh.layout import MeshLayout, warn_of_unused_memory
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.mesh.precision import ExchangePrecision
 from jaxrec.mesh.row_mover import RowMover
 from jaxrec.mesh.shard_access import (
+    MeshSlots,
+    by_device,
+    first,
     new_rows,
-    over_devices,
     read_shards,
-    stored,
+    stack,
+    stored_columns,
     write_shards,
 )
-from jaxrec.optim import RowOptimizer
 
 Store = TypeVar("Store", bound="MeshStore")
 
@@ -73,10 +78,6 @@ class MeshStore(TableStore):
     )
 
     @property
-    def row_optimizers(self) -> tuple[RowOptimizer, ...]:
-        return tuple(placed.group.optimizer for placed in self.layout.groups)
-
-    @property
     def groups(self) -> dict[str, Group]:
         return {placed.name: placed.group for placed in self.layout.groups}
 
@@ -103,6 +104,10 @@ class MeshStore(TableStore):
     def num_replicas(self) -> int:
         """Number of replicas of the sharded tables."""
         return 1 if self.replica_axis is None else self.mesh.shape[self.replica_axis]
+
+    @property
+    def devices(self) -> MeshSlots:
+        return MeshSlots(self.mesh, self.axes)
 
     @property
     def channel(self) -> Channel:
@@ -162,43 +167,10 @@ class MeshStore(TableStore):
             if placed.is_replicated:
                 index = np.tile(np.arange(rows.size, dtype=np.int32), (everywhere, 1))
             else:
-                index = _by_device(devices[shard], everywhere)
+                index = by_device(devices[shard], everywhere)
             slots = np.where(index < 0, np.int32(-1), local[index] if rows.size else index)
             result.append(RowSlots(placed.name, columns, slots, index))
         return result
-
-    def put_rows(self, tree: Any) -> Any:
-        sharding = NamedSharding(self.mesh, PartitionSpec(self.axes))
-        return jax.tree.map(lambda array: over_devices(array, sharding), tree)
-
-    def spread_rows(self, tree: Any) -> Any:
-        def on_device(tree):
-            device = jax.lax.axis_index(self.axes)
-            return jax.tree.map(lambda array: array[device][None], tree)
-
-        spread = self.shard_map(on_device, PartitionSpec(), PartitionSpec(self.axes))
-        return spread(jax.tree.map(jnp.asarray, tree))
-
-    def on_every_process(self, tree: Any) -> Any:
-        if jax.process_count() == 1:
-            return tree
-        gather = self.shard_map(
-            lambda tree: jax.tree.map(
-                lambda array: jax.lax.all_gather(array, self.axes, tiled=True), tree
-            ),
-            PartitionSpec(self.axes),
-            PartitionSpec(),
-        )
-        return gather(tree)
-
-    def map_slots(self, function: Callable[[Any, Any], Any], per_slot: Any, shared: Any) -> Any:
-        over, everywhere = PartitionSpec(self.axes), PartitionSpec()
-        on_device = self.shard_map(
-            lambda per_slot, shared: stack(function(first(per_slot), shared)),
-            (over, everywhere),
-            over,
-        )
-        return on_device(per_slot, shared)
 
     def read_rows(
         self, group: str, slots: Int32[Array, "devices n"]
@@ -249,20 +221,8 @@ class MeshStore(TableStore):
             )
         return dataclasses.replace(self, rows=rows)
 
-    def stored_rows(self, name: str) -> Array | None:
-        """Return the rows of a table as they are stored, ``[num_embeddings, width]``, a copy.
-
-        None where the rows are cut by columns, so that each part has a scale of its own.
-        """
-        slices = self.stored_slices(name)
-        return None if len(slices) > 1 else next(iter(slices.values()))
-
     def stored_slices(self, name: str) -> dict[tuple[int, int], Array]:
-        """Return the rows of a table's column slices as they are stored, copies.
-
-        Returns:
-            ``[num_embeddings, width]`` by the first column of the slice and the one after its last.
-        """
+        """Return the stored rows of column slices, ``[rows, width]``, by their columns."""
         config, slices = self._config(name), {}
         for placed, columns, shards in self.layout.column_slices(name):
             array = stored(self.rows[placed.name])
@@ -276,12 +236,7 @@ class MeshStore(TableStore):
     def write_stored(
         self: Store, name: str, slices: Mapping[tuple[int, int], Array | np.ndarray]
     ) -> Store:
-        """Set the rows of a table to rows as they are stored.
-
-        Args:
-            name: Name of the table.
-            slices: The rows of each column slice, as `stored_slices` returns them.
-        """
+        """Set the rows of a table to stored rows of its column slices; see `stored_slices`."""
         new = dict(self.rows)
         for placed, columns, shards in self.layout.column_slices(name):
             array, rows = new[placed.name], slices[columns]
@@ -336,9 +291,6 @@ class MeshStore(TableStore):
         group, index = self.layout.whole.find(name)
         return group.tables[index]
 
-    def check_values(self, name: str, rows: np.ndarray) -> None:
-        self._check_values(name, rows, f"table {name!r}, given ")
-
     def _check_values(self, name: str, rows: Array | np.ndarray, where: str) -> None:
         """Raise a ValueError where a table's format cannot hold rows."""
         self._config(name).check_rows(where, rows)
@@ -350,6 +302,142 @@ class MeshStore(TableStore):
         expected = (config.num_embeddings, config.embedding_dim)[: array.ndim]
         if np.shape(values) != expected:
             raise ValueError(f"{what} has shape {expected}, got {np.shape(values)}")
+
+    # Moves between devices.
+
+    @classmethod
+    def zeros(
+        cls: type[Store], layout: MeshLayout, mesh: Mesh, replica_axis: str | None = None
+    ) -> Store:
+        """Make tables of zeros, with each optimizer's first state."""
+        sizes = {
+            f"table {table.name!r}": f"{table.num_embeddings} x {table.embedding_dim} {table.dtype}"
+            for table in layout.configs
+        }
+        require_same("model", sizes)
+        warn_of_unused_memory(layout)
+        tables = cls({}, {}, layout, mesh, replica_axis=replica_axis)
+        for placed in layout.groups:
+            group, sharding = placed.group, tables.sharding(placed)
+            with jax.ensure_compile_time_eval():
+                zeros = np.asarray(group.row_format.pack(jnp.zeros((1, group.dim))))[0]
+            bits = new_rows(zeros, placed.local_rows, sharding)
+            tables.rows[group.name] = as_table(bits, group.row_format, group.dim)
+            tables.state[group.name] = new_state(
+                group.optimizer,
+                group.dim,
+                functools.partial(new_rows, local_rows=placed.local_rows, sharding=sharding),
+            )
+        return tables
+
+    def to_one_device(self) -> Tables:
+        if jax.process_count() > 1:
+            raise TypeError(
+                "the tables lie over several processes; give the model before jaxrec.shard, such "
+                "as the one that jaxrec.serve.quantize returned"
+            )
+        tables = Tables.zeros(self.layout.whole)
+        for config in self.layout.configs:
+            name, slices = config.name, self.stored_slices(config.name)
+            if len(slices) == 1:
+                tables = tables.write_stored(name, next(iter(slices.values())))
+            elif isinstance(config.row_format, PlainRows):
+                tables = tables.write(name, self.read(name))
+            else:
+                raise TypeError(
+                    f"table {name!r} is cut by columns over the mesh, where each part of a row "
+                    "has a scale of its own; give the model before jaxrec.shard, such as the one "
+                    "that jaxrec.serve.quantize returned, or place the table by rows"
+                )
+            tables = tables.write_state(name, self.read_state(name))
+        return tables
+
+    def like(self: Store, other: TableStore) -> Store:
+        if (reason := other.refuse_shard()) is not None:
+            raise TypeError(reason)
+        theirs = {config.name: config for config in other.configs}
+        if not all(config.stores_like(theirs[config.name]) for config in self.configs):
+            other = Tables({}, {}, self.layout.whole).like(other)  # packed on one device meanwhile
+        tables = self.zeros(self.layout, self.mesh, self.replica_axis).filled(other)
+        return dataclasses.replace(self, rows=tables.rows, state=tables.state)
+
+    def filled(self: Store, other: TableStore) -> Store:
+        """Return these tables with the rows and state of others, in place: they are donated.
+
+        No device gets more than its part: rows travel from device to device if the others are on a
+        mesh of the same devices, else some at a time over the host.
+        """
+        tables = self
+        for config in self.layout.configs:
+            name, placed = config.name, other.placed
+            if config.inference_format is not None or not isinstance(config.row_format, PlainRows):
+                tables = tables._copied(other, config)
+            elif isinstance(placed, MeshStore) and tables._shares_devices(placed):
+                tables = tables._moved(placed, config)
+            elif (arrays := other.arrays(name)) is not None:
+                tables = tables._written(name, *arrays)
+            else:
+                tables = tables.write(name, other.read(name))
+                tables = tables.write_state(name, other.read_state(name))
+        return tables
+
+    def _shares_devices(self, other: MeshStore) -> bool:
+        replicas = self.replica_axis, other.replica_axis
+        devices = [list(store.mesh.devices.flat) for store in (self, other)]
+        return replicas == (None, None) and devices[0] == devices[1]
+
+    def _moved(self: Store, other: MeshStore, config: TableConfig) -> Store:
+        """Return these tables with a table of others on the same devices."""
+        shapes = self.checkpoint_shapes(config.name)
+        shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
+        logical = jax.device_put(other.checkpoint_view(config.name), shardings)
+        return self.from_checkpoint(config.name, logical, config.num_embeddings)
+
+    def _copied(self: Store, other: TableStore, config: TableConfig) -> Store:
+        """Return these tables with a packed table of others.
+
+        The rows are copied as they are stored, so that they read as before. A part of a row that is
+        cut by columns keeps the scale of the row until it is updated. Only where column slices here
+        take columns of several slices there, parts are packed anew.
+        """
+        name, placed = config.name, other.placed
+        sources: dict[tuple[int, int], Array] = {}
+        if isinstance(placed, MeshStore):
+            sources = placed.stored_slices(name)
+        elif (arrays := other.arrays(name)) is not None:
+            rows, _, start = arrays
+            whole = stored(rows)[start : start + config.num_embeddings]
+            sources = {(0, config.embedding_dim): whole}
+        slices = {
+            columns: stored_columns(sources, columns, config.row_format)
+            for _, columns, _ in self.layout.column_slices(name)
+        }
+        known = {columns: rows for columns, rows in slices.items() if rows is not None}
+        if len(known) < len(slices):
+            tables = self.write(name, other.read(name))
+        else:
+            tables = self.write_stored(name, known)
+        return tables.write_state(name, other.read_state(name))
+
+    def _written(
+        self: Store, name: str, rows: TableArray, state: dict[str, TableArray], start: int
+    ) -> Store:
+        """Return these tables with the rows of one device's arrays, from row ``start`` on."""
+        new, new_state = dict(self.rows), {key: dict(x) for key, x in self.state.items()}
+        for placed, columns, shards in self.layout.column_slices(name):
+            write = functools.partial(
+                write_shards,
+                sharding=self.sharding(placed),
+                placed=placed,
+                columns=columns,
+                shards=shards,
+                first=start,
+            )
+            new[placed.name] = write(new[placed.name], values=rows)
+            for key, array in state.items():
+                of_group = new_state[placed.name]
+                of_group[key] = write(of_group[key], values=array)
+        return dataclasses.replace(self, rows=new, state=new_state)
 
     # Checkpoints.
 
@@ -398,44 +486,6 @@ class MeshStore(TableStore):
             for key, array in logical.state.items():
                 state[group][key] = mover.move(array, state[group][key], moves, out_of=columns)
         return dataclasses.replace(self, rows=rows, state=state)
-
-    def put_beside(self, tree: Any) -> Any:
-        devices = set(self.mesh.devices.flat)
-
-        def put(array: Any) -> Any:
-            if isinstance(array, jax.Array) and array.sharding.device_set == devices:
-                return array
-            return on_every_device(array, self.mesh)
-
-        return jax.tree.map(put, tree)
-
-
-def _by_device(devices: np.ndarray, num_devices: int) -> np.ndarray:
-    """Return the positions that each device has in an array, in order, with -1 at padding.
-
-    Args:
-        devices: Device of each position, ``[n]``.
-        num_devices: Number of devices.
-
-    Returns:
-        int32 ``[num_devices, m]`` with the fullest device's number of positions ``m``.
-    """
-    order = np.argsort(devices, kind="stable")
-    counts = np.bincount(devices, minlength=num_devices)
-    index = np.full((num_devices, counts.max()), -1, np.int32)
-    place = np.arange(devices.size) - (np.cumsum(counts) - counts)[devices[order]]
-    index[devices[order], place] = order
-    return index
-
-
-def first(tree: Any) -> Any:
-    """Return a device's own part of arrays with an axis over the devices."""
-    return jax.tree.map(lambda x: x[0], tree)
-
-
-def stack(tree: Any) -> Any:
-    """Add an axis over the devices: the reverse of `first`."""
-    return jax.tree.map(lambda x: x[None], tree)
 
 
 def mesh_stores(model: nnx.Module) -> dict[str, MeshStore]:

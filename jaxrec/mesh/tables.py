@@ -17,7 +17,7 @@ from jaxrec.embed.config import refuse_training
 from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.kernels.updates import sweep_rows
-from jaxrec.embed.lookup import (
+from jaxrec.embed.outputs import (
     flatten,
     join_pooled,
     lookup_weights,
@@ -38,9 +38,9 @@ from jaxrec.embed.row_gradients import (
 from jaxrec.mesh.call_checks import batch_facts, check_call
 from jaxrec.mesh.channel import Turns
 from jaxrec.mesh.exchange import Exchange, Request
-from jaxrec.mesh.large import flatten_large
-from jaxrec.mesh.placed_group import PlacedGroup
-from jaxrec.mesh.store import MeshStore, first, stack
+from jaxrec.mesh.placed_group import PlacedGroup, flatten_large
+from jaxrec.mesh.shard_access import first, stack
+from jaxrec.mesh.store import MeshStore
 from jaxrec.optim.hyperparameters import Step, as_step
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 from jaxrec.ragged.shared_bags import with_known_capacities

@@ -23,8 +23,9 @@ from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout, Lookups
-from jaxrec.embed.lookup import lookup_weights, pool
+from jaxrec.embed.outputs import lookup_weights, pool
 from jaxrec.embed.row_gradients import Activations, Residuals, Routes, RowGradients
+from jaxrec.embed.store import TableStore
 from jaxrec.mesh.channel import Channel, Turns
 from jaxrec.mesh.exchange import POOLED, POOLED_BY_HOST, ROWS, Exchange, Request, find_exchange
 from jaxrec.mesh.exchange.bags import HostGroup
@@ -38,7 +39,7 @@ from jaxrec.mesh.exchange.owner_features import (
 )
 from jaxrec.mesh.exchange.rows import RowsRoute, fetch_rows, route_rows
 from jaxrec.mesh.placed_group import PlacedGroup
-from jaxrec.mesh.store import first, stack
+from jaxrec.mesh.shard_access import first, stack
 from jaxrec.mesh.tables import ShardedTables
 from jaxrec.optim.hyperparameters import Step
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
@@ -76,13 +77,16 @@ class TowerTables(ShardedTables):
     """
 
     @classmethod
-    def of(cls, tables: ShardedTables) -> TowerTables:
+    def of(cls, tables: TableStore) -> TowerTables:
         """Return the same tables, to be looked up where they are.
 
         Raises:
-            ValueError: The mesh is not of hosts and their devices, tables are not pooled, or one
-                is not by rows over the devices of one host or has too many rows.
+            ValueError: The tables are on one device, the mesh is not of hosts and their devices,
+                tables are not pooled, or one is not by rows over the devices of one host or has too
+                many rows.
         """
+        if not isinstance(tables, ShardedTables):
+            raise ValueError("the model is on one device; put it on a mesh with jaxrec.shard first")
         if len(tables.mesh.axis_names) != 2 or tables.replica_axis is not None:
             raise ValueError(
                 f"towers lie on a mesh of two axes, hosts first, got {tables.mesh.axis_names}"
@@ -283,6 +287,11 @@ class TowerTables(ShardedTables):
         for position, (_, index) in enumerate(placed.group.features):
             features[host_of[placed.group.row_offsets[index]]].append(position)
         return features
+
+
+def towers_of(store: TableStore) -> TowerTables | None:
+    """Return a store's tables if they are looked up where they are, else None."""
+    return store.placed if isinstance(store.placed, TowerTables) else None
 
 
 def run_towers(

@@ -29,7 +29,6 @@ from jaxrec.nn.mlp import Activation as Activation
 from jaxrec.nn.mlp import Dice as Dice
 from jaxrec.nn.mlp import Perceptron as Perceptron
 from jaxrec.nn.mlp import SwishLayerNorm as SwishLayerNorm
-from jaxrec.nn.multi_tower import DisaggregatedMultiTower as DisaggregatedMultiTower
 from jaxrec.nn.multitask import PLE as PLE
 from jaxrec.nn.multitask import ExtractionLayer as ExtractionLayer
 from jaxrec.nn.multitask import Gate as Gate
@@ -55,6 +54,7 @@ from jaxrec.nn.sequence import last_states as last_states
 from jaxrec.nn.tiled_attention import hstu_attention as hstu_attention
 from jaxrec.nn.tiled_attention import jagged_attention as jagged_attention
 from jaxrec.nn.tiled_attention import time_bucket as time_bucket
+from jaxrec.nn.towers import DisaggregatedMultiTower as DisaggregatedMultiTower
 from jaxrec.nn.towers import EmbeddingTower as EmbeddingTower
 from jaxrec.nn.towers import EmbeddingTowerCollection as EmbeddingTowerCollection
 from jaxrec.nn.transformers import BERT4Rec as BERT4Rec

@@ -212,6 +212,6 @@ class PrunedEmbeddings(nnx.Module):
                 continue
             shared = self.embeddings.rows(name, [num_rows - 1])
             self.embeddings.load_rows(name, rows, shared.repeat(rows.size, axis=0))
-            optimizer = self.embeddings.tables.get_value().optimizer_of(name)
+            optimizer = self.embeddings.tables.get_value().rows_of(name, rows).optimizer
             self.embeddings.load_row_state(name, rows, optimizer.init(rows.size, dim))
         return admitted

@@ -14,12 +14,11 @@ from jaxrec.serve.quantized.quality_report import QualityReport as QualityReport
 from jaxrec.serve.quantized.quality_report import Scores as Scores
 from jaxrec.serve.quantized.quality_report import quality as quality
 from jaxrec.serve.quantized.quantize import quantize as quantize
-from jaxrec.serve.quantized.quantized_tables import QuantizedTables as QuantizedTables
 from jaxrec.serve.quantized.rows import pack_rows as pack_rows
 from jaxrec.serve.quantized.rows import unpack_rows as unpack_rows
+from jaxrec.serve.quantized.saved import load_quantized as load_quantized
 from jaxrec.serve.quantized.saved import restore_quantized as restore_quantized
 from jaxrec.serve.quantized.saved import save_quantized as save_quantized
-from jaxrec.serve.quantized.saved_run import load_quantized as load_quantized
 from jaxrec.serve.quantized.table_quality import TableQuality as TableQuality
 from jaxrec.serve.retrieval import ItemIndex as ItemIndex
 from jaxrec.serve.retrieval import Neighbours as Neighbours

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import threading
 import weakref
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +14,9 @@ from flax import nnx
 
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.variables import dense_variables, plain, variables
-from jaxrec.mesh.tables import ShardedTables
-from jaxrec.serve.quantized.mesh_stores import (
-    Quantized,
-    gathered,
-    is_quantized_store,
-    row_formats,
-    spread,
-)
-from jaxrec.serve.quantized.model_copy import shared_copy
-from jaxrec.serve.quantized.paired_stores import paired_stores, quantized_stores
-from jaxrec.serve.quantized.pruned_tables import PrunedTables
+from jaxrec.serve.quantized import models, saved
+from jaxrec.serve.quantized.models import paired_stores, quantized_stores, shared_copy
 from jaxrec.serve.quantized.quantize import check_store
-from jaxrec.serve.quantized.quantized_store import quantized_store
-from jaxrec.serve.quantized.saved import is_quantized, restore_quantized
 from jaxrec.tier import Subscriber
 from jaxrec.train.checkpoint import restore
 
@@ -192,8 +181,8 @@ def _swap_versions(model: nnx.Module, subscriber: Subscriber) -> int:
 def _staged_files(
     model: nnx.Module, directory: str | os.PathLike[str], step: int | None
 ) -> nnx.Module:
-    if is_quantized(directory):
-        return _staged_model(model, restore_quantized(directory, model, step=step))
+    if saved.is_quantized(directory):
+        return _staged_model(model, saved.restore_quantized(directory, model, step=step))
     staged = _copied(model)
     restore(directory, staged, step=step)
     return staged
@@ -233,27 +222,20 @@ def _copy_beside(value: Any, old: Any) -> Any:
     return jax.device_put(copy, old.sharding) if isinstance(old, jax.Array) else copy
 
 
-def _staged_store(store: Quantized, other: TableStore) -> Quantized:
+def _staged_store(store: TableStore, other: TableStore) -> TableStore:
     """Return the rows of another store, in the formats and the places of a quantized one."""
-    formats = row_formats(store)
-    if is_quantized_store(other):
-        given = row_formats(cast(Quantized, other))
-        for name, row_format in formats.items():
-            if given[name] != row_format:
-                raise ValueError(
-                    f"table {name!r} is {given[name].name} in the source, but {row_format.name} in "
-                    "the model; quantize the source as the model was"
-                )
-        if isinstance(store, ShardedTables):
-            if (reason := other.refuse_shard()) is not None:
-                raise TypeError(reason)
-            return spread(other, store)
-        if isinstance(other, ShardedTables):
-            return gathered(other)
-        return jax.tree.map(jnp.copy, other)
-    check_store(other)
-    if isinstance(store, ShardedTables):
-        return spread(quantized_store(other, formats, {}), store)
-    return quantized_store(
-        other, formats, store.row_maps if isinstance(store, PrunedTables) else {}
-    )
+    if not models.is_quantized(other):
+        check_store(other)
+        return store.like(other)
+    given = other.formats()
+    for name, row_format in store.formats().items():
+        if given[name] != row_format:
+            raise ValueError(
+                f"table {name!r} is {given[name].name} in the source, but {row_format.name} in "
+                "the model; quantize the source as the model was"
+            )
+    if store.devices.mesh is not None:
+        return store.like(other)
+    if other.devices.mesh is not None:
+        return other.to_one_device()
+    return jax.tree.map(jnp.copy, other)  # with its pruned ids

@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from jaxrec.data.pipeline import Pipeline
 from jaxrec.mesh.agree import fail_together, gather_id_lists
 from jaxrec.mesh.batch import shard_batch
-from jaxrec.mesh.store import MeshStore
 from jaxrec.tier.planning.batch_ids import BatchIds
 from jaxrec.tier.planning.batch_order import PlannedBatch, foresee
 from jaxrec.tier.planning.model_tables import collections_of
@@ -163,7 +162,6 @@ def _check_thread(thread: int) -> None:
 def _mesh(model: nnx.Module) -> Mesh | None:
     """Return the mesh of the tables; None if they are on one device."""
     for collection in collections_of(model).values():
-        placed = collection.tables.get_value().placed
-        if isinstance(placed, MeshStore):
-            return placed.mesh
+        if (mesh := collection.tables.get_value().devices.mesh) is not None:
+            return mesh
     return None

@@ -16,14 +16,12 @@ from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.row_keys import key_words
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.mesh.sharding import ON_SHARDED
-from jaxrec.mesh.store import MeshStore
 from jaxrec.optim import RowOptimizer
-from jaxrec.tier.cached_tables import cached_tables
 from jaxrec.tier.planning.model_tables import TableVocabulary, TieredTable, collections_of
 from jaxrec.tier.planning.tier import Tier, tier_of
-from jaxrec.tier.rows.record_layout import RecordLayout
+from jaxrec.tier.rows.records import RecordLayout
 from jaxrec.tier.rows.transfer import RowTransfer
-from jaxrec.tier.store import TierStore, with_zeros
+from jaxrec.tier.store import TierStore, cached_tables, with_zeros
 from jaxrec.tier.stores import open_store, url_for
 from jaxrec.tier.stores.row_store import RowStore
 from jaxrec.tier.vocabulary.settings import Cached, Dynamic
@@ -124,12 +122,12 @@ def divide_stores(model: nnx.Module) -> None:
     processes = set(range(jax.process_count()))
     if (tier := tier_of(model)) is None or len(processes) == 1:
         return
-    stores = [each.tables.get_value().placed for each in collections_of(model).values()]
+    places = [each.tables.get_value().devices for each in collections_of(model).values()]
     if all(
-        isinstance(store, MeshStore)
-        and store.replica_axis is None  # replicas have rows of their own until they are averaged
-        and {device.process_index for device in store.mesh.devices.flat} == processes
-        for store in stores
+        place.mesh is not None
+        and not place.has_replicas  # they have rows of their own until they are averaged
+        and {device.process_index for device in place.mesh.devices.flat} == processes
+        for place in places
     ):
         tier.divide_stores()
 

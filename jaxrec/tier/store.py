@@ -1,9 +1,10 @@
-"""A table store whose rows are given to ids by a `Tier` on the host."""
+"""A table store whose rows a `Tier` on the host gives to ids, and tables of a cache alone."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -12,12 +13,13 @@ import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float
 
 from jaxrec.embed.config import TableConfig
-from jaxrec.embed.found_ids import FoundIds
-from jaxrec.embed.row_access import TableRows, group_slots
+from jaxrec.embed.formats import TableArray
+from jaxrec.embed.functional import default_store, store_factory
+from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.row_gradients import Activations, Residuals, Routes, RowGradients
-from jaxrec.embed.some_rows import read_ids, write_ids
+from jaxrec.embed.rows import FoundIds, rows_per_part
+from jaxrec.embed.slots import TableRows, group_slots
 from jaxrec.embed.store import TableStore
-from jaxrec.embed.tables import check_state
 from jaxrec.embed.wrapping_store import WrappingStore
 from jaxrec.optim.hyperparameters import Step
 from jaxrec.ragged import KeyedJaggedArray
@@ -41,7 +43,7 @@ def with_zeros(store: TableStore, tables: Sequence[str]) -> TableStore:
             for key, array in group.optimizer.init(1, group.dim).items()
         }
         rows = jnp.zeros((*slots.slots.shape, group.dim))
-        store = store.write_rows(name, *store.spread_rows((slots.slots, rows, state)))
+        store = store.write_rows(name, *store.devices.spread((slots.slots, rows, state)))
     return store
 
 
@@ -111,30 +113,41 @@ class TierStore(WrappingStore):
     def read(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
         if name not in self._cached:
             return self.inner.read(name)
-        return jnp.asarray(self._read_all(name)["rows"])
+        self._check_size(name)
+        return TableStore.read(self, name)
 
     def write(
         self, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
     ) -> TierStore:
         if name not in self._cached:
             return self.with_inner(self.inner.write(name, values))
-        return self._write_all(name, {"rows": values})
+        self._check_size(name)
+        return cast(TierStore, TableStore.write(self, name, values))
 
     def read_state(self, name: str) -> dict[str, Array]:
         if name not in self._cached:
             return self.inner.read_state(name)
-        state = self._read_all(name)
-        del state["rows"]
-        return {key: jnp.asarray(array) for key, array in state.items()}
+        self._check_size(name)
+        return TableStore.read_state(self, name)
 
     def write_state(self, name: str, state: Mapping[str, Array | np.ndarray]) -> TierStore:
         if name not in self._cached:
             return self.with_inner(self.inner.write_state(name, state))
-        check_state(name, self.inner.checkpoint_shapes(name).state, state)
-        return self._write_all(name, state)
+        self._check_size(name)
+        return cast(TierStore, TableStore.write_state(self, name, state))
 
-    def by_row(self, name: str) -> TableStore:
-        return self if name in self._cached else self.inner.by_row(name)
+    def parts(self, name: str, size: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
+        if name not in self._cached:
+            yield from self.inner.parts(name, size)
+            return
+        config = self._cached[name]
+        size = size or rows_per_part(config.embedding_dim)
+        for start in range(0, config.num_embeddings, size):
+            ids = np.arange(start, min(start + size, config.num_embeddings))
+            yield start, self.rows_of(name, ids).read(with_state=False)["rows"]
+
+    def arrays(self, name: str) -> tuple[TableArray, dict[str, TableArray], int] | None:
+        return None if name in self._cached else self.inner.arrays(name)
 
     def find_ids(self, name: str, ids: Any, *, is_written: bool = False) -> FoundIds:
         features = {config.name: config.feature_names for config in self.configs}
@@ -149,13 +162,8 @@ class TierStore(WrappingStore):
         tier: Any = self.tier
         return {config.name: config for config in self.whole if config.name in tier.cached_tables}
 
-    def _read_all(self, name: str) -> dict[str, np.ndarray]:
-        return read_ids(self, name, self._all_ids(name), with_state=True)
-
-    def _write_all(self, name: str, values: Mapping[str, Array | np.ndarray]) -> TierStore:
-        return cast(TierStore, write_ids(self, name, self._all_ids(name), values))
-
-    def _all_ids(self, name: str) -> np.ndarray:
+    def _check_size(self, name: str) -> None:
+        """Raise a ValueError where a table with a cache is too large to be read as a whole."""
         config = self._cached[name]
         size = config.num_embeddings * config.row_format.row_bytes(config.embedding_dim)
         if size > _MAX_WHOLE_BYTES:
@@ -164,7 +172,6 @@ class TierStore(WrappingStore):
                 f"columns, {size / 2**30:.0f} GiB; read and write some of its rows by "
                 "collection.rows(name, ids) and load_rows(name, ids, values)"
             )
-        return np.arange(config.num_embeddings)
 
     def _check(self, features: KeyedJaggedArray) -> None:
         """Raise a TypeError where ids would be taken for rows."""
@@ -176,3 +183,50 @@ class TierStore(WrappingStore):
                 "ids, not its rows; iterate over jaxrec.tier.ahead(model, batches) and call the "
                 "model with what it yields"
             )
+
+
+@contextlib.contextmanager
+def cached_tables(rows: Mapping[str, int]) -> Iterator[dict[str, TableConfig]]:
+    """Make some tables of models with fewer rows than they are said to have, while this lasts.
+
+    Args:
+        rows: Largest number of rows by table.
+
+    Yields:
+        The configurations of these tables as they were given, by name; filled as tables are made.
+
+    Raises:
+        ValueError: Two collections have tables of one name and of different sizes.
+    """
+    make_store = store_factory()
+    whole: dict[str, TableConfig] = {}
+
+    def make(layout: TableLayout, key: Array) -> TableStore:
+        for config in layout.configs:
+            if config.name in rows:
+                other = whole.setdefault(config.name, config)
+                if other.num_embeddings != config.num_embeddings:
+                    raise ValueError(
+                        f"two tables are named {config.name!r}, of {other.num_embeddings} and "
+                        f"{config.num_embeddings} rows; jaxrec.tier.Cached goes by name, so rename "
+                        "one of them"
+                    )
+        return make_store(_smaller(layout, rows), key)
+
+    with default_store(make):
+        yield whole
+
+
+def _smaller(layout: TableLayout, rows: Mapping[str, int]) -> TableLayout:
+    def configs(tables: tuple[TableConfig, ...]) -> tuple[TableConfig, ...]:
+        return tuple(
+            dataclasses.replace(table, num_embeddings=min(rows[table.name], table.num_embeddings))
+            if table.name in rows
+            else table
+            for table in tables
+        )
+
+    groups = tuple(
+        dataclasses.replace(group, tables=configs(group.tables)) for group in layout.groups
+    )
+    return dataclasses.replace(layout, configs=configs(layout.configs), groups=groups)

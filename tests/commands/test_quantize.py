@@ -95,7 +95,7 @@ def test_two_collections(work, capsys):
     assert "quantizing 52 tables" in capsys.readouterr().out
     again = load_quantized("deepfm-int2")
     assert again.embeddings.dtype == "bfloat16"
-    assert again.linear.weights.tables.get_value().row_format("cat_3 (linear)").name == "int8"
+    assert again.linear.weights.tables.get_value().formats()["cat_3 (linear)"].name == "int8"
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from jax.extend.random import threefry_2x32
 
 import jaxrec
 from jaxrec.embed import init_tables
-from jaxrec.embed.first_values import draw_and_scale, draw_rows, table_key
-from jaxrec.embed.initialize import fill_rows, place_of
+from jaxrec.embed.first_values import draw_and_scale, draw_rows, fill_rows, place_of, table_key
 
 pytestmark = pytest.mark.jax_version
 

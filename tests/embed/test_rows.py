@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import jaxrec
 from jaxrec import mesh as m
-from jaxrec.embed import row_access, some_rows
-from jaxrec.embed.row_access import TableRows, group_slots
+from jaxrec.embed import rows as row_access
+from jaxrec.embed.slots import TableRows, group_slots
 from tests.copies import find_copies
 from tests.embed.placed_tables import CASES, OPTIMIZERS, make_collection
 from tests.fuzz import max_examples
@@ -60,7 +60,7 @@ def test_rows_and_state(placement, optimizer, monkeypatch):
             expected[key][ids] = new[key]
         assert_tables(collection, tables)
     # What a table takes in several parts is what it takes at once.
-    monkeypatch.setattr(some_rows, "_BYTES", 1000)
+    monkeypatch.setattr(row_access, "_BYTES", 1000)
     ids = rng.permutation(101)
     np.testing.assert_array_equal(collection.rows("item", ids), tables["item"]["rows"][ids])
     collection.load_rows("item", ids, ids[:, None] * np.ones(8))
@@ -233,7 +233,7 @@ def test_no_copy_of_a_table(placement):
     store = collection.tables.get_value()
     ids = np.arange(0, rows, 5000)
     ((group, slots),) = group_slots(store, [TableRows("big", ids)]).items()
-    on_devices = store.put_rows(slots.slots)
+    on_devices = store.devices.put(slots.slots)
     values, state = row_access._read(store, on_devices, group)
     programs = [
         row_access._read.lower(store, on_devices, group, False),

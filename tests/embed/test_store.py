@@ -14,13 +14,11 @@ from jax.experimental import io_callback
 
 import jaxrec
 from jaxrec.embed import TableStore, kernels
-from jaxrec.embed.checkpoint_view import LogicalTable
 from jaxrec.embed.layout import TableLayout
-from jaxrec.embed.lookup import flatten, join_pooled
-from jaxrec.embed.row_gradients import bound_samples, group_gradients, group_parts, merge
-from jaxrec.embed.row_gradients import table_squares as squares_of_tables
-from jaxrec.embed.row_slots import RowSlots
+from jaxrec.embed.outputs import flatten, join_pooled
+from jaxrec.embed.row_gradients import bound_samples, group_parts, merge
 from jaxrec.optim.hyperparameters import as_step
+from jaxrec.train import checkpoint
 
 pytestmark = pytest.mark.jax_version
 
@@ -45,115 +43,57 @@ class HostTables(TableStore):
         }
         return cls(jnp.int32(0), len(HOST) - 1, layout)
 
-    @property
-    def row_optimizers(self):
-        return tuple(group.optimizer for group in self.layout.groups)
-
-    @property
-    def without_rows(self):
-        return dataclasses.replace(self, version=None)
-
-    def fetch(self, group, rows):
-        """The rows and the state of some rows; zeros for one outside."""
-        host = HOST[self.number][group.name]
-
-        def read(rows, version):
-            rows = np.asarray(rows)
-            inside = (rows >= 0) & (rows < group.num_rows)
-            safe = np.where(inside, rows, 0)
-            return {k: (a[safe].T * inside).T.astype(a.dtype) for k, a in host.items()}
-
-        def shape(array):
-            return jax.ShapeDtypeStruct((rows.size, *array.shape[1:]), array.dtype)
-
-        return io_callback(read, jax.tree.map(shape, host), rows, self.version, ordered=True)
-
-    def table_arrays(self, name):
-        """Views of a table's rows and state."""
-        group, index = self.layout.find(name)
-        start = group.row_offsets[index]
-        rows = slice(start, start + group.tables[index].num_embeddings)
-        return {key: array[rows] for key, array in HOST[self.number][group.name].items()}
-
     def lookup(self, features, *, is_weighted=False, dtype="float32", routes=None):
         layouts, pooled, lookups = {}, {}, {}
         for group in self.layout.groups:
             layouts[group.name] = layout = group.bags(features)
             flat = lookups[group.name] = flatten(features, None, layout, group)
-            rows = self.fetch(group, flat.rows)["rows"]
+            rows, _ = self.read_rows(group.name, flat.rows)
             if flat.scales is not None:
                 rows = rows * flat.scales[:, None]
             pooled[group.name] = jax.ops.segment_sum(rows, flat.bags, layout.num_bags)
         return join_pooled(self.layout, features, layouts, pooled, lookups, dtype)
 
-    def row_gradients(self, residuals, cotangents):
-        return group_gradients(self.layout, residuals, cotangents)
-
-    def table_squares(self, calls):
-        return squares_of_tables(self.layout.groups, calls)
-
     def update(self, calls, step, is_applied=None):
-        parts, applied = group_parts(calls), True if is_applied is None else is_applied
+        parts, store = group_parts(calls), self
         for group in self.layout.groups:
             bounded, optimizer = bound_samples(parts[group.name], group.optimizer)
             gradient = merge(bounded)
             runs = kernels.build_runs(gradient.lookups.rows, group.num_rows)
-            state = self.fetch(group, runs.unique)
-            rows, lookups = (
-                state.pop("rows"),
-                dataclasses.replace(gradient.lookups, rows=runs.inverse),
-            )
+            rows, state = self.read_rows(group.name, runs.unique)
+            lookups = dataclasses.replace(gradient.lookups, rows=runs.inverse)
             rows, state = kernels.fused_update(
                 rows, state, lookups, gradient.values, optimizer, as_step(step)
             )
-            new = {"rows": rows, **state}
-
-            def write(unique, new, applied, group=group):
-                host = HOST[self.number][group.name]
-                inside = (np.asarray(unique) < group.num_rows) & np.asarray(applied)
-                for name, array in new.items():
-                    host[name][np.asarray(unique)[inside]] = np.asarray(array)[inside]
-
-            io_callback(write, None, runs.unique, new, applied, ordered=True)
-        return dataclasses.replace(self, version=self.version + 1)
-
-    def read(self, name):
-        return jnp.array(self.table_arrays(name)["rows"])
-
-    def read_state(self, name):
-        arrays = self.table_arrays(name)
-        return {key: jnp.array(array) for key, array in arrays.items() if key != "rows"}
-
-    def write(self, name, values):
-        return self.write_state(name, {"rows": values})
-
-    def write_state(self, name, state):
-        for key, array in state.items():
-            self.table_arrays(name)[key][: len(array)] = array
-        return self
-
-    def row_slots(self, name, rows):
-        group, index = self.layout.find(name)
-        slots = (group.row_offsets[index] + rows).astype(np.int32)
-        return [RowSlots(group.name, (0, group.dim), slots, np.arange(len(rows), dtype=np.int32))]
+            slots = runs.unique if is_applied is None else jnp.where(is_applied, runs.unique, -1)
+            store = store.write_rows(group.name, slots, rows, state)
+        return store
 
     def read_rows(self, group, slots):
-        (group,) = [each for each in self.layout.groups if each.name == group]
-        state = self.fetch(group, slots)
+        host = HOST[self.number][group]
+
+        def read(slots, version):
+            slots = np.asarray(slots)
+            inside = (slots >= 0) & (slots < len(host["rows"]))
+            safe = np.where(inside, slots, 0)
+            return {k: (a[safe].T * inside).T.astype(a.dtype) for k, a in host.items()}
+
+        def shape(array):
+            return jax.ShapeDtypeStruct((slots.size, *array.shape[1:]), array.dtype)
+
+        state = io_callback(read, jax.tree.map(shape, host), slots, self.version, ordered=True)
         return state.pop("rows"), state
 
     def write_rows(self, group, slots, rows, state):
-        raise TypeError("this store writes rows by `update` alone")
+        def write(slots, new):
+            host = HOST[self.number][group]
+            slots = np.asarray(slots)
+            inside = (slots >= 0) & (slots < len(host["rows"]))
+            for name, array in new.items():
+                host[name][slots[inside]] = np.asarray(array)[inside]
 
-    def checkpoint_shapes(self, name):
-        return jax.tree.map(jnp.asarray, self.checkpoint_view(name))
-
-    def checkpoint_view(self, name):
-        return LogicalTable(self.read(name), self.read_state(name))
-
-    def from_checkpoint(self, name, logical, num_rows):
-        arrays = {"rows": logical.rows, **logical.state}
-        return self.write_state(name, {key: array[:num_rows] for key, array in arrays.items()})
+        io_callback(write, None, slots, {"rows": rows, **state}, ordered=True)
+        return dataclasses.replace(self, version=self.version + 1)
 
 
 def make_model(store=None):
@@ -197,6 +137,31 @@ def test_some_rows_are_read():
     np.testing.assert_array_equal(model.rows("item", [5, 0, 5]), expected)
     with pytest.raises(ValueError, match="got id 16"):
         model.rows("item", [16])
+
+
+def test_some_rows_are_written():
+    model = make_model(HostTables.init)
+    expected, state = np.array(model.table("item")), model.table_state("item")
+    expected[[7, 2]] = [[1.0], [2.0]]
+    model.load_rows("item", [7, 2], expected[[7, 2]])
+    np.testing.assert_array_equal(model.table("item"), expected)
+    model.load_table("item", -expected)
+    np.testing.assert_array_equal(model.table("item"), -expected)
+    model.load_table_state("item", {key: array + 1 for key, array in state.items()})
+    for key, array in model.table_state("item").items():
+        np.testing.assert_array_equal(array, state[key] + 1)
+
+
+@pytest.mark.parametrize("source", [HostTables.init, None], ids=["host", "device"])
+def test_a_checkpoint_is_that_of_tables_on_the_device(source, tmp_path):
+    trained = make_model(source)
+    train(trained)
+    checkpoint.save(tmp_path, trained, jaxrec.Optimizer(trained, optax.sgd(0.1)))
+    for store in (HostTables.init, None):
+        restored = make_model(store)
+        restored.load_table("item", np.zeros((16, 4)))
+        checkpoint.restore(tmp_path, restored)
+        np.testing.assert_array_equal(restored.table("item"), trained.table("item"))
 
 
 def test_a_loss_must_not_read_its_whole_table():

@@ -10,8 +10,7 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.embed import init_tables
-from jaxrec.embed.first_values import draw_and_scale, table_key
-from jaxrec.embed.initialize import BLOCK_ELEMENTS, initialize_rows
+from jaxrec.embed.first_values import BLOCK_ELEMENTS, draw_and_scale, initialize_rows, table_key
 from jaxrec.embed.layout import MAX_ROWS, layout_tables
 from jaxrec.embed.tables import Tables
 
@@ -128,8 +127,7 @@ def test_initialization_works_in_place(dtype):
     Before JAX 0.11 bfloat16 on CPUs takes a copy of the same bits, never one in float32 for each
     block.
     """
-    from jaxrec.embed.first_values import INITIALIZERS
-    from jaxrec.embed.initialize import _fill
+    from jaxrec.embed.first_values import INITIALIZERS, _fill
 
     copies = 1.25 if dtype == "bfloat16" and jax.__version_info__ < (0, 11) else 0.25
 

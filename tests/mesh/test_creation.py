@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import jaxrec
-from jaxrec.embed import initialize
+from jaxrec.embed import first_values
 from jaxrec.mesh import (
     column_wise,
     creation,
@@ -28,6 +28,7 @@ from jaxrec.mesh import (
     table_row_wise,
     table_wise,
 )
+from jaxrec.mesh import store as mesh_store
 
 pytestmark = pytest.mark.jax_version
 
@@ -64,7 +65,7 @@ def make_collection(names=tuple(PLACEMENTS)):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of 16 rows, so that tables have several and devices parts of them."""
-    monkeypatch.setattr(initialize, "BLOCK_ELEMENTS", 96)
+    monkeypatch.setattr(first_values, "BLOCK_ELEMENTS", 96)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -111,14 +112,14 @@ def test_no_device_ever_holds_more_than_its_part(mesh, monkeypatch):
 
         return call
 
-    for name in ("new_rows", "_fill_shards"):
-        monkeypatch.setattr(creation, name, spied(getattr(creation, name)))
+    for module, name in ((mesh_store, "new_rows"), (creation, "_fill_shards")):
+        monkeypatch.setattr(module, name, spied(getattr(module, name)))
     before = sum(array.nbytes for array in jax.live_arrays())
     plan = jaxrec.plan.ShardingPlan.from_dict({"a": row_wise(), "b": table_wise(3)})
     jaxrec.shard(lambda: jaxrec.EmbeddingBagCollection(tables, rngs=nnx.Rngs(0)), plan, mesh)
     # Every device's array has room for the fullest one's rows: the table on device 3, and a part.
     share = (40_000 + 5_000) * (32 + 1) * 4
-    block = initialize.BLOCK_ELEMENTS * 4
+    block = first_values.BLOCK_ELEMENTS * 4
     assert max(peaks.values()) <= share + before + 1000
     # A block of random bits, the values made of them, and what XLA needs on the way.
     assert max(steps) <= 8 * block

@@ -13,8 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxrec
-from jaxrec.embed.placed_variables import PlacedVariable
-from jaxrec.embed.variables import dense_variables, variables
+from jaxrec.embed.variables import PlacedVariable, dense_variables, variables
 from jaxrec.mesh import MIN_SHARDED_SIZE, row_wise, shard_batch
 from jaxrec.mesh.traffic import collectives
 from jaxrec.train import compile_step

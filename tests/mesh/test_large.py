@@ -30,8 +30,8 @@ from jaxrec.mesh import (
     table_wise,
 )
 from jaxrec.mesh.ahead import route_ahead, use_routes
-from jaxrec.mesh.large import flatten_large
 from jaxrec.mesh.layout import layout_mesh
+from jaxrec.mesh.placed_group import flatten_large
 from jaxrec.mesh.shards import MeshShape
 from jaxrec.ragged.wide_ids import WideIds
 from jaxrec.train import checkpoint

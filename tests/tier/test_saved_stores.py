@@ -11,7 +11,7 @@ import pytest
 
 from jaxrec.embed.checkpoint_view import LogicalTable
 from jaxrec.tier.planning.model_tables import TableVocabulary
-from jaxrec.tier.rows.record_layout import RecordLayout
+from jaxrec.tier.rows.records import RecordLayout
 from jaxrec.tier.rows.transfer import RowTransfer
 from jaxrec.tier.saved_stores import check_stores, load_stores, snapshot_stores
 from jaxrec.tier.stores import open_store

@@ -51,7 +51,7 @@ def test_whole_tables(store, inner):
 
 def test_rows(store):
     (slots,) = store.row_slots("open", np.array([3, 5]))
-    indices = store.put_rows(slots.slots)
+    indices = store.devices.put(slots.slots)
     rows, state = store.read_rows(slots.group, indices)
     np.testing.assert_array_equal(rows, np.asarray(store.read("open"))[[3, 5]])
     changed = store.write_rows(slots.group, indices, rows + 1, state)
@@ -69,7 +69,6 @@ def test_a_wrapped_store_is_unwrapped(store, inner):
     assert store.with_placed(inner) == store
     assert jax.tree.leaves(store.without_rows) == []
     assert store.layout is inner.layout
-    assert store.row_optimizers == inner.row_optimizers
     assert store.groups == inner.groups
 
 

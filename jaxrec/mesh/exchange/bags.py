@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxrec.embed import kernels
-from jaxrec.embed.lookup import pool
+from jaxrec.embed.outputs import pool
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel
 from jaxrec.mesh.exchange.base import Cut, Exchange, Request, Workload, constant, update_owned

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import BAD_ROW, Lookups
-from jaxrec.embed.lookup import pool
+from jaxrec.embed.outputs import pool
 from jaxrec.mesh.exchange.base import Cut, Exchange
 
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped
 from jaxrec.embed import kernels
 from jaxrec.embed.config import MAX_ROWS
 from jaxrec.embed.kernels import BagLayout, Lookups
-from jaxrec.embed.lookup import pool
+from jaxrec.embed.outputs import pool
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel, ListLengths, run_if
 from jaxrec.mesh.exchange.base import Cut, Exchange, table_squares, update_owned

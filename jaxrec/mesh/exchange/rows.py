@@ -27,7 +27,7 @@ from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.kernels.stretches import sum_stretches
 from jaxrec.embed.kernels.updates import update_unique
-from jaxrec.embed.lookup import pool
+from jaxrec.embed.outputs import pool
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel, ListLengths, run_if
 from jaxrec.mesh.exchange.base import Cut, Exchange, clip_factors, table_squares

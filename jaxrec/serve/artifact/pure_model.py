@@ -15,14 +15,14 @@ from jaxtyping import Array
 
 from jaxrec.embed.collection import TableVariable
 from jaxrec.embed.formats import TABLE_FORMATS
-from jaxrec.embed.placed_variables import PlacedVariable
+from jaxrec.embed.layout import inference_layout
+from jaxrec.embed.rows import rows_per_part
 from jaxrec.embed.store import TableStore
+from jaxrec.embed.tables import Tables
 from jaxrec.embed.taps import tapped_modules
-from jaxrec.embed.variables import dense_variables
+from jaxrec.embed.variables import PlacedVariable, dense_variables
 from jaxrec.serve.artifact.manifest import StoredTable
-from jaxrec.serve.quantized.model_copy import shared_copy
-from jaxrec.serve.quantized.packing import rows_per_part, table_parts
-from jaxrec.serve.quantized.quantized_tables import QuantizedTables
+from jaxrec.serve.quantized.models import is_quantized, shared_copy
 
 Function = Callable[..., Any]
 """A function of a model and the arguments of a batch."""
@@ -32,8 +32,8 @@ Function = Callable[..., Any]
 class PureModel:
     """A model in evaluation mode as a function of its arrays.
 
-    Tables that are trained become `QuantizedTables` on one device with rows as they are, so that
-    neither optimizer state nor a placement is part of the function. Quantized ones stay so.
+    Tables that are trained become tables for inference on one device, with rows as they are, so
+    that neither optimizer state nor a placement is part of the function. Quantized ones stay so.
 
     Attributes:
         function: The function of the model and a batch.
@@ -112,12 +112,10 @@ class PureModel:
         if _is_packed(source):
             yield from _array_parts(dict(_named_leaves(source))[name.removeprefix(f"{path}/")])
             return
-        store = self.stores[path]
-        assert isinstance(store, QuantizedTables)
-        group = store.groups[name.rpartition("/")[2]]
+        group = self.stores[path].groups[name.rpartition("/")[2]]
+        pack = jax.jit(group.row_format.pack)
         for table, first in zip(group.tables, group.row_offsets, strict=True):
-            pack = jax.jit(store.row_format(table.name).pack)
-            for start, rows in table_parts(source, table.name):
+            for start, rows in source.parts(table.name):
                 yield first + start, np.asarray(pack(rows))
 
     def tables(self) -> Iterator[StoredTable]:
@@ -126,6 +124,7 @@ class PureModel:
             # The rows of tables that wrap others lie in these.
             inner: Any = getattr(store, "inner", store)
             prefix = "" if inner is store else "inner/"
+            formats = store.formats()
             for config in store.configs:
                 group, index = inner.layout.find(config.name)
                 yield StoredTable(
@@ -135,7 +134,7 @@ class PureModel:
                     first_row=group.row_offsets[index],
                     num_embeddings=config.num_embeddings,
                     embedding_dim=config.embedding_dim,
-                    row_format=inner.row_format(config.name).name,
+                    row_format=formats[config.name].name,
                     pooling=getattr(config, "pooling", None),
                     feature_names=tuple(config.feature_names),
                 )
@@ -155,8 +154,8 @@ def _check_store(path: str, store: TableStore) -> None:
 
 
 def _is_packed(store: TableStore) -> bool:
-    """Return whether a store has rows in a `RowFormat`, for inference."""
-    return hasattr(store, "row_format")
+    """Return whether a store has the arrays of the exported function: quantized, on one device."""
+    return is_quantized(store) and store.devices.mesh is None
 
 
 def _inference_store(store: TableStore) -> TableStore:
@@ -164,7 +163,7 @@ def _inference_store(store: TableStore) -> TableStore:
     if _is_packed(store):
         return jax.eval_shape(lambda: store)
     formats = {config.name: TABLE_FORMATS[str(config.dtype)] for config in store.configs}
-    return jax.eval_shape(lambda: QuantizedTables.zeros(store.configs, formats))
+    return jax.eval_shape(lambda: Tables.zeros(inference_layout(store.configs, formats)))
 
 
 def _array_parts(array: Array) -> Iterator[tuple[int, np.ndarray]]:

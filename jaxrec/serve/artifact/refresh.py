@@ -15,7 +15,7 @@ from jaxrec.embed.formats import FORMATS, RowFormat, check_rows
 from jaxrec.files.rows import read_arrays, read_rows
 from jaxrec.serve.artifact.load import ServedModel
 from jaxrec.serve.artifact.manifest import StoredTable
-from jaxrec.serve.quantized.row_map import RowMap
+from jaxrec.serve.quantized.pruned_tables import RowMap
 from jaxrec.tier import VersionError
 from jaxrec.tier.deltas.folder import Chain, Follower
 from jaxrec.tier.deltas.manifest import ROWS, File, Files, Manifest

@@ -1,29 +1,98 @@
-"""Quantized tables some of whose rows are pruned."""
+"""Quantized tables some of whose rows are pruned, and the map from ids to the rows that remain."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float, Shaped
+from jaxtyping import Array, Bool, DTypeLike, Float, Int32, UInt32
 
 from jaxrec.embed.checkpoint_view import LogicalTable, part_rows
 from jaxrec.embed.config import TableConfig
-from jaxrec.embed.formats import RowFormat
-from jaxrec.embed.found_ids import FoundIds
-from jaxrec.embed.layout import TableLayout, layout_tables
+from jaxrec.embed.formats import RowFormat, TableArray
+from jaxrec.embed.layout import TableLayout, inference_layout
 from jaxrec.embed.row_gradients import Activations, Residuals, Routes
-from jaxrec.embed.row_slots import RowSlots
+from jaxrec.embed.rows import FoundIds, rows_per_part
+from jaxrec.embed.slots import RowSlots
 from jaxrec.embed.store import TableStore
+from jaxrec.embed.tables import Tables
 from jaxrec.embed.wrapping_store import WrappingStore
-from jaxrec.optim import frozen
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
-from jaxrec.serve.quantized.quantized_tables import QuantizedTables
-from jaxrec.serve.quantized.row_map import RowMap
+from jaxrec.ragged.bounds import BAD_ID
+
+_WORD_BITS = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowMap:
+    """Map from the ids of a pruned table to the rows that remain, which keep their order.
+
+    The row of an id is the number of remaining ids before it: a count for each word of 32 ids, and
+    the set bits of the id's own word below its bit.
+
+    Attributes:
+        kept: ``[words]`` bit ``id % 32`` of word ``id // 32`` is set if the id has a row.
+        before: ``[words]`` number of rows of the ids of all earlier words.
+        num_ids: Number of ids.
+        num_rows: Number of rows that remain.
+    """
+
+    kept: UInt32[Array, " words"]
+    before: Int32[Array, " words"]
+    num_ids: int = dataclasses.field(metadata={"static": True})
+    num_rows: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of_kept(cls, is_kept: Bool[np.ndarray, " ids"]) -> RowMap:
+        """Make the map of a table, given which ids keep their rows."""
+        words = -(-is_kept.size // _WORD_BITS)
+        bits = np.zeros(words * _WORD_BITS, np.bool_)
+        bits[: is_kept.size] = is_kept
+        kept = np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
+        counts = np.bitwise_count(kept).astype(np.int32)
+        before = np.cumsum(counts, dtype=np.int32) - counts
+        return cls(jnp.asarray(kept), jnp.asarray(before), int(is_kept.size), int(np.sum(is_kept)))
+
+    @classmethod
+    def zeros(cls, num_ids: int, num_rows: int) -> RowMap:
+        """Make a map whose arrays are yet to be set."""
+        words = -(-num_ids // _WORD_BITS)
+        return cls(jnp.zeros(words, jnp.uint32), jnp.zeros(words, jnp.int32), num_ids, num_rows)
+
+    def find(self, ids: Int32[Array, " n"]) -> Int32[Array, " n"]:
+        """Return the row of each id: ``num_rows`` for a pruned id, `BAD_ID` for a number that is
+        no id; traced."""
+        return _find(jnp, self.kept, self.before, ids, self.num_ids, self.num_rows)
+
+    def find_on_host(self, ids: np.ndarray) -> np.ndarray:
+        """`find` for ids of the table, in NumPy."""
+        kept, before = np.asarray(self.kept), np.asarray(self.before)
+        return _find(np, kept, before, ids.astype(np.int32), self.num_ids, self.num_rows)
+
+    def kept_ids(self) -> np.ndarray:
+        """Return the ids that have rows, ascending, int64 ``[num_rows]``."""
+        as_bytes = np.asarray(self.kept).astype("<u4").view(np.uint8)
+        return np.flatnonzero(np.unpackbits(as_bytes, bitorder="little"))
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of the map."""
+        return int(self.kept.nbytes + self.before.nbytes)
+
+
+def _find(xp: Any, kept: Any, before: Any, ids: Any, num_ids: int, num_rows: int) -> Any:
+    is_id = (ids >= 0) & (ids < num_ids)
+    words = xp.where(is_id, ids, 0) // _WORD_BITS
+    word = kept[words]
+    bit = xp.left_shift(xp.uint32(1), (ids % _WORD_BITS).astype(xp.uint32))
+    below = xp.bitwise_count(word & (bit - xp.uint32(1))).astype(xp.int32)
+    row = xp.where((word & bit) != 0, before[words] + below, xp.int32(num_rows))
+    return xp.where(is_id, row, xp.int32(BAD_ID))
 
 
 @jax.tree_util.register_dataclass
@@ -39,23 +108,23 @@ class PrunedTables(WrappingStore):
     checkpoint of a float model restores into it, and rows of pruned ids are left out.
 
     Attributes:
-        inner: `QuantizedTables` of the rows that remain, in the order of `layout`.
+        inner: `jaxrec.embed.Tables` of the rows that remain, in the order of `layout`.
         row_maps: For each pruned table, where the rows of its ids are.
         whole: The tables as they were before.
     """
 
-    inner: QuantizedTables
+    inner: Tables
     row_maps: dict[str, RowMap]
     whole: TableLayout = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def zeros(
+    def of(
         cls,
         configs: Sequence[TableConfig],
         formats: Mapping[str, RowFormat],
         row_maps: Mapping[str, RowMap],
     ) -> PrunedTables:
-        """Make tables whose stored bytes are zeros.
+        """Make tables without arrays, which `like` and `zeros` fill.
 
         Args:
             configs: The tables, with all their rows.
@@ -72,12 +141,12 @@ class PrunedTables(WrappingStore):
             else config
             for config in configs
         ]
-        quantized = [
-            dataclasses.replace(config, trainable=False, inference_format=formats[config.name])
-            for config in configs
-        ]
-        whole = layout_tables(quantized, frozen())
-        return cls(QuantizedTables.zeros(remaining, formats), dict(row_maps), whole)
+        inner = Tables({}, {}, inference_layout(remaining, formats))
+        return cls(inner, dict(row_maps), inference_layout(configs, formats))
+
+    def zeros(self) -> PrunedTables:
+        """Return these tables with stored bytes that are zeros."""
+        return self.with_inner(Tables.zeros(self.inner.layout))
 
     @property
     def layout(self) -> TableLayout:
@@ -91,13 +160,16 @@ class PrunedTables(WrappingStore):
     def bounds(self) -> dict[str, int]:
         return self.whole.bounds
 
+    def formats(self) -> dict[str, RowFormat]:
+        return TableStore.formats(self)
+
     # Slots are those of the remaining rows: `row_slots` maps ids to them.
 
     @property
     def placed(self) -> TableStore:
         return self
 
-    def with_placed(self, placed: TableStore) -> TableStore:  # type: ignore[override]
+    def with_placed(self, placed: TableStore) -> TableStore:
         return placed
 
     def refuse_shard(self) -> str:
@@ -107,30 +179,10 @@ class PrunedTables(WrappingStore):
             "without prune= to put it on a mesh"
         )
 
-    def row_format(self, name: str) -> RowFormat:
-        """Return the format of a table's rows.
-
-        Raises:
-            KeyError: No table has that name.
-        """
-        return self.inner.row_format(name)
-
     def num_bytes(self, name: str) -> int:
-        """Return the number of bytes of a table's rows and of its map.
-
-        Raises:
-            KeyError: No table has that name.
-        """
+        """Return the number of bytes of a table's rows and of its map."""
         size = self.inner.num_bytes(name)
         return size + (self.row_maps[name].num_bytes if name in self.row_maps else 0)
-
-    def packed_rows(self, name: str) -> Shaped[Array, "num_rows width"]:
-        """Return the rows that remain as they are stored, a copy; a row of zeros follows them.
-
-        Raises:
-            KeyError: No table has that name.
-        """
-        return self.inner.packed_rows(name)
 
     def lookup(
         self,
@@ -190,10 +242,29 @@ class PrunedTables(WrappingStore):
         if np.shape(values) != expected:
             raise ValueError(f"table {name!r} has shape {expected}, got {np.shape(values)}")
         host = np.asarray(values)
-        self.inner.check_values(name, host)
+        self.whole.find(name)[0].tables[index].check_rows(f"table {name!r}, given ", host)
         kept = host[self.row_maps[name].kept_ids()]
         padded = np.concatenate([kept, np.zeros((1, group.dim), kept.dtype)])
         return self.with_inner(self.inner.write(name, padded))
+
+    def parts(self, name: str, size: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
+        return TableStore.parts(self, name, size)
+
+    def arrays(self, name: str) -> tuple[TableArray, dict[str, TableArray], int] | None:
+        return None if name in self.row_maps else self.inner.arrays(name)
+
+    def to_one_device(self) -> PrunedTables:
+        return self
+
+    def like(self, other: TableStore) -> PrunedTables:
+        """Return a copy with the rows of another store, of the ids that are not pruned here."""
+        inner = Tables.zeros(self.inner.layout)
+        for config in self.configs:
+            parts = other.parts(config.name)
+            if config.name in self.row_maps:
+                parts = _kept_parts(parts, self.row_maps[config.name], config)
+            inner = inner.pack_parts(config.name, parts)
+        return self.with_inner(inner)
 
     def find_ids(self, name: str, ids: Any, *, is_written: bool = False) -> FoundIds:
         found = TableStore.find_ids(self, name, ids, is_written=is_written)
@@ -244,6 +315,34 @@ class PrunedTables(WrappingStore):
         return self.with_inner(self.inner.from_checkpoint(name, logical, num_rows))
 
 
+def pruned_rows(store: TableStore, name: str) -> int:
+    """Return the number of rows of a table that are pruned."""
+    row_map = store.row_maps.get(name) if isinstance(store, PrunedTables) else None
+    return 0 if row_map is None else row_map.num_ids - row_map.num_rows
+
+
 def _renamed(feature: str, config: TableConfig) -> str:
     """Return the name of a feature's rows in a pruned table: other tables read the ids."""
     return f"{feature}@{config.name}"
+
+
+def _kept_parts(
+    parts: Iterator[tuple[int, np.ndarray]], row_map: RowMap, config: TableConfig
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the rows that remain, in parts of one size: the first row's index, and the rows.
+
+    Raises:
+        ValueError: The format cannot hold an element; the row is named by its id.
+    """
+    first, waiting = 0, np.zeros((0, 0), np.float32)
+    for start, rows in parts:
+        config.check_rows(f"table {config.name!r}, ", rows, start)
+        found = row_map.find_on_host(np.arange(start, start + len(rows)))
+        kept = rows[found < row_map.num_rows]
+        waiting = np.concatenate([waiting, kept]) if len(waiting) else kept
+        size = rows_per_part(rows.shape[1])
+        while len(waiting) >= size:
+            yield first, waiting[:size]
+            first, waiting = first + size, waiting[size:]
+    if len(waiting):
+        yield first, waiting

@@ -14,7 +14,6 @@ from flax import nnx
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.ragged import KeyedJaggedArray
-from jaxrec.serve.quantized.packing import table_parts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,9 +73,7 @@ class PruningByNorm(Pruning):
     """`Pruning` by the Euclidean norm of each row; see `by_norm`."""
 
     def scores(self, store: TableStore, name: str) -> np.ndarray:
-        parts = [
-            np.linalg.norm(rows.astype(np.float32), axis=1) for _, rows in table_parts(store, name)
-        ]
+        parts = [np.linalg.norm(rows.astype(np.float32), axis=1) for _, rows in store.parts(name)]
         return np.concatenate(parts)
 
 

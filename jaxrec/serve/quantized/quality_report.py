@@ -13,11 +13,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrec.mesh import shard_batch
-from jaxrec.mesh.store import MeshStore
 from jaxrec.metrics import NormalizedEntropy, auc
 from jaxrec.plan.report import format_bytes
-from jaxrec.serve.quantized.model_copy import shared_copy
-from jaxrec.serve.quantized.paired_stores import paired_stores, stores
+from jaxrec.serve.quantized.models import paired_stores, shared_copy, stores
 from jaxrec.serve.quantized.table_quality import TableQuality, draw, table_quality
 
 Predict: TypeAlias = Callable[[Any, Any], tuple[Any, ...]]
@@ -174,13 +172,13 @@ def _program(model: nnx.Module, predict: Predict) -> Callable[[Any], Any]:
 def _mesh(model: nnx.Module) -> Mesh | None:
     """Return the mesh of a model's tables, None on one device."""
     for store in stores(model).values():
-        if isinstance(store.placed, MeshStore):
+        if (mesh := store.devices.mesh) is not None:
             if jax.process_count() > 1:
                 raise TypeError(
                     "the tables lie over several processes; predict by each model yourself, or "
                     "leave the batches out"
                 )
-            return store.placed.mesh
+            return mesh
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import jax
@@ -11,14 +11,17 @@ from flax import nnx
 from jaxtyping import DTypeLike
 
 from jaxrec.embed.collection import Collection
-from jaxrec.embed.placed_variables import gather_variables
+from jaxrec.embed.config import TableConfig
+from jaxrec.embed.formats import RowFormat
+from jaxrec.embed.layout import inference_layout
 from jaxrec.embed.store import TableStore
+from jaxrec.embed.tables import Tables
 from jaxrec.embed.taps import TappedModule, tapped_modules
-from jaxrec.serve.quantized.mesh_stores import copy_to_one_device
+from jaxrec.embed.variables import gather_variables
+from jaxrec.serve.quantized.models import copy_to_one_device
+from jaxrec.serve.quantized.pruned_tables import PrunedTables, RowMap
 from jaxrec.serve.quantized.pruning import Pruning
-from jaxrec.serve.quantized.quantized_store import quantized_store
-from jaxrec.serve.quantized.row_formats import table_formats
-from jaxrec.serve.quantized.row_map import RowMap
+from jaxrec.serve.quantized.rows import table_formats
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -87,11 +90,30 @@ def quantize(
     row_maps = _row_maps(stores.values(), prune or {})
     small = _copy_without_tables(model, modules)
     for path, module in tapped_modules(small).items():
-        module.tables.set_value(quantized_store(stores[path], formats, row_maps))
+        store = stores[path]
+        module.tables.set_value(empty_store(store.configs, formats, row_maps).like(store))
         module.is_trainable = False
         if output_dtype is not None and isinstance(module, Collection):
             module.dtype = output_dtype
     return small
+
+
+def empty_store(
+    configs: Sequence[TableConfig],
+    formats: Mapping[str, RowFormat],
+    row_maps: Mapping[str, RowMap],
+) -> Tables | PrunedTables:
+    """Return a quantized store without arrays.
+
+    Args:
+        configs: The tables.
+        formats: The format of each table, by name.
+        row_maps: The map of each pruned table, by name; other tables keep all rows.
+    """
+    names = {config.name for config in configs}
+    if row_maps := {name: row_map for name, row_map in row_maps.items() if name in names}:
+        return PrunedTables.of(configs, formats, row_maps)
+    return Tables({}, {}, inference_layout(configs, formats))
 
 
 def _checked_output(dtype: DTypeLike | None) -> str | None:

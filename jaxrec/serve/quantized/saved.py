@@ -1,10 +1,14 @@
-"""Quantized models on disk: a checkpoint of the packed rows, and the formats of the tables."""
+"""Quantized models on disk: a checkpoint of the packed rows, and the formats of the tables.
+
+The model of a run of ``jaxrec train`` lies beside the options and the features of the run.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import pathlib
+import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -16,22 +20,27 @@ from flax import nnx
 
 from jaxrec.embed.collection import Collection
 from jaxrec.embed.formats import FORMATS
+from jaxrec.embed.layout import inference_layout
 from jaxrec.embed.store import TableStore
+from jaxrec.embed.tables import Tables
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.embed.variables import variables
 from jaxrec.files.atomic import write_atomically
-from jaxrec.serve.quantized.mesh_stores import on_one_device, row_formats
-from jaxrec.serve.quantized.model_copy import shared_copy
-from jaxrec.serve.quantized.paired_stores import quantized_stores
-from jaxrec.serve.quantized.pruned_tables import PrunedTables
-from jaxrec.serve.quantized.quantized_tables import QuantizedTables
-from jaxrec.serve.quantized.row_map import RowMap
+from jaxrec.serve.quantized.models import on_one_device, quantized_stores, shared_copy
+from jaxrec.serve.quantized.pruned_tables import PrunedTables, RowMap
 from jaxrec.train import checkpoint
 from jaxrec.train.checkpoint import CheckpointError
+from jaxrec.train.config import load_config
+from jaxrec.train.features import FEATURES_DIRECTORY, saved_encoder
+from jaxrec.train.model import CONFIG_FILE, make_model
+from jaxrec.train.model import Model as RunModel
 
 Model = TypeVar("Model", bound=nnx.Module)
 
 FORMATS_FILE = "quantized.yaml"
+
+# The options of the run. Another name than the run's own file: the model is not trained further.
+RUN_FILE = "run.yaml"
 
 
 class _Arrays(nnx.Module):
@@ -156,6 +165,56 @@ def restore_quantized(
     return copy
 
 
+def save_quantized_run(
+    small: nnx.Module,
+    run: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    step: int,
+) -> None:
+    """Save the quantized model of a run, with the options and the features of the run.
+
+    Args:
+        small: What `quantize` returned for the run's model.
+        run: Directory of the run.
+        directory: Directory of the quantized model.
+        step: Step of the checkpoint that was quantized.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    run, directory = pathlib.Path(run), pathlib.Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(run / CONFIG_FILE, directory / RUN_FILE)
+    if (run / FEATURES_DIRECTORY).is_dir():
+        shutil.copytree(run / FEATURES_DIRECTORY, directory / FEATURES_DIRECTORY)
+    save_quantized(small, directory, step=step)
+
+
+def load_quantized(directory: str | os.PathLike[str]) -> RunModel:
+    """Load a model that ``jaxrec quantize`` wrote; its rows have the same bytes.
+
+    The model is called as the run's: ``model(dense, features)``. Memory never holds its float
+    tables.
+
+    Args:
+        directory: The directory.
+
+    Raises:
+        CheckpointError: There is no such model, or it is damaged.
+        OSError: A file cannot be read.
+    """
+    directory = pathlib.Path(directory)
+    if not (directory / RUN_FILE).exists():
+        raise CheckpointError(
+            f"{directory}: there is no model of jaxrec quantize here ({RUN_FILE} is missing)"
+        )
+    config = load_config(directory / RUN_FILE)
+    encoder = saved_encoder(directory)
+    model = nnx.eval_shape(lambda: make_model(config, num_steps=1, encoder=encoder)[0])
+    return restore_quantized(directory, model)
+
+
 def _concrete(leaf: Any) -> Any:
     """Return an array of zeros in the place of an abstract one."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -171,7 +230,7 @@ def _description(model: nnx.Module) -> dict[str, Any]:
     modules = tapped_modules(model)
     for path, store in quantized_stores(model).items():
         maps = store.row_maps if isinstance(store, PrunedTables) else {}
-        formats = row_formats(store)
+        formats = store.formats()
         tables = {
             config.name: {"format": formats[config.name].name}
             | ({"rows": maps[config.name].num_rows} if config.name in maps else {})
@@ -201,7 +260,7 @@ def _read_description(directory: pathlib.Path) -> dict[str, Any]:
     return described
 
 
-def _empty_store(store: TableStore, tables: Mapping[str, Any]) -> QuantizedTables | PrunedTables:
+def _empty_store(store: TableStore, tables: Mapping[str, Any]) -> Tables | PrunedTables:
     """Return a quantized store of zeros."""
     formats = {name: FORMATS[table["format"]] for name, table in tables.items()}
     row_maps = {
@@ -210,8 +269,8 @@ def _empty_store(store: TableStore, tables: Mapping[str, Any]) -> QuantizedTable
         if "rows" in tables[config.name]
     }
     if row_maps:
-        return PrunedTables.zeros(store.configs, formats, row_maps)
-    return QuantizedTables.zeros(store.configs, formats)
+        return PrunedTables.of(store.configs, formats, row_maps).zeros()
+    return Tables.zeros(inference_layout(store.configs, formats))
 
 
 def _listed(described: Mapping[str, Any]) -> str:

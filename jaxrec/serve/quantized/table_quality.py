@@ -12,9 +12,7 @@ import numpy as np
 
 from jaxrec.embed.store import TableStore
 from jaxrec.plan.report import require_matplotlib
-from jaxrec.serve.quantized.mesh_stores import Quantized, row_formats, stored_bytes
-from jaxrec.serve.quantized.packing import table_parts
-from jaxrec.serve.quantized.pruned_tables import PrunedTables
+from jaxrec.serve.quantized.pruned_tables import pruned_rows
 
 # Number of tables that are drawn, the largest ones.
 _MAX_TABLES = 40
@@ -58,28 +56,25 @@ class TableQuality:
         return self.largest_error / self.rms if self.rms else 0.0
 
 
-def table_quality(before: TableStore, after: Quantized, name: str) -> TableQuality:
+def table_quality(before: TableStore, after: TableStore, name: str) -> TableQuality:
     """Compare a table of one store with its quantized copy in another, in parts."""
     (config,) = (config for config in before.configs if config.name == name)
     squares, error_squares, largest = 0.0, 0.0, 0.0
-    for (_, rows), (_, packed) in zip(
-        table_parts(before, name), table_parts(after, name), strict=True
-    ):
+    for (_, rows), (_, packed) in zip(before.parts(name), after.parts(name), strict=True):
         values = rows.astype(np.float32)
         errors = packed.astype(np.float32) - values
         squares += float(np.sum(np.square(values), dtype=np.float64))
         error_squares += float(np.sum(np.square(errors), dtype=np.float64))
         largest = max(largest, float(np.max(np.abs(errors))))
-    row_map = after.row_maps.get(name) if isinstance(after, PrunedTables) else None
     count = config.num_embeddings * config.embedding_dim
     return TableQuality(
         name=name,
-        dtype=row_formats(after)[name].name,
+        dtype=after.formats()[name].name,
         rows=config.num_embeddings,
         columns=config.embedding_dim,
-        pruned_rows=0 if row_map is None else row_map.num_ids - row_map.num_rows,
+        pruned_rows=pruned_rows(after, name),
         bytes_before=count * jnp.dtype(config.dtype).itemsize,
-        bytes_after=stored_bytes(after, name),
+        bytes_after=after.num_bytes(name),
         rms=(squares / count) ** 0.5,
         rms_error=(error_squares / count) ** 0.5,
         largest_error=largest,

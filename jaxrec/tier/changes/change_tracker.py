@@ -15,7 +15,6 @@ from flax import nnx
 
 from jaxrec.data.pipeline import each_batch
 from jaxrec.embed.collection import Collection
-from jaxrec.embed.some_rows import read_ids
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.mesh.agree import gather_ids
@@ -362,7 +361,7 @@ class ChangeTracker(TierObserver):
         def values(store: TableStore, ids: np.ndarray) -> dict[str, Any]:
             if not (with_rows or with_state):
                 return {}
-            state = read_ids(store, name, ids, with_state=with_state)
+            state = store.rows_of(name, ids).read(with_state=with_state)
             rows = state.pop("rows")
             return {"rows": rows if with_rows else None, "state": state if with_state else None}
 

@@ -13,7 +13,6 @@ from jaxrec.embed.collection import Collection
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.taps import tapped_modules
-from jaxrec.mesh.store import MeshStore
 from jaxrec.ragged.raw_ids import RESERVED
 from jaxrec.tier.changes.change_flags import IdFlags, RowFlags
 from jaxrec.tier.managed_collision.modules import ManagedCollisions
@@ -223,7 +222,7 @@ class TrackedModel:
     def is_on_mesh(self) -> bool:
         """Whether the tables lie over a mesh."""
         stores = (each.tables.get_value().placed for each in self.collections.values())
-        return any(isinstance(store, MeshStore) for store in stores)
+        return any(store.devices.mesh is not None for store in stores)
 
 
 def _collections(model: nnx.Module) -> dict[str, Collection]:
@@ -262,7 +261,7 @@ def _vocabulary(each: TableVocabulary, num_consumers: int) -> TrackedVocabulary:
 def _trained(store: TableStore) -> set[str]:
     """Return the names of the tables whose rows change."""
     names = (config.name for config in store.layout.configs)
-    return {name for name in names if store.optimizer_of(name).is_trained}
+    return {name for name in names if store.rows_of(name, ()).optimizer.is_trained}
 
 
 def _check_optimizers(store: TableStore) -> None:

@@ -15,7 +15,8 @@ from flax import nnx
 
 from jaxrec.embed.collection import Collection
 from jaxrec.embed.config import TableConfig
-from jaxrec.embed.row_access import TableRows, read, write
+from jaxrec.embed.rows import check_values, read, write
+from jaxrec.embed.slots import TableRows
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.files.rows import Shapes, Values, rows_at_once
 from jaxrec.tier.deltas.manifest import TableFacts
@@ -109,7 +110,7 @@ class PublishedTable(abc.ABC):
             return
         store = self.collection.tables.get_value()
         if "rows" in values:
-            store.check_values(self.config.name, values["rows"])
+            check_values(store, self.config.name, values["rows"])
         placed = write(store.placed, [TableRows(self.config.name, rows)], [values])
         self.collection.tables.set_value(store.with_placed(placed))
 

@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int32, UInt32
 
-from jaxrec.mesh.store import MeshStore, first, stack
+from jaxrec.mesh.shard_access import first, stack
+from jaxrec.mesh.store import MeshStore
 from jaxrec.ragged import KeyedJaggedArray, WideIds
 from jaxrec.ragged.offsets import bag_ids
 from jaxrec.tier.managed_collision.id_batch import IdBatch

@@ -117,7 +117,7 @@ class ManagedCollisions(nnx.Module):
             batch,
             jax.random.fold_in(key, count),
             is_training=is_training,
-            store=store if isinstance(store, MeshStore) else None,
+            store=None if store.devices.mesh is None else cast(MeshStore, store.placed),
         )
         if is_training and not self._is_routed_ahead():
             for each, id_map, evicted in zip(
@@ -162,7 +162,8 @@ class ManagedCollisions(nnx.Module):
                     f"the map of tables {', '.join(each.tables)} evicts ids by the hour, which the "
                     "batch lacks; make the batch by jaxrec.tier.managed_collision.id_words(batch)"
                 )
-        devices = store.mesh.size if isinstance(store, MeshStore) else None
+        mesh = store.devices.mesh
+        devices = None if mesh is None else mesh.size
         if devices is not None and (len(shape) != 2 or shape[0] != devices):
             raise ValueError(
                 f"the tables are over {devices} devices, but the batch has ids of shape "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxrec.embed.first_values import draw_and_scale, draw_rows, slice_columns, 
 from jaxrec.embed.formats import TableArray
 from jaxrec.embed.layout import Group
 from jaxrec.embed.store import TableStore
-from jaxrec.embed.tables import Tables, write_slots
+from jaxrec.embed.tables import write_slots
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.mesh.store import MeshStore
 from jaxrec.tier.managed_collision.policies import EvictedSlots
@@ -51,23 +51,23 @@ def reset_rows(
     if evicted.slots.shape[0] == 0:
         return store
     for name in tables:
-        if isinstance(store, MeshStore):
-            store = _reset_on_mesh(store, name, evicted, key)
-        elif isinstance(store, Tables):
-            store = _reset(store, name, evicted, key)
-        else:
+        if store.placed is not store:
             raise TypeError(
                 f"managed collisions reset rows of jaxrec's tables on one device or over a mesh, "
                 f"but {name!r} is in a {type(store).__name__}"
             )
+        if store.devices.mesh is not None:
+            store = _reset_on_mesh(cast(MeshStore, store), name, evicted, key)
+        else:
+            store = _reset(store, name, evicted, key)
     return store
 
 
-def _reset(store: Tables, name: str, evicted: EvictedSlots, key: Array) -> Tables:
+def _reset(store: TableStore, name: str, evicted: EvictedSlots, key: Array) -> TableStore:
     group, index = store.layout.find(name)
     config, offset = group.tables[index], group.row_offsets[index]
 
-    def write(store: Tables, slots: Array, ids: Array) -> Tables:
+    def write(store: TableStore, slots: Array, ids: Array) -> TableStore:
         outside = slots >= config.num_embeddings
         slots = jnp.where(outside, group.num_rows, offset + slots)
         state = _first_state(group, slots.shape[0])

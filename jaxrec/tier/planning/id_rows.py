@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jaxrec.embed.config import TableConfig
-from jaxrec.embed.found_ids import FoundIds, OutsideRows, as_ids, check_distinct, row_indices
+from jaxrec.embed.rows import FoundIds, OutsideRows, as_ids, check_distinct, row_indices
 from jaxrec.ragged.bounds import raw_column
 from jaxrec.ragged.columns import Column
 from jaxrec.tier.planning.model_tables import TableVocabulary

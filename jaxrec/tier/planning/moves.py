@@ -12,17 +12,13 @@ import numpy as np
 from flax import nnx
 
 from jaxrec.embed.config import TableConfig
-from jaxrec.embed.row_access import RowsOnDevices, TableRows, read, write
+from jaxrec.embed.rows import RowsOnDevices, read, write
+from jaxrec.embed.slots import TableRows
 from jaxrec.embed.store import TableStore
 from jaxrec.mesh.store import MeshStore
 from jaxrec.tier.planning.model_tables import TableVocabulary, collection_at
 from jaxrec.tier.rows.first_rows import NewRows, reset
-from jaxrec.tier.rows.row_exchange import (
-    OwnedRows,
-    RowsAtOwners,
-    send_to_owners,
-    write_from_owners,
-)
+from jaxrec.tier.rows.row_exchange import send_to_owners, write_from_owners
 from jaxrec.tier.rows.transfer import StoredRows, receive
 from jaxrec.tier.rows.under_way import EvictedRows
 from jaxrec.tier.vocabulary.vocabulary import NO_CHANGE, Assignment
@@ -125,40 +121,35 @@ def _receive(
 
 def _request(
     each: TableVocabulary, config: TableConfig, rows: np.ndarray, ids: np.ndarray
-) -> TableRows | OwnedRows:
+) -> TableRows:
     """Return rows that travel between a table and the store of its vocabulary."""
     owners = None if each.transfer is None else each.transfer.owners(ids)
-    if owners is None:
-        return TableRows(config.name, rows)
-    return OwnedRows(config.name, rows, owners)
+    return TableRows(config.name, rows, owners)
 
 
-def _read(
-    placed: TableStore, requests: Sequence[TableRows | OwnedRows]
-) -> RowsOnDevices | RowsAtOwners:
+def _read(placed: TableStore, requests: Sequence[TableRows]) -> RowsOnDevices:
     """Gather rows that leave for the stores: all of them are divided, or none."""
-    if isinstance(requests[0], OwnedRows):
-        return send_to_owners(cast(MeshStore, placed), cast(Sequence[OwnedRows], requests))
-    return read(placed, cast(Sequence[TableRows], requests))
+    if requests[0].owners is not None:
+        return send_to_owners(cast(MeshStore, placed), requests)
+    return read(placed, requests)
 
 
 def _write(
     placed: TableStore,
-    requests: Sequence[TableRows | OwnedRows],
+    requests: Sequence[TableRows],
     values: Sequence[Mapping[str, np.ndarray]],
 ) -> TableStore:
     """Set rows that return from the stores: all of them are divided, or none."""
-    if requests and isinstance(requests[0], OwnedRows):
-        store, owned = cast(MeshStore, placed), cast(Sequence[OwnedRows], requests)
-        return write_from_owners(store, owned, values)
-    return write(placed, cast(Sequence[TableRows], requests), values)
+    if requests and requests[0].owners is not None:
+        return write_from_owners(cast(MeshStore, placed), requests, values)
+    return write(placed, requests, values)
 
 
 class _RowsToHost:
     """Rows of several vocabularies on the devices, which their threads bring to the host, once."""
 
-    def __init__(self, rows: RowsOnDevices | RowsAtOwners) -> None:
-        self._rows: RowsOnDevices | RowsAtOwners | None = rows
+    def __init__(self, rows: RowsOnDevices) -> None:
+        self._rows: RowsOnDevices | None = rows
         self._lock = threading.Lock()
         self._on_host: list[dict[str, np.ndarray]] = []
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxrec.embed.found_ids import FoundIds
+from jaxrec.embed.rows import FoundIds
 from jaxrec.ragged import Packer
 from jaxrec.tier.ids.batch_ops import distinct
 from jaxrec.tier.ids.id_map import Lookup, look_up
@@ -23,7 +23,7 @@ from jaxrec.tier.planning.batch_order import BatchOrder, ForeseenBatch, PlannedB
 from jaxrec.tier.planning.id_rows import find_rows, raw_ids
 from jaxrec.tier.planning.model_tables import TableVocabulary, collections_of
 from jaxrec.tier.planning.moves import NO_MOVE, Move, PendingMoves, begin_move, move_rows
-from jaxrec.tier.rows.store_traffic import step_of
+from jaxrec.tier.rows.records import step_of
 from jaxrec.tier.rows.transfer import RowTransfer
 from jaxrec.tier.store import TierStore
 from jaxrec.tier.vocabulary.vocabulary import (

@@ -14,7 +14,8 @@ from jaxtyping import Array, Int32, Int64, Shaped, UInt32
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.first_values import draw_and_scale, draw_rows, slice_columns, table_key
 from jaxrec.embed.layout import layout_tables
-from jaxrec.embed.row_access import TableRows, group_slots, read, size_for
+from jaxrec.embed.rows import read
+from jaxrec.embed.slots import TableRows, group_slots, size_for
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.tables import Tables
 from jaxrec.optim import RowOptimizer
@@ -68,7 +69,7 @@ def reset(store: TableStore, tables: Sequence[NewRows], key: UInt32[np.ndarray, 
             place = slots.gather(places)
             per_slot = {name: values[place] for name, values in per_row.items()}
             per_slot["first_column"], per_slot["stop_column"] = slots.column_bounds()
-            on_devices = store.put_rows((slots.slots, per_slot))
+            on_devices = store.devices.put((slots.slots, per_slot))
             store = _reset(store, *on_devices, keys, group, *kind)
     return store
 
@@ -130,5 +131,5 @@ def _reset(
             for name, array in of_group.optimizer.init(1, of_group.dim).items()
         }
 
-    rows, state = store.map_slots(rows_and_state, per_slot, keys)
+    rows, state = store.devices.map(rows_and_state, per_slot, keys)
     return store.write_rows(group, slots, rows, state)

@@ -12,7 +12,6 @@ A message from one device to another has a static capacity, on a ladder of sizes
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,56 +22,16 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, UInt8
 
-from jaxrec.embed.row_access import GroupSlots, RowsOnDevices, TableRows
-from jaxrec.embed.row_slots import RowSlots
+from jaxrec.embed.rows import RowsOnDevices, table_dims
+from jaxrec.embed.slots import GroupSlots, RowSlots, TableRows
 from jaxrec.mesh.store import MeshStore
 
 
-@dataclasses.dataclass(frozen=True)
-class OwnedRows:
-    """Rows of a table whose records the stores of several processes have.
-
-    Attributes:
-        table: Name of the table.
-        rows: Row indices, int ``[n]``.
-        owners: Index of the process that has the record of each row, int ``[n]``.
-    """
-
-    table: str
-    rows: np.ndarray
-    owners: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class RowsAtOwners:
-    """Rows on devices of their owners, which `send_to_owners` sent; `to_host` waits for them.
-
-    Attributes:
-        rows: The rows of this process, with arrays over the whole mesh.
-    """
-
-    rows: RowsOnDevices
-
-    def to_host(self) -> list[dict[str, np.ndarray]]:
-        """Return for each request the rows and state that this process owns, in their order."""
-        arrays: dict[str, Any] = {}
-        for group, slots in self.rows.groups.items():
-
-            def on_host(array: Array, shape: tuple[int, ...] = slots.slots.shape) -> np.ndarray:
-                return _own_part(array).reshape(*shape, *array.shape[2:])
-
-            arrays[group] = jax.tree.map(on_host, self.rows.arrays[group])
-        return dataclasses.replace(self.rows, arrays=arrays).to_host()
-
-
-def send_to_owners(store: MeshStore, requests: Sequence[OwnedRows]) -> RowsAtOwners:
+def send_to_owners(store: MeshStore, requests: Sequence[TableRows]) -> RowsOnDevices:
     """Gather rows of tables with their optimizer state, and send each to its owner.
 
-    Every process calls this with the same requests.
-
-    Args:
-        store: The store that has the arrays.
-        requests: The rows.
+    Every process calls this with the same requests, which name the owners, and gets the rows that
+    it owns.
     """
     plan = _Plan(store, requests, is_read=True)
     arrays = {
@@ -80,25 +39,18 @@ def send_to_owners(store: MeshStore, requests: Sequence[OwnedRows]) -> RowsAtOwn
         for group, slots in plan.groups.items()
     }
     own = tuple(TableRows(each.table, each.rows[each.owners == plan.process]) for each in requests)
-    dims = {config.name: config.embedding_dim for config in store.layout.configs}
-    return RowsAtOwners(
-        RowsOnDevices(own, tuple(dims[each.table] for each in own), plan.at_owner, arrays)
-    )
+    return RowsOnDevices(own, table_dims(store, own), plan.at_owner, arrays, _own_part)
 
 
 def write_from_owners(
     store: MeshStore,
-    requests: Sequence[OwnedRows],
+    requests: Sequence[TableRows],
     values: Sequence[Mapping[str, np.ndarray]],
 ) -> MeshStore:
     """Set rows of tables and their optimizer state, in place: the store is donated.
 
-    Every process calls this with the same requests and its own values.
-
-    Args:
-        store: The store that has the arrays.
-        requests: The rows; a row must not occur twice.
-        values: For each request the rows that this process owns, under ``"rows"``, and their state.
+    Every process calls this with the same requests and its own values: for each request the rows
+    that it owns, under ``"rows"``, and their state.
     """
     plan = _Plan(store, requests, is_read=False)
     for group, slots in plan.groups.items():
@@ -130,7 +82,7 @@ class _Plan:
             ``[own devices, devices, n]``: the first device is the owner's.
     """
 
-    def __init__(self, store: MeshStore, requests: Sequence[OwnedRows], *, is_read: bool) -> None:
+    def __init__(self, store: MeshStore, requests: Sequence[TableRows], *, is_read: bool) -> None:
         devices = store.mesh.devices.flat
         processes = np.array([device.process_index for device in devices])
         self.process = jax.process_index()
@@ -140,7 +92,7 @@ class _Plan:
         slots: dict[str, list[np.ndarray]] = {}
         parts: dict[str, list[tuple[int, RowSlots, int]]] = {}
         for number, request in enumerate(requests):
-            if not len(request.rows):
+            if not len(request.rows) or request.owners is None:
                 continue
             is_own = request.owners == self.process
             position = np.append(np.where(is_own, np.cumsum(is_own) - 1, -1), -1).astype(np.int32)
@@ -249,10 +201,11 @@ def _by_device(values: np.ndarray) -> np.ndarray:
     return values.reshape(values.shape[0], -1, *values.shape[3:])
 
 
-def _own_part(array: Array) -> np.ndarray:
-    """Return the parts of an array on this process's devices, in their order."""
+def _own_part(array: Array, slots: GroupSlots) -> np.ndarray:
+    """Return the parts of an array on this process's devices, in their order, by messages."""
     parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
-    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
+    own = np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
+    return own.reshape(*slots.slots.shape, *array.shape[2:])
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -16,10 +16,8 @@ import numpy as np
 from jaxrec.mesh.agree import gather_flags, gather_rows, raise_together
 from jaxrec.tier.ids import implementation
 from jaxrec.tier.ids.id_map import num_cores
-from jaxrec.tier.rows.record_layout import RecordLayout
-from jaxrec.tier.rows.store_traffic import StoreTraffic
-from jaxrec.tier.rows.under_way import EvictedRows, RowsUnderWay, WantedRows
-from jaxrec.tier.rows.written_ids import WrittenIds
+from jaxrec.tier.rows.records import RecordLayout, StoreTraffic
+from jaxrec.tier.rows.under_way import EvictedRows, RowsUnderWay, WantedRows, WrittenIds
 from jaxrec.tier.stores.row_store import RecordFormat, RowStore
 from jaxrec.tier.stores.urls import Division
 
@@ -233,7 +231,7 @@ class RowTransfer:
 
         Args:
             evicted: The ids.
-            rows: Returns the rows and states of the tables (`jaxrec.embed.row_access`) when called,
+            rows: Returns the rows and states of the tables (`jaxrec.embed.rows`) when called,
                 those that this process owns.
         """
         with self.traffic.waiting():

@@ -18,8 +18,8 @@ import numpy as np
 from flax import nnx
 
 from jaxrec.embed.config import TableConfig
-from jaxrec.embed.row_access import TableRows, write
-from jaxrec.embed.some_rows import write_ids
+from jaxrec.embed.rows import write
+from jaxrec.embed.slots import TableRows
 from jaxrec.embed.variables import put_like, value_like
 from jaxrec.mesh.ahead import restore_capacities
 from jaxrec.tier.planning.model_tables import TableVocabulary
@@ -305,7 +305,7 @@ def _load_changes(
             index = values.pop("index")
             if not has_state[path][name]:
                 values = {"rows": values["rows"]}
-            variable.set_value(store.with_placed(write_ids(store.placed, name, index, values)))
+            variable.set_value(store.with_placed(store.placed.rows_of(name, index).write(values)))
 
 
 def _move_rows(

@@ -23,7 +23,7 @@ from jaxrec.mesh.agree import on_process_zero
 from jaxrec.mesh.ahead import describe_capacities
 from jaxrec.mesh.replicas import average_replicas, has_replicas
 from jaxrec.tier.changes.change_tracker import ChangeTracker, HandOver
-from jaxrec.tier.rows.written_ids import WrittenIds
+from jaxrec.tier.rows.under_way import WrittenIds
 from jaxrec.train.checkpoint.arrays import os_errors, quiet
 from jaxrec.train.checkpoint.files import (
     NO_LINK,

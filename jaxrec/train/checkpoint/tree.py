@@ -15,7 +15,6 @@ from jaxtyping import Array
 
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
 from jaxrec.embed.config import TableConfig
-from jaxrec.embed.some_rows import read_ids
 from jaxrec.embed.variables import dense_variables, plain, variables
 from jaxrec.tier.changes.tracked_tables import ChangedIds
 from jaxrec.tier.planning.tier import Tier, tier_of
@@ -121,7 +120,7 @@ def _saved_tree(
     def changed(path: str, collection: Collection, name: str) -> dict[str, Any]:
         assert changes is not None
         rows = changes["" if path == "." else path, name].ids
-        values = read_ids(collection.tables.get_value().placed, name, rows)
+        values = collection.tables.get_value().placed.rows_of(name, rows).read()
         arrays = {"index": rows, "rows": values.pop("rows"), "state": values}
         return jax.tree.map(_with_end, arrays)
 

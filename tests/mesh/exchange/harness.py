@@ -12,11 +12,11 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxrec
 from jaxrec import embed
-from jaxrec.embed.lookup import flatten, lookup_weights
+from jaxrec.embed.outputs import flatten, lookup_weights
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh import shard_batch, shard_tables
 from jaxrec.mesh.exchange import Request
-from jaxrec.mesh.store import first, stack
+from jaxrec.mesh.shard_access import first, stack
 from jaxrec.optim.hyperparameters import as_step
 
 DEVICES, ROWS, DIM = 8, 32, 2

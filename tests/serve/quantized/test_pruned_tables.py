@@ -111,8 +111,10 @@ def test_memory_shrinks():
     assert store.num_bytes("product") == (70 + 1) * 8 + 4 * 8
     assert store.num_bytes("country") == 1 * 6 + 2 * 8
     assert store.num_bytes("twin") == 100 * 8
-    assert store.row_format("user").name == "int4"
-    assert store.packed_rows("user").shape == (36, 8)
+    assert store.formats()["user"].name == "int4"
+    rows, _, first = store.inner.arrays("user")
+    assert rows.stored[first : first + 36].shape == (36, 8)
+    assert not rows.stored[first + 35].any()  # the row of zeros
     arrays = {"product", "user", "country", "twin"}
     total = sum(array.nbytes for array in jax.tree.leaves(store))
     assert total == sum(store.num_bytes(name) for name in arrays)

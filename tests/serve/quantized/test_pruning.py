@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 import jaxrec
+from jaxrec.embed import rows as row_access
 from jaxrec.serve import by_frequency, by_norm, count_ids, quantize
-from jaxrec.serve.quantized import packing
 
 ROWS = np.float32([[3, 4], [0, 1], [0, 0], [-6, 8], [1, 0]])  # norms 5, 1, 0, 10, 1
 
@@ -38,7 +38,7 @@ def make_model() -> jaxrec.EmbeddingBagCollection:
     ],
 )  # fmt: skip
 def test_rows_that_remain(rule, kept, monkeypatch):
-    monkeypatch.setattr(packing, "_PART_BYTES", 2 * 4 * 2)  # parts of two rows
+    monkeypatch.setattr(row_access, "_PART_BYTES", 2 * 4 * 2)  # parts of two rows
     small = quantize(make_model(), "float32", prune={"user": rule})
     expected = np.zeros_like(ROWS)
     expected[kept] = ROWS[kept]

@@ -7,9 +7,9 @@ import pytest
 from flax import nnx
 
 import jaxrec
+from jaxrec.embed import rows as row_access
 from jaxrec.metrics import auc
 from jaxrec.serve import by_frequency, quality, quantize
-from jaxrec.serve.quantized import packing
 
 PNG = b"\x89PNG"
 
@@ -49,7 +49,7 @@ PRUNE = {"product": by_frequency(np.arange(300), share=0.1)}
 
 @pytest.mark.parametrize("prune", [None, PRUNE], ids=["whole", "pruned"])
 def test_errors_of_rows(model, prune, monkeypatch):
-    monkeypatch.setattr(packing, "_PART_BYTES", 64 * 16 * 4)  # several parts
+    monkeypatch.setattr(row_access, "_PART_BYTES", 64 * 16 * 4)  # several parts
     small = quantize(model, "int4", per_table={"country": "int8"}, prune=prune)
     report = quality(model, small)
     assert [table.name for table in report.tables] == ["product", "country"]

@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 import jaxrec
+from jaxrec.embed import rows as row_access
 from jaxrec.serve import quantize
-from jaxrec.serve.quantized import packing
 from tests.embed import row_oracle
 
 TABLES = (
@@ -102,7 +102,7 @@ def test_a_donated_step_of_the_model_leaves_the_copy_alone():
 def test_formats_of_single_tables(model):
     small = quantize(model, "int8", per_table={"user": "int4", "item": "float32"})
     store = small.embeddings.tables.get_value()
-    formats = {name: store.row_format(name).name for name in ("product", "user", "country")}
+    formats = {name: store.formats()[name].name for name in ("product", "user", "country")}
     assert formats == {"product": "int8", "user": "int4", "country": "int8"}
     np.testing.assert_array_equal(small.history.table("item"), model.history.table("item"))
     np.testing.assert_array_equal(
@@ -131,13 +131,15 @@ def test_a_weighted_collection():
 
 def test_tables_in_parts(monkeypatch):
     """Parts of four rows, and of a remainder, give the bits of the whole."""
-    monkeypatch.setattr(packing, "_PART_BYTES", 4 * 16 * 4)
+    monkeypatch.setattr(row_access, "_PART_BYTES", 4 * 16 * 4)
     configs = [jaxrec.EmbeddingBagConfig(name, 4 * n + 3, 16) for n, name in enumerate("abc")]
     model = jaxrec.EmbeddingBagCollection(configs, rngs=nnx.Rngs(0))
     store = quantize(model, "int4").tables.get_value()
     for config in configs:
         rows = np.asarray(model.table(config.name))
-        np.testing.assert_array_equal(store.packed_rows(config.name), row_oracle.pack(rows, "int4"))
+        table, _, first = store.arrays(config.name)
+        packed = table.stored[first : first + len(rows)]
+        np.testing.assert_array_equal(packed, row_oracle.pack(rows, "int4"))
 
 
 def bad_row(value: float) -> Ranker:

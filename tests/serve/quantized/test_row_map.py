@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrec.serve.quantized.row_map import RowMap
+from jaxrec.serve.quantized.pruned_tables import RowMap
 
 
 def expected_rows(is_kept: np.ndarray) -> np.ndarray:

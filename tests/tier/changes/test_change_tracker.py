@@ -192,7 +192,7 @@ def test_a_failure_leaves_the_position(plain_model, monkeypatch):
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("jaxrec.tier.changes.change_tracker.read_ids", fail)
+        patch.setattr("jaxrec.embed.rows.Rows.read", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             tracker.changes("c", with_rows=True)
     assert tracker.changes("c")["user"].ids.tolist() == [3]

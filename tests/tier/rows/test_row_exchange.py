@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrec.embed.slots import TableRows
 from jaxrec.tier.rows import row_exchange
-from jaxrec.tier.rows.row_exchange import OwnedRows, send_to_owners, write_from_owners
+from jaxrec.tier.rows.row_exchange import send_to_owners, write_from_owners
 from tests.embed.placed_tables import CASES, assert_tables, make_collection
 
 ON_A_MESH = [case for case in CASES if "one_device" not in case]
@@ -15,7 +16,7 @@ ON_A_MESH = [case for case in CASES if "one_device" not in case]
 
 def requests_of(rng, tables, counts):
     return [
-        OwnedRows(name, rng.permutation(len(tables[name]["rows"]))[:count], np.zeros(count, int))
+        TableRows(name, rng.permutation(len(tables[name]["rows"]))[:count], np.zeros(count, int))
         for name, count in counts.items()
     ]
 

@@ -12,7 +12,7 @@ import jaxrec
 from jaxrec.tier import Cached, Dynamic, ahead, make
 from jaxrec.tier.model_statistics import statistics, totals
 from jaxrec.tier.planning.tier import TierObserver, tier_of
-from jaxrec.tier.rows.store_traffic import StoreTraffic, step_of
+from jaxrec.tier.rows.records import StoreTraffic, step_of
 from jaxrec.tier.stores.memory_store import MemoryStore
 from tests.tier import models
 from tests.tier.vocabulary.test_cached import NAMES, make_stream

@@ -11,9 +11,9 @@ import pytest
 
 from jaxrec.embed.checkpoint_view import LogicalTable
 from jaxrec.tier.ids.id_map import num_cores
-from jaxrec.tier.rows.record_layout import RecordLayout
+from jaxrec.tier.rows.records import RecordLayout
 from jaxrec.tier.rows.transfer import _MOST_SENT, RowTransfer
-from jaxrec.tier.rows.written_ids import WrittenIds
+from jaxrec.tier.rows.under_way import WrittenIds
 from jaxrec.tier.stores.memory_store import MemoryStore
 
 TIMEOUT = 20

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrec.tier.rows.written_ids import WrittenIds
+from jaxrec.tier.rows.under_way import WrittenIds
 from tests.fuzz import max_examples
 
 PARTS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5)

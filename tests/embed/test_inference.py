@@ -1,4 +1,4 @@
-"""The store of quantized tables: golden lookups of FBGEMM and TorchRec, reads, writes, refusals."""
+"""Tables in formats for inference: golden lookups of FBGEMM and TorchRec, reads and refusals."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 from flax import nnx
 
 import jaxrec
+from jaxrec.embed import Tables
 from jaxrec.embed.checkpoint_view import LogicalTable
 from jaxrec.embed.formats import FORMATS
-from jaxrec.serve import QuantizedTables
+from jaxrec.embed.layout import inference_layout
 from tests import golden
 from tests.embed import row_oracle
 
@@ -51,7 +52,7 @@ def test_lookups_of_fbgemm(name):
     more = {} if per_id else {"pooling": "mean" if pooling == "mean" else "sum"}
     kind = jaxrec.EmbeddingConfig if per_id else jaxrec.EmbeddingBagConfig
     configs = [kind(key, meta["rows"][t], meta["dims"][t], **more) for t, key in enumerate(keys)]
-    store = QuantizedTables.zeros(configs, dict.fromkeys(keys, FORMATS[dtype]))
+    store = Tables.zeros(inference_layout(configs, dict.fromkeys(keys, FORMATS[dtype])))
     rows = {group: np.array(jax.tree.leaves(array)[0]) for group, array in store.rows.items()}
     for table, key in enumerate(keys):
         group, index = store.layout.find(key)
@@ -95,14 +96,14 @@ def test_quantized_collection_of_torchrec(dtype):
     np.testing.assert_allclose(small(batch).values, arrays["out_values"], rtol=1e-5, atol=1e-5)
 
 
-def small_store() -> QuantizedTables:
+def small_store() -> Tables:
     configs = [
         jaxrec.EmbeddingBagConfig("a", 9, 8),
         jaxrec.EmbeddingBagConfig("b", 5, 8),
         jaxrec.EmbeddingBagConfig("c", 7, 4),
     ]
     formats = {"a": FORMATS["int8"], "b": FORMATS["int8"], "c": FORMATS["int4"]}
-    return QuantizedTables.zeros(configs, formats)
+    return Tables.zeros(inference_layout(configs, formats))
 
 
 def random_rows(count: int, dim: int) -> np.ndarray:
@@ -113,12 +114,14 @@ def test_tables_are_written_packed_and_read_unpacked():
     store, values = small_store(), random_rows(5, 8)
     store = store.write("b", values)
     packed = row_oracle.pack(values, "int8")
-    np.testing.assert_array_equal(store.packed_rows("b"), packed)
+    rows, state, first = store.arrays("b")
+    np.testing.assert_array_equal(rows.stored[first : first + 5], packed)
+    assert state == {}
     np.testing.assert_array_equal(store.read("b"), row_oracle.unpack(packed, "int8", 8))
     assert not store.read("a").any()  # of the same group
     assert store.num_bytes("b") == 5 * 12
     assert store.num_bytes("c") == 7 * 6
-    assert store.row_format("c").name == "int4"
+    assert store.formats()["c"].name == "int4"
 
 
 def test_some_rows_are_written_and_read():

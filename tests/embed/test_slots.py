@@ -10,8 +10,9 @@ from flax import nnx
 
 import jaxrec
 from jaxrec import mesh as m
-from jaxrec.embed import row_access
-from jaxrec.embed.row_access import TableRows, group_slots, read, write
+from jaxrec.embed import rows as row_access
+from jaxrec.embed.rows import read, write
+from jaxrec.embed.slots import TableRows, group_slots
 from tests.copies import find_copies
 from tests.embed.placed_tables import CASES, OPTIMIZERS, assert_tables, make_collection
 from tests.users_xla import AS_USERS_DO
@@ -140,7 +141,7 @@ def test_no_copy_of_a_table(placement):
         plan = jaxrec.plan.ShardingPlan.from_dict({"big": placement})
         store = jaxrec.shard(made, plan, jax.make_mesh((8,), ("data",))).tables.get_value()
     ((group, slots),) = group_slots(store, [TableRows("big", np.arange(0, rows, 5000))]).items()
-    on_devices = store.put_rows(slots.slots)
+    on_devices = store.devices.put(slots.slots)
     reading = row_access._read.lower(store, on_devices, group).compile(AS_USERS_DO)
     values, state = row_access._read(store, on_devices, group)
     writing = row_access._write.lower(store, on_devices, values, state, group).compile(AS_USERS_DO)

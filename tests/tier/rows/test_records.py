@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrec.embed.checkpoint_view import LogicalTable
-from jaxrec.tier.rows.record_layout import RecordLayout
+from jaxrec.tier.rows.records import RecordLayout
 from tests.fuzz import max_examples
 
 

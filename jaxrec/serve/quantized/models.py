@@ -1,0 +1,112 @@
+"""Models with quantized tables: copies, their stores, and those of two models in pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrec.embed.store import TableStore
+from jaxrec.embed.taps import tapped_modules
+from jaxrec.embed.variables import dense_variables, gather_variables
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+
+def shared_copy(model: Model) -> Model:
+    """Return a copy of a model whose variables are its own and share the model's arrays.
+
+    Dense variables that are sharded over a mesh are whole on every device in the copy.
+    """
+    graph, state = nnx.split(model)
+    # `nnx.split` returns the model's own variables; a map over the tree makes new ones.
+    copy = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, state))
+    gather_variables(copy)
+    return copy
+
+
+def on_one_device(model: Model) -> Model:
+    """Return a model whose tables lie on one device, with the bytes that they have.
+
+    One whose tables are over a mesh is copied.
+
+    Raises:
+        TypeError: See `TableStore.to_one_device`.
+    """
+    if all(store.devices.mesh is None for store in stores(model).values()):
+        return model
+    whole = {path: store.to_one_device() for path, store in stores(model).items()}
+    copy = shared_copy(model)
+    for path, module in tapped_modules(copy).items():
+        module.tables.set_value(whole[path])
+    for variable in dense_variables(copy).values():
+        variable.set_value(jax.tree.map(copy_to_one_device, variable.get_value()))
+    return copy
+
+
+def copy_to_one_device(array: Any) -> Any:
+    """Return a copy of an array, so that a donated step of its model leaves it alone.
+
+    An array that is replicated over a mesh is copied to one of this process's devices.
+    """
+    if not isinstance(array, jax.Array):
+        return array
+    if len(array.sharding.device_set) > 1:
+        array = jax.device_put(array.addressable_data(0), jax.local_devices()[0])
+    return jnp.copy(array)
+
+
+def stores(model: nnx.Module) -> dict[str, TableStore]:
+    """Return the table stores of a model by the paths of their collections."""
+    return {path: module.tables.get_value() for path, module in tapped_modules(model).items()}
+
+
+def is_quantized(store: TableStore) -> bool:
+    """Return whether all tables of a store are quantized, on one device or over a mesh."""
+    return all(config.inference_format is not None for config in store.configs)
+
+
+def quantized_stores(model: nnx.Module) -> dict[str, TableStore]:
+    """Return the quantized table stores of a model by the paths of their collections.
+
+    Raises:
+        TypeError: A store is not quantized.
+    """
+    found = stores(model)
+    for store in found.values():
+        if not is_quantized(store):
+            names = ", ".join(repr(config.name) for config in store.configs)
+            raise TypeError(
+                f"tables {names} are not quantized; give the model that jaxrec.serve.quantize "
+                "returned, on one device or over a mesh"
+            )
+    return found
+
+
+def paired_stores(
+    small: nnx.Module, other: nnx.Module
+) -> Iterator[tuple[str, TableStore, TableStore]]:
+    """Iterate over the collections of a quantized model: the path, its store, and the other's.
+
+    Raises:
+        TypeError: The first model is not quantized.
+        ValueError: A table is in one model only, or has another shape there.
+    """
+    first, second = quantized_stores(small), stores(other)
+    if different := sorted({*_shapes(first)} ^ {*_shapes(second)}):
+        _, name, rows, columns = different[0]
+        raise ValueError(
+            f"the models have different tables: table {name!r} of {rows} rows and {columns} "
+            "columns is in one of them only"
+        )
+    for path, store in first.items():
+        yield path, store, second[path]
+
+
+def _shapes(each: Mapping[str, TableStore]) -> Iterator[tuple[str, str, int, int]]:
+    for path, store in each.items():
+        for config in store.configs:
+            yield path, config.name, config.num_embeddings, config.embedding_dim
