@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -254,15 +254,19 @@ def _check_accumulates_nothing(opt_state: Any) -> None:
 
 def _initial_hyperparameters(model: nnx.Module) -> dict[str, Hyperparameter]:
     values: dict[str, float] = {}
-    stores = [module.tables.get_value() for module in tapped_modules(model).values()]
-    optimizers = [group.optimizer for store in stores for group in store.groups.values()]
-    for each in itertools.chain(*map(find_hyperparameters, optimizers)):
+    for each in _model_hyperparameters(model):
         if values.setdefault(each.name, each.value) != each.value:
             raise ValueError(
                 f"two row optimizers have a hyperparameter {each.name!r} with different values, "
                 f"{values[each.name]} and {each.value}; give them one value or two names"
             )
     return {name: Hyperparameter(jnp.asarray(v, jnp.float32)) for name, v in values.items()}
+
+
+def _model_hyperparameters(model: nnx.Module) -> Iterator[hyperparameter]:
+    for module in tapped_modules(model).values():
+        for optimizer in (g.optimizer for g in module.tables.get_value().groups.values()):
+            yield from find_hyperparameters(optimizer)
 
 
 def _variables(tree: Any) -> list[nnx.Variable]:

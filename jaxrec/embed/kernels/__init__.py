@@ -1,4 +1,12 @@
-"""The primitives, each with several implementations: lookups, fused updates, products of pairs."""
+"""The primitives, each with several implementations: lookups, fused updates, products of pairs.
+
+* `base`: data types and operands, and the rules that every implementation obeys.
+* `reference`, `updates`, `stretches`: the definition of each primitive, in XLA.
+* `cpu`, `native_call`: the implementation for CPUs, in C++ (`native/`).
+* `triton`: the implementation for NVIDIA GPUs, in Pallas.
+* `registry`: the implementations, and the choice of the one that runs a call.
+* `trial`, `answers`: trials of kernels on the card at hand, and what this machine answered.
+"""
 
 from jaxrec.embed.kernels import reference
 from jaxrec.embed.kernels.base import BAD_ROW as BAD_ROW

@@ -3,7 +3,7 @@
 A *group* is a set of tables of equal width and type stacked into one ``[num_rows, dim]`` array. A
 batch reaches the kernels as the arrays of a `KeyedJaggedArray`, untouched: ``ids`` of all keys,
 ``lengths`` of all bags. A `BagLayout` says, statically, where each feature of the group lies in
-them. `jaxrec.embed.kernels` lists the primitives; the docstrings of `reference.py` define them.
+them. `jaxrec.embed.kernels` lists the primitives; `reference.py` and `updates.py` define them.
 
 Rules of all primitives:
 

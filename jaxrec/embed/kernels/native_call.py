@@ -61,12 +61,7 @@ EXPORTED_VERSIONS = {
 
 
 def target_name(primitive: str, version: int | None = None) -> str:
-    """Return the name by which XLA calls a function of the library.
-
-    Args:
-        primitive: Name of the primitive.
-        version: One of the versions of a target that exported programs call; None: the newest.
-    """
+    """Return the name by which XLA calls a function of the library; None: its newest version."""
     if primitive not in EXPORTED_VERSIONS:
         return f"jaxrec_{primitive}"
     return f"jaxrec.{primitive}.v{version or EXPORTED_VERSIONS[primitive]}"
@@ -129,12 +124,8 @@ def native_function(
 ) -> Callable[..., Sequence[Array]]:
     """Return a function of the library.
 
-    Args:
-        target: Name of the primitive.
-        results: Shapes and types of the results.
-        in_place: The operands whose memory results take, and which result each.
-        vmap_method: As of `jax.ffi.ffi_call`: "broadcast_all" for functions that take further
-            dimensions before those of their operands.
+    ``in_place`` maps operands to the results that take their memory. ``vmap_method`` is that of
+    `jax.ffi.ffi_call`: "broadcast_all" for functions that take leading batch dimensions.
     """
     return jax.ffi.ffi_call(
         target_name(target), results, vmap_method=vmap_method, input_output_aliases=in_place

@@ -102,7 +102,7 @@ class Form:
 
     @property
     def is_lasting(self) -> bool:
-        """Whether the form's name says all about it, to a later process too."""
+        """Whether a later process can tell by the form's name that it is the same form."""
         if self.row_format is not None and not _is_defined_in_jaxrec(self.row_format):
             return False
         if self.optimizer is None:

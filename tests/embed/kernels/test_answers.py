@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import sys
 import types
 import warnings
 
@@ -43,12 +44,10 @@ def widths(monkeypatch, tmp_path):
     module.row_lookup = functools.partial(made_up_lookup, _widths=seen)
     module.OPTIONS = {"row_lookup": {"width": (2, 3)}}
 
-    class MadeUp(registry.Implementation):
-        @property
-        def module(self):
-            return module
-
-    implementations = (registry.IMPLEMENTATIONS[-1], MadeUp("made_up", ("cpu",)))
+    # All that a new implementation takes: a module, and a line in the registry.
+    monkeypatch.setitem(sys.modules, "jaxrec.embed.kernels.made_up", module)
+    made_up = registry.Implementation("made_up", ("cpu",))
+    implementations = (registry.IMPLEMENTATIONS[-1], made_up)
     monkeypatch.setattr(registry, "IMPLEMENTATIONS", implementations)
     monkeypatch.setenv("JAXREC_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("JAXREC_KERNELS", raising=False)

@@ -278,12 +278,10 @@ def test_optimizers_of_others_are_tried_by_each_process(trials):
 def tried_here(monkeypatch, tmp_path):
     """An implementation for this platform that is wrong, tried before it runs by default."""
 
-    class MadeUp(registry.Implementation):
-        @property
-        def module(self) -> types.ModuleType:
-            return module(row_lookup=wrong, refuse=lambda *_: None)
-
-    implementations = (MadeUp("made_up", ("cpu",), is_tried=True), registry.IMPLEMENTATIONS[-1])
+    kernels = module(row_lookup=wrong, refuse=lambda *_: None)
+    monkeypatch.setitem(sys.modules, "jaxrec.embed.kernels.made_up", kernels)
+    made_up = registry.Implementation("made_up", ("cpu",), is_tried=True)
+    implementations = (made_up, registry.IMPLEMENTATIONS[-1])
     monkeypatch.setattr(registry, "IMPLEMENTATIONS", implementations)
     monkeypatch.setattr(trial, "cards", lambda: jax.devices("cpu")[1:])
     monkeypatch.setenv("JAXREC_CACHE_DIR", str(tmp_path))

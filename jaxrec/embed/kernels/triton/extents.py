@@ -40,7 +40,7 @@ class Blocks:
         return tuple(-(-size // BLOCK.groups) for size in self.sizes)
 
     def numbers(self, *of_features: Sequence[int]) -> Int32[Array, "numbers features"]:
-        """Return what `here` looks up: numbers of each feature, after those of its blocks."""
+        """Return numbers of each feature for `here`, after those of its blocks."""
         own = starts_of(self.counts), self.sizes, starts_of(self.sizes)
         return jnp.array([*own, *of_features], jnp.int32)
 

@@ -79,15 +79,9 @@ class PlainReader:
         is_bad: Bool[Array, "*n"],
         weight: Float[Array, "*n"] | None,
     ) -> Terms:
-        """Load rows as terms, whose sums `finish` makes the sum of the rows.
+        """Load rows as terms. The kernel adds them per bag; `finish` turns the totals into rows.
 
-        Args:
-            tile: Shape of the rows.
-            stored: The stored rows.
-            rows: The rows to load.
-            is_row: Which of them are in the table; the others are zeros.
-            is_bad: Which of the others are NaN.
-            weight: Factor of each; None: 1.
+        Rows that are not in the table (``is_row``) are zeros, and those that are bad are NaN.
         """
         values = tile.load_rows(stored, rows, is_row)
         values = jnp.where(is_bad[..., None], jnp.nan, values)
@@ -100,7 +94,7 @@ class PlainReader:
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """The scale of a stored row, and the offset behind it.
+    """Position and type of a packed row's scale and optional offset.
 
     Attributes:
         first: Position of their first byte; the bytes of a number are in little-endian order.
