@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import pkgutil
 import subprocess
 import sys
-import types
 
 import pytest
 
@@ -45,18 +43,3 @@ def test_packages_load_on_first_use():
         [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True
     )
     assert run.stdout.strip() == str([f"jaxrec.{name}" for name in sorted(PACKAGES)])
-
-
-@pytest.mark.parametrize("name", ["embed", "nn", "optim", "ragged"])
-def test_packages_show_their_public_names(name):
-    package = importlib.import_module(f"jaxrec.{name}")
-    shown = {each: getattr(package, each) for each in dir(package)}
-    assert sorted(shown) == sorted(package.__all__)
-    modules = {each for each, value in shown.items() if isinstance(value, types.ModuleType)}
-    assert modules == ({"fbgemm"} if name == "ragged" else set())
-    assert not any(each.startswith("_") for each in shown)
-
-
-def test_the_docstring_is_a_map():
-    for name in PACKAGES:
-        assert f"* `{name}`: " in jaxrec.__doc__

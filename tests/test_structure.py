@@ -63,7 +63,7 @@ TESTED_BY = {
         "embed/optimizer",
         "embed/row_gradients",
     ),
-    "embed/test_hyperparameters": ("optim/hyperparameters",),
+    "embed/test_hyperparameters": ("optim/hyperparameter",),
     "embed/test_rows": (
         "embed/found_ids",
         "embed/some_rows",

@@ -18,7 +18,7 @@ from jaxrec.embed.not_finite import report_not_finite
 from jaxrec.embed.placed_variables import put, update_shardings, without_placements
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.optim import RowOptimizer, hyperparameter
-from jaxrec.optim.hyperparameters import UpdateStep, find_hyperparameters
+from jaxrec.optim.hyperparameter import UpdateStep, find_hyperparameters
 
 
 class Hyperparameter(nnx.Variable):

@@ -23,7 +23,7 @@ from jaxrec.embed.row_gradients import (
 )
 from jaxrec.embed.row_slots import RowSlots
 from jaxrec.optim import RowOptimizer
-from jaxrec.optim.hyperparameters import Step
+from jaxrec.optim.hyperparameter import Step
 from jaxrec.ragged import KeyedJaggedArray
 
 

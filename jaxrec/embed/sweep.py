@@ -10,7 +10,7 @@ from jaxrec.embed.formats import PackedRows, TableArray
 from jaxrec.embed.formats.plain import PlainRows
 from jaxrec.embed.kernels.rounding import random_bits, round_rows
 from jaxrec.optim import RowOptimizer
-from jaxrec.optim.hyperparameters import Step, UpdateStep
+from jaxrec.optim.hyperparameter import Step, UpdateStep
 
 # Number of elements that are changed at a time.
 _BLOCK_ELEMENTS = 1 << 20

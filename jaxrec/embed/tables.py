@@ -37,7 +37,7 @@ from jaxrec.embed.state import new_state
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.sweep import sweep_rows
 from jaxrec.optim import RowOptimizer
-from jaxrec.optim.hyperparameters import Step, as_step
+from jaxrec.optim.hyperparameter import Step, as_step
 from jaxrec.ragged import KeyedJaggedArray
 
 Store = TypeVar("Store", bound="Tables")

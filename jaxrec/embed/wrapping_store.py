@@ -17,7 +17,7 @@ from jaxrec.embed.row_gradients import Activations, Residuals, Routes, RowGradie
 from jaxrec.embed.row_slots import RowSlots
 from jaxrec.embed.store import TableStore
 from jaxrec.optim import RowOptimizer
-from jaxrec.optim.hyperparameters import Step
+from jaxrec.optim.hyperparameter import Step
 from jaxrec.ragged import KeyedJaggedArray
 
 Store = TypeVar("Store", bound="WrappingStore")

@@ -41,7 +41,7 @@ from jaxrec.mesh.exchange import Exchange, Request
 from jaxrec.mesh.large import flatten_large
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.mesh.store import MeshStore, first, stack
-from jaxrec.optim.hyperparameters import Step, as_step
+from jaxrec.optim.hyperparameter import Step, as_step
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 from jaxrec.ragged.shared_bags import with_known_capacities
 from jaxrec.ragged.wide_ids import WideIds

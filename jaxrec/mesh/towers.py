@@ -40,7 +40,7 @@ from jaxrec.mesh.host_group import HostGroup
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.mesh.store import first, stack
 from jaxrec.mesh.tables import ShardedTables
-from jaxrec.optim.hyperparameters import Step
+from jaxrec.optim.hyperparameter import Step
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 
 Tower: TypeAlias = Callable[[Any, Float[Array, "samples columns"]], Float[Array, "samples _"]]

@@ -255,22 +255,24 @@ class KeyedJaggedArray(KeyedConstructors):
         ids, bags = np.cumsum((0, *self.capacities)), np.cumsum((0, *self.strides))
         spans = runs(indices)
         inverse = self.inverse_indices
+
+        def cut(array: Any, ends: np.ndarray) -> Any:
+            parts = [array[..., ends[a] : ends[b]] for a, b in spans]
+            return concatenate(parts, array.dtype)
+
+        keys = tuple(self.keys[index] for index in indices)
         return KeyedJaggedArray._of(
-            concatenate([self.values[..., ids[a] : ids[b]] for a, b in spans], self.values.dtype),
-            concatenate([self.lengths[..., bags[a] : bags[b]] for a, b in spans], np.int32),
-            None
-            if self.weights is None
-            else concatenate([self.weights[..., ids[a] : ids[b]] for a, b in spans], np.float32),
+            cut(self.values, ids),
+            cut(self.lengths, bags),
+            None if self.weights is None else cut(self.weights, ids),
             None
             if inverse is None
             else concatenate([inverse[..., a:b, :] for a, b in spans], np.int32, axis=-2),
-            tuple(self.keys[index] for index in indices),
+            keys,
             tuple(self.capacities[index] for index in indices),
             tuple(self.strides[index] for index in indices),
-            present(self.slot_keys, [self.keys[index] for index in indices]),
-            tuple(self.sample_capacities[index] for index in indices)
-            if self.sample_capacities
-            else (),
+            present(self.slot_keys, keys),
+            tuple(self.sample_capacities[index] for index in indices if self.sample_capacities),
             self.memory,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -95,22 +96,7 @@ def _parts(batch: KeyedJaggedArray) -> Iterator[tuple[int | None, KeyedJaggedArr
         yield None, batch
         return
     for device in range(batch.lengths.shape[0]):
-        values, lengths, weights, inverse_indices = (
-            None if array is None else array[device]
-            for array in (batch.values, batch.lengths, batch.weights, batch.inverse_indices)
-        )
-        yield (
-            device,
-            KeyedJaggedArray._of(
-                values,
-                lengths,
-                weights,
-                inverse_indices,
-                batch.keys,
-                batch.capacities,
-                batch.strides,
-            ),
-        )
+        yield device, jax.tree.map(operator.itemgetter(device), batch)
 
 
 def _check_shapes(batch: KeyedJaggedArray) -> None:

@@ -119,7 +119,7 @@ def ahead(
         if is_training:
             planned = tier.plan(batch, look_ahead + undispatched)
         else:
-            planned = tier.lookup(batch, gather if tier.has_stores else None)
+            planned = tier.look_up(batch, gather if tier.has_stores else None)
         return planned, put(planned.batch)
 
     # Processes gather ids in one order with their steps, hence in the thread that trains.

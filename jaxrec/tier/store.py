@@ -19,7 +19,7 @@ from jaxrec.embed.some_rows import read_ids, write_ids
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.tables import check_state
 from jaxrec.embed.wrapping_store import WrappingStore
-from jaxrec.optim.hyperparameters import Step
+from jaxrec.optim.hyperparameter import Step
 from jaxrec.ragged import KeyedJaggedArray
 
 # Bytes of the largest table with a cache that is read or written as a whole.

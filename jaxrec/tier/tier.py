@@ -169,7 +169,7 @@ class Tier:
         self.order.add(number, mark)
         return rows, number, sequence
 
-    def lookup(self, batch: Any, gather: Gather | None = None) -> PlannedBatch:
+    def look_up(self, batch: Any, gather: Gather | None = None) -> PlannedBatch:
         """Replace the ids of a batch of an evaluation by their rows.
 
         Rows are those that the ids had when the last training batch was taken. Ids whose rows are
@@ -332,7 +332,7 @@ class Tier:
         """
         if not planned.is_training:
             if planned.number != self.order.last_taken or planned.sequence < self._pending.settled:
-                planned = self.lookup(planned.source)
+                planned = self.look_up(planned.source)
             has_store = [each.transfer is not None for each in self.vocabularies]
             self._settle(model, planned.sequence, has_store)
             for observer in self.observers:

@@ -20,7 +20,7 @@ from jaxrec.embed.lookup import flatten, join_pooled
 from jaxrec.embed.row_gradients import bound_samples, group_gradients, group_parts, merge
 from jaxrec.embed.row_gradients import table_squares as squares_of_tables
 from jaxrec.embed.row_slots import RowSlots
-from jaxrec.optim.hyperparameters import as_step
+from jaxrec.optim.hyperparameter import as_step
 
 pytestmark = pytest.mark.jax_version
 

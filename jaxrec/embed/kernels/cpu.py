@@ -46,7 +46,7 @@ from jaxrec.embed.kernels.native_call import (
 from jaxrec.embed.kernels.pairs import check_vectors
 from jaxrec.optim import adagrad, adam, partial_rowwise_adam, rowwise_adagrad, sgd
 from jaxrec.optim.base import RowOptimizer
-from jaxrec.optim.hyperparameters import Step, hyperparameter, resolve
+from jaxrec.optim.hyperparameter import Step, hyperparameter, resolve
 
 _LIBRARY = pathlib.Path(__file__).parent / "native" / "libjaxrec.so"
 

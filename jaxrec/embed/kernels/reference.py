@@ -21,7 +21,7 @@ from jaxrec.embed.kernels.pairs import pair_products as pair_products
 from jaxrec.embed.kernels.rounding import random_bits, round_rows
 from jaxrec.embed.kernels.stretches import sum_by_table, sum_stretches
 from jaxrec.optim.base import RowOptimizer
-from jaxrec.optim.hyperparameters import Step, resolve
+from jaxrec.optim.hyperparameter import Step, resolve
 from jaxrec.optim.norm import root
 
 

@@ -18,7 +18,7 @@ from jaxrec.mesh.channel import Channel
 from jaxrec.mesh.exchange.clipping import clip_tables, table_squares
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.optim import RowOptimizer
-from jaxrec.optim.hyperparameters import Step
+from jaxrec.optim.hyperparameter import Step
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.key_segments import take_segments
 from jaxrec.ragged.wide_ids import narrow

@@ -17,7 +17,7 @@ from jaxrec.embed.layout import layout_tables
 from jaxrec.embed.row_gradients import Activations, Residuals, RowGradients
 from jaxrec.embed.tables import Tables
 from jaxrec.optim import frozen
-from jaxrec.optim.hyperparameters import Step
+from jaxrec.optim.hyperparameter import Step
 
 
 @jax.tree_util.register_dataclass

@@ -108,7 +108,7 @@ class ManagedCollisions(nnx.Module):
         names = [name for each in self._mapped for name in each.tables]
         raise KeyError(f"table {table!r} has no map; tables with one are {names}")
 
-    def _lookup(self, features: KeyedJaggedArray | IdWords) -> Any:
+    def _look_up(self, features: KeyedJaggedArray | IdWords) -> Any:
         store: TableStore = self._collection.tables.get_value()
         batch = as_id_words(features)
         self._check(batch, features, store)
@@ -261,7 +261,7 @@ class ManagedCollisionEmbeddingBagCollection(ManagedCollisions):
                 looked up a step ahead.
             ValueError: The batch is not where the tables are.
         """
-        return self._lookup(features)
+        return self._look_up(features)
 
 
 class ManagedCollisionEmbeddingCollection(ManagedCollisions):
@@ -308,7 +308,7 @@ class ManagedCollisionEmbeddingCollection(ManagedCollisions):
         Arguments and errors: see `ManagedCollisionEmbeddingBagCollection`. Results: see
         `EmbeddingCollection`.
         """
-        return self._lookup(features)
+        return self._look_up(features)
 
 
 def _mapped_tables(
