@@ -232,6 +232,7 @@ class rowwise_rmsprop(RowOptimizer):
         squares = mean_squares(gradients)
         second = moving_average(state["second_moment"], squares, self.decay)
         new_state = {"second_moment": second}
+        # A row that no batch had was not decayed meanwhile; what it missed is made up for at once.
         if self.ar_alpha > 0:
             last = state["last_step"]
             now = jnp.full_like(last, step + 1)

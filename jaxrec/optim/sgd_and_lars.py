@@ -139,6 +139,7 @@ class lars_sgd(RowOptimizer):
         return {"momentum": jnp.zeros((num_rows, dim), jnp.float32)}
 
     def update(self, rows: Rows, gradients: Rows, state: RowState, step: Count) -> Updated:
+        # Norms are sums over whole rows, also where a device has only some of their columns.
         norms = row_norms(rows)
         decayed = row_norms(gradients) + self.weight_decay * norms
         rate = self.rate(step) * trust_ratio(self.eta * norms, decayed)

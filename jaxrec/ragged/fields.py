@@ -219,6 +219,8 @@ def _packed(
 def _checked_on_host(fields: Packed) -> Packed:
     """Check the fields that lie on the host and make them 32 bits wide."""
     values, lengths, weights, inverse, keys, capacities, strides, _, given = fields
+    # One look at the whole batch passes nearly all: a batch has hundreds of keys, and a few NumPy
+    # calls for each would take longer than to pack it.
     counts = _known_lengths(fields)
     if counts is not None and not _is_sound(fields, counts):
         _check_each_key(fields, counts)

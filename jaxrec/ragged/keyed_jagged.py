@@ -248,6 +248,7 @@ class KeyedJaggedArray(KeyedConstructors):
         count = len(self.keys)
         if wrong := [index for index in indices if not 0 <= index < count]:
             raise IndexError(f"no key at {wrong}: the batch has {count} keys {list(self.keys)}")
+        # Selecting all keys is common, in models that read all of a batch, and then costs nothing.
         if list(indices) == list(range(count)):
             return self
         if not len(indices):
@@ -433,6 +434,7 @@ class KeyedJaggedArray(KeyedConstructors):
             self.lengths[..., bag : bag + self.strides[index]],
             None if self.weights is None else self.weights[ids],
         )
+        # A plain column for a plain batch: most code only asks for a `JaggedArray`.
         inverse, are_slots = self.inverse_indices, self.keys[index] in self.slot_keys
         if inverse is None and not are_slots:
             return JaggedArray(*arrays)

@@ -52,6 +52,8 @@ def validate(
             ...
         ValueError: 'clicks', sample 2: its elements end at 6, beyond the capacity 4
     """
+    # Everything is checked on the host and by key, since a message that names the sample is worth
+    # more than speed to someone who calls this.
     names = batch.keys if isinstance(batch, KeyedJaggedArray) else (name,)
     bounds = _checked_bounds(bounds, names)
     if isinstance(batch, JaggedArray):
