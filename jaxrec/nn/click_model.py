@@ -110,6 +110,7 @@ def check_logit_layer(name: str, layer_sizes: Sequence[int]) -> None:
 
 def common_width(model: str, tables: Sequence[TableConfig]) -> int:
     """Return the width of all tables; raise a ValueError if they differ."""
+    # The error names every width, since the odd one out is rarely the first.
     widths = {table.name: table.embedding_dim for table in tables}
     if len(set(widths.values())) != 1:
         raise ValueError(f"{model}'s tables are of one width, embedding_dim; got {widths}")

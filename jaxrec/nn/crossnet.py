@@ -69,6 +69,8 @@ class CrossNet(nnx.Module):
     def __call__(self, x: Float[AnyArray, "batch columns"]) -> Float[Array, "batch columns"]:
         """Map ``[batch, in_features]`` to the same shape."""
         first = x = jnp.asarray(x)
+        # Each layer multiplies by the input once more and keeps what it had: after l layers there
+        # are products of up to l + 1 features.
         for layer in self.layers:
             out = layer(x)
             x = first.astype(out.dtype) * out + x.astype(out.dtype)
@@ -267,6 +269,7 @@ class LowRankMixtureCrossNet(nnx.Module):
             first, x, up, inner, down, bias = promote(
                 self.dtype, first, x, *(parameter[...] for parameter in layer)
             )
+            # All experts at once: a loop over them would be as many small products.
             low = self.activation(jnp.einsum("bn,ern->ber", x, down))
             low = self.activation(jnp.einsum("ber,esr->bes", low, inner))
             experts = first[:, None] * (jnp.einsum("ber,enr->ben", low, up) + bias[None, None])

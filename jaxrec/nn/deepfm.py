@@ -88,6 +88,8 @@ class FactorizationMachine(nnx.Module):
             vectors = flatten_embeddings(embeddings)[:, :, None]
         else:
             vectors = _stack(embeddings)
+        # The square of the sum has every pair twice and the squares once, so n^2 products become
+        # two sums. Their difference is small beside them, which is why 16 bits are not enough.
         wide = vectors.astype(jnp.promote_types(vectors.dtype, jnp.float32))
         total = wide.sum(axis=1)
         pairs = (total * total - (wide * wide).sum(axis=1)) / 2
@@ -202,6 +204,7 @@ class DeepFM(ClickModel):
     ) -> Float[Array, " batch"]:
         weights, pooled = embedded
         linear = self.linear.logits(dense, weights)
+        # Tables of one width: the pooled columns are the fields' vectors side by side.
         fields = pooled.reshape(pooled.shape[0], -1, self.dim)
         if self.dense_embeddings is not None:
             values, vectors, fields = promote(self.dtype, dense, self.dense_embeddings[...], fields)

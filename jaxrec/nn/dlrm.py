@@ -260,6 +260,8 @@ class DLRM(ClickModel):
         self.embeddings = embeddings
         self.bottom = MLP(num_dense, bottom_layer_sizes, **types)
         self.interaction = DotInteraction() if interaction is None else interaction
+        # The width of the top MLP is asked of the interaction, which may be any function of the
+        # user.
         interactions = jax.eval_shape(
             self.interaction, jnp.zeros((1, dim)), jnp.zeros((1, num_features(embeddings), dim))
         )

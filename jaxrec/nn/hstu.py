@@ -128,6 +128,8 @@ class HSTUBlock(nnx.Module):
             timestamps=timestamps,
             block_size=self.block_size,
         )
+        # Without a softmax the sum grows with the length of the row, so it is normalised before the
+        # gate.
         gated = self.attended_norm(attended.reshape(gate.shape)) * gate
         return states + self.out(self.dropout(gated))
 

@@ -131,6 +131,8 @@ class MLP(nnx.Module):
                 "an MLP has at least one layer, and each a size of 1 or more; "
                 f"got in_features={in_features}, layer_sizes={tuple(layer_sizes)}"
             )
+        # A head may compute in float32 above layers of bfloat16, whose 8 bits hide small changes of
+        # a logit.
         dtypes = [dtype] * (len(layer_sizes) - 1) + [
             dtype if output_dtype is None else output_dtype
         ]

@@ -173,6 +173,7 @@ class ExtractionLayer(nnx.Module):
         groups = [*[group(task_experts) for _ in range(num_tasks)], group(shared_experts)]
         self.groups = nnx.List([nnx.List(experts) for experts in groups])
         gates = [gate(task_experts + shared_experts) for _ in range(num_tasks)]
+        # The last level has no gate for the shared experts, since no level is left that reads it.
         if gate_shared:
             gates.append(gate(num_tasks * task_experts + shared_experts))
         self.gates = nnx.List(gates)
@@ -267,6 +268,8 @@ class PLE(nnx.Module):
 
     def __call__(self, x: Float[AnyArray, "batch columns"]) -> Float[Array, "batch tasks"]:
         """Map ``[batch, in_features]`` to ``[batch, num_tasks]`` logits."""
+        # All experts and gates of the first level see the input; those of later levels see the
+        # mixture of their own task, and shared experts that of all tasks.
         states = [jnp.asarray(x)] * (self.num_tasks + 1)
         for level in self.levels:
             states = level(states)

@@ -75,6 +75,7 @@ def sampled_softmax_loss(
         of_negatives = of_negatives - jnp.asarray(negative_log_q)[..., None, :]
     if positive_ids is not None and negative_ids is not None:
         same = jnp.asarray(positive_ids)[..., :, None] == jnp.asarray(negative_ids)[..., None, :]
+        # Left out by its weight in the sum and not by removal: shapes are static.
         of_negatives = jnp.where(same, -jnp.inf, of_negatives)
     scores = jnp.concatenate([of_positives[..., None], of_negatives], axis=-1)
     return jax.nn.logsumexp(scores, axis=-1) - of_positives

@@ -62,6 +62,7 @@ class PositionEmbedding(nnx.Module):
             ValueError: A sequence is longer than ``max_length`` (seen outside of `jax.jit`; inside,
                 the states past it become NaN).
         """
+        # Compiled code knows no lengths: a position past the last gets NaN, which reaches the loss.
         most = self.vectors.shape[0]
         if not isinstance(column.lengths, jax.core.Tracer):
             longest = int(np.max(np.asarray(column.lengths), initial=0))
@@ -270,6 +271,7 @@ def last_states(column: JaggedArray) -> Float[Array, "*devices rows dim"]:
     """
 
     def last(lengths: Array, values: Array) -> Array:
+        # Empty rows in front have the end -1. They read some element, and are zeros in the end.
         ends = jnp.cumsum(lengths, dtype=jnp.int32) - 1
         states = jnp.take(values, ends, axis=0, mode="clip")
         return jnp.where(lengths[:, None] > 0, states, 0)

@@ -22,6 +22,7 @@ from jaxrec.nn.jagged_tiles import (
 )
 from jaxrec.ragged.arrays import AnyArray, on_auto_axes, take
 
+# Smaller blocks skip more pairs of different rows, larger ones make better matrix products.
 BLOCK = 64
 
 
@@ -72,6 +73,9 @@ def _attend(
 ) -> Array:
     capacity, dtype = query.shape[0], value.dtype
     q, k, v = (_blocks(array, plan) for array in (query, key, value))
+    # Maxima take a pass of their own. With them known the rest is plain sums over tiles, whose
+    # derivative needs one tile at a time; a running maximum would have to be differentiated
+    # through.
     shift = _row_maxima(plan, jax.lax.stop_gradient((q, k)), scale)
     tile = functools.partial(_softmax_tile, scale=scale)
     # The shift cancels in the quotient, so the result and its gradient are exact for any shift.

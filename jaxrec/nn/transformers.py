@@ -86,6 +86,8 @@ class SASRecBlock(_Block):
         self, states: Float[AnyArray, "*devices capacity dim"], lengths: AnyArray
     ) -> Float[Array, "*devices capacity dim"]:
         """Map ``[capacity, dim]`` states, of rows of the given lengths, to the same shape."""
+        # Norms stand in front of the layers here, and behind them in BERT4Rec, as in the two
+        # papers.
         (states,) = promote(self.dtype, without_padding(states, complete_cumsum(lengths)))
         attended = self.attention(self.attention_norm(states), lengths)
         states = states + self.dropout(attended)

@@ -59,6 +59,7 @@ class LinearPart(ClickModel):
                 f"tables of a linear part have embedding_dim=1, one weight an id; got {wide}"
             )
         self.weights = weights
+        # Logistic regression is convex: zeros are as good a start as any, and say "no opinion yet".
         self.dense_weights = nnx.Param(jnp.zeros(num_dense, param_dtype))
         self.bias = nnx.Param(jnp.zeros((), param_dtype))
         self.dtype = dtype

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from jaxrec.optim import checks
 from jaxrec.optim.adam_and_lamb import moving_average
 from jaxrec.optim.base import Count, RowOptimizer, Rows, RowState, Updated
-from jaxrec.optim.hyperparameters import check_weight_decay, hyperparameter
+from jaxrec.optim.hyperparameter import check_weight_decay, hyperparameter
 from jaxrec.optim.norm import limit_norm, mean_squares, root
 
 _WeightDecay: TypeAlias = Literal["none", "l2", "decoupled"]
@@ -232,6 +232,7 @@ class rowwise_rmsprop(RowOptimizer):
         squares = mean_squares(gradients)
         second = moving_average(state["second_moment"], squares, self.decay)
         new_state = {"second_moment": second}
+        # A row that no batch had was not decayed meanwhile; what it missed is made up for at once.
         if self.ar_alpha > 0:
             last = state["last_step"]
             now = jnp.full_like(last, step + 1)

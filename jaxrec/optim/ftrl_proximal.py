@@ -76,6 +76,8 @@ class ftrl(RowOptimizer):
 
     def update(self, rows: Rows, gradients: Rows, state: RowState, step: Count) -> Updated:
         rate = self.rate(step)
+        # A rate of zero would divide by zero below. Nothing is learned in such a step, as
+        # elsewhere.
         trains = rate > 0
         safe_rate = jnp.where(trains, rate, 1)
 

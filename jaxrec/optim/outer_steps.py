@@ -87,6 +87,8 @@ class diloco(OptimizerWrapper):
         outer = {name: state[name] for name in (MOVED, VELOCITY)}
         inner = {name: array for name, array in state.items() if name not in outer}
         new_rows, inner = self.optimizer.update(rows, gradients, inner, step)
+        # The sum of differences and not "row less row at the last outer step": that row is not
+        # kept.
         outer[MOVED] = outer[MOVED] + (new_rows - rows)
         return new_rows, inner | outer
 

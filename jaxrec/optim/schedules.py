@@ -179,6 +179,7 @@ class warmup:
     def __call__(self, step: Int[Array, ""] | int) -> Float[Array, ""]:
         """Return the learning rate of iteration ``step``: a float32 scalar. Safe under jit."""
         step = jnp.asarray(step)
+        # All stages are computed and one is picked: they are a few scalars, cheaper than a branch.
         ends = np.asarray([stage.max_iters for stage in self.stages], np.int32)
         stage = jnp.sum(step > ends)
         multipliers = [stage.multiplier(step) for stage in self.stages] + [jnp.float32(1)]

@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from jaxrec.optim import checks
 from jaxrec.optim.base import Count, RowOptimizer, Rows, RowState, Updated
-from jaxrec.optim.hyperparameters import check_weight_decay, hyperparameter
+from jaxrec.optim.hyperparameter import check_weight_decay, hyperparameter
 from jaxrec.optim.norm import limit_norm, row_norms, trust_ratio
 
 
@@ -139,6 +139,7 @@ class lars_sgd(RowOptimizer):
         return {"momentum": jnp.zeros((num_rows, dim), jnp.float32)}
 
     def update(self, rows: Rows, gradients: Rows, state: RowState, step: Count) -> Updated:
+        # Norms are sums over whole rows, also where a device has only some of their columns.
         norms = row_norms(rows)
         decayed = row_norms(gradients) + self.weight_decay * norms
         rate = self.rate(step) * trust_ratio(self.eta * norms, decayed)

@@ -33,7 +33,7 @@ class OptimizerWrapper(RowOptimizer):
                 f"{inner!r}"
             )
         if self.learning_rate not in (None, inner.learning_rate):
-            raise ValueError(f"{name}: give the learning rate to the optimizer that it wraps")
+            raise ValueError(f"{name}: give the learning rate to its optimizer")
 
         # Callers bound gradients before `update`, and ask this optimizer for the bounds.
         for bound in ("clip_value", "clip_norm"):

@@ -116,6 +116,7 @@ def map_values(
         if not accepts_nulls and (position := _first_null(flat)) is not None:
             row = int(np.searchsorted(offsets, position, side="right")) - 1
             raise null_error(f"value {position - offsets[row]} of list {first + row}")
+        # Lists keep their offsets and nulls; only what is in them changes.
         is_large = len(flat) >= 2**31
         lists = pa.LargeListArray if is_large else pa.ListArray
         starts = pa.array(offsets if is_large else offsets.astype(np.int32))

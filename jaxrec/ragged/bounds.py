@@ -113,6 +113,7 @@ def check_columns(
             raise ValueError(bad.message)
         first = first or bad.message
         count += bad.positions.size
+        # The array is the caller's, who may go on to use it.
         ids = column.values.copy()
         ids[bad.positions] = 0
         checked[feature] = column._replace(values=ids)

@@ -134,6 +134,8 @@ def _dealt(
     offsets = complete_cumsum(jnp.asarray(lengths).astype(jnp.int32))
     is_padding = jnp.arange(capacity) >= offsets[-1]
     buckets = jnp.where(is_padding, num_buckets, buckets).astype(jnp.int32)
+    # A stable sort keeps the ids of a bag in their order, and padding, of the bucket past the last,
+    # at the end.
     permute = jnp.argsort(buckets, stable=True).astype(jnp.int32)
     places = jnp.arange(capacity, dtype=jnp.int32)
     dealt_bags = jnp.where(

@@ -101,6 +101,7 @@ def from_flat(
                 f"values have shape {values.shape} but weights {weights.shape}; "
                 "each id needs one weight"
             )
+    # Views of the given arrays: packing copies them once, into their segments.
     bag_ends = np.cumsum(strides, dtype=np.int64)
     id_ends = np.concatenate([[0], np.cumsum(lengths)])[bag_ends]
     return [
@@ -190,6 +191,7 @@ def concrete(where: str, array: Any) -> np.ndarray:
             f"{where}: the array is traced, but batches are packed and checked on the host, "
             "outside jit"
         )
+    # `np.asarray` would drop the mask and pack what lies under it.
     if np.ma.is_masked(array):
         raise ValueError(
             f"{where}: {np.ma.count_masked(array)} elements are masked, and a mask does not go "

@@ -51,6 +51,7 @@ def equal(first: Any, second: Any) -> bool | Bool[Array, ""]:
             f"equal compares two of one kind, got {type(first).__name__} and "
             f"{type(second).__name__}"
         )
+    # What is static decides first: it is known under jit, where the rest is a traced number.
     differs = _static_difference(first, second)
     if differs:
         return False

@@ -448,6 +448,8 @@ def jagged_softmax(
     """
     rows, segments = offsets.shape[0] - 1, segment_ids(offsets, values.shape[0])
     scores = without_padding(values, offsets)
+    # Sums of a long row need more than 16 bits; the maximum cancels in the quotient, and needs no
+    # gradient.
     scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
     # One more row takes the padding, so that every element has a row to read its sum from.
     largest = jax.ops.segment_max(scores, segments, rows + 1, indices_are_sorted=True)

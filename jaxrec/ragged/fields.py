@@ -154,7 +154,7 @@ def with_raw_ids(feature: str, column: JaggedArray) -> JaggedArray:
 
 def joined(batches: Sequence[Any]) -> Packed:
     """Return the fields of one batch with the keys of several `KeyedJaggedArray`s."""
-    keys = tuple(itertools.chain.from_iterable(batch.keys for batch in batches))
+    keys = _chain(batch.keys for batch in batches)
     for first, second in itertools.combinations(batches, 2):
         if shared := sorted(set(first.keys) & set(second.keys)):
             raise ValueError(f"keys {shared} are in more than one of the batches")
@@ -170,22 +170,22 @@ def joined(batches: Sequence[Any]) -> Packed:
             "some of the batches lie over a mesh and some do not: their lengths have the shapes "
             f"{shapes}; concatenate them all before jaxrec.mesh.shard_batch, or all after it"
         )
+    sample_capacities = [batch.sample_capacities for batch in batches]
     return Packed(
         concatenate([batch.values for batch in batches], np.int32),
         concatenate([batch.lengths for batch in batches], np.int32),
         concatenate_weights([batch.weights for batch in batches]),
         concatenate(inverse, np.int32, axis=-2) if inverse else None,
         keys,
-        tuple(itertools.chain.from_iterable(batch.capacities for batch in batches)),
-        tuple(itertools.chain.from_iterable(batch.strides for batch in batches)),
-        tuple(itertools.chain.from_iterable(batch.slot_keys for batch in batches)),
-        joined_capacities([batch.sample_capacities for batch in batches]),
+        _chain(batch.capacities for batch in batches),
+        _chain(batch.strides for batch in batches),
+        _chain(batch.slot_keys for batch in batches),
+        _chain(sample_capacities) if all(sample_capacities) else (),
     )
 
 
-def joined_capacities(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the capacities of samples of all parts; none if a part has none."""
-    return tuple(itertools.chain.from_iterable(parts)) if all(parts) else ()
+def _chain(parts: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
+    return tuple(itertools.chain.from_iterable(parts))
 
 
 def present(slot_keys: Sequence[str], keys: Sequence[str]) -> tuple[str, ...]:
@@ -219,6 +219,8 @@ def _packed(
 def _checked_on_host(fields: Packed) -> Packed:
     """Check the fields that lie on the host and make them 32 bits wide."""
     values, lengths, weights, inverse, keys, capacities, strides, _, given = fields
+    # One look at the whole batch passes nearly all: a batch has hundreds of keys, and a few NumPy
+    # calls for each would take longer than to pack it.
     counts = _known_lengths(fields)
     if counts is not None and not _is_sound(fields, counts):
         _check_each_key(fields, counts)

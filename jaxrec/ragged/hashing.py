@@ -84,6 +84,8 @@ def _hash_objects(values: Sequence[Any], seed: int) -> np.ndarray:
     kinds = set(map(type, values))
     if all(issubclass(kind, str) for kind in kinds):
         text = "".join(values)
+        # Characters are bytes then, and one call encodes all strings: their lengths are the
+        # offsets.
         if text.isascii():
             return _hash_joined(text.encode(), values, seed)
         values = [value.encode() for value in values]
@@ -124,6 +126,7 @@ def _hash_flat_arrow(array: pa.Array, seed: int) -> np.ndarray:
     import pyarrow as pa
 
     kind = array.type
+    # Each distinct string is hashed once.
     if isinstance(kind, pa.DictionaryType):
         dictionary = array.dictionary.drop_null()
         if len(dictionary) < len(array.dictionary):

@@ -248,6 +248,7 @@ class KeyedJaggedArray(KeyedConstructors):
         count = len(self.keys)
         if wrong := [index for index in indices if not 0 <= index < count]:
             raise IndexError(f"no key at {wrong}: the batch has {count} keys {list(self.keys)}")
+        # Selecting all keys is common, in models that read all of a batch, and then costs nothing.
         if list(indices) == list(range(count)):
             return self
         if not len(indices):
@@ -255,22 +256,24 @@ class KeyedJaggedArray(KeyedConstructors):
         ids, bags = np.cumsum((0, *self.capacities)), np.cumsum((0, *self.strides))
         spans = runs(indices)
         inverse = self.inverse_indices
+
+        def cut(array: Any, ends: np.ndarray) -> Any:
+            parts = [array[..., ends[a] : ends[b]] for a, b in spans]
+            return concatenate(parts, array.dtype)
+
+        keys = tuple(self.keys[index] for index in indices)
         return KeyedJaggedArray._of(
-            concatenate([self.values[..., ids[a] : ids[b]] for a, b in spans], self.values.dtype),
-            concatenate([self.lengths[..., bags[a] : bags[b]] for a, b in spans], np.int32),
-            None
-            if self.weights is None
-            else concatenate([self.weights[..., ids[a] : ids[b]] for a, b in spans], np.float32),
+            cut(self.values, ids),
+            cut(self.lengths, bags),
+            None if self.weights is None else cut(self.weights, ids),
             None
             if inverse is None
             else concatenate([inverse[..., a:b, :] for a, b in spans], np.int32, axis=-2),
-            tuple(self.keys[index] for index in indices),
+            keys,
             tuple(self.capacities[index] for index in indices),
             tuple(self.strides[index] for index in indices),
-            present(self.slot_keys, [self.keys[index] for index in indices]),
-            tuple(self.sample_capacities[index] for index in indices)
-            if self.sample_capacities
-            else (),
+            present(self.slot_keys, keys),
+            tuple(self.sample_capacities[index] for index in indices if self.sample_capacities),
             self.memory,
         )
 
@@ -431,6 +434,7 @@ class KeyedJaggedArray(KeyedConstructors):
             self.lengths[..., bag : bag + self.strides[index]],
             None if self.weights is None else self.weights[ids],
         )
+        # A plain column for a plain batch: most code only asks for a `JaggedArray`.
         inverse, are_slots = self.inverse_indices, self.keys[index] in self.slot_keys
         if inverse is None and not are_slots:
             return JaggedArray(*arrays)

@@ -30,6 +30,7 @@ def _column_first(operation: Callable[Arguments, Result]) -> Callable[Arguments,
 
     @functools.wraps(operation)
     def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        # Loose calls begin with an array, by position or as `values=` and `x_values=`.
         if (arguments and isinstance(arguments[0], JaggedArray)) or "column" in options:
             return operation(*arguments, **options)
         warnings.warn(

@@ -120,6 +120,7 @@ class Packer:
                 f"a Packer chooses the {given[0]}: give Packer(capacities=) the smallest ones, or "
                 "pack with KeyedJaggedArray's constructors"
             )
+        # The memory goes in as the capacities: `pack` asks it once it knows how many ids there are.
         batch: KeyedJaggedArray = pack(*data, **{**options, "capacities": self._memory})
         return batch._with(memory=self._memory)
 

@@ -116,6 +116,8 @@ def pack(
     id_type = np.int64 if id_bits == 64 else np.int32
     bounds = by_name("bounds", bounds)
     by_key = dict(zip(keys, columns, strict=True))
+    # Ids are checked before they are copied, while they still have the type that they came in: an
+    # id of 2**40 would fit int32 after a cut.
     columns = list(check_columns(by_key, bounds, bounds_mode, id_bits).values())
     needed = [column.values.size for column in columns]
     if isinstance(capacities, CapacityMemory):

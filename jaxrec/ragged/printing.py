@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+# Number of elements up to which a person still reads them all.
 _LARGEST = 64
 
 

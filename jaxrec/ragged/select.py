@@ -65,6 +65,7 @@ def keyed_jagged_index_select(
             f"keys have different numbers of bags, {features.strides}, and no inverse_indices say "
             "which sample has which"
         )
+    # A sample is picked as if it shared its bags: `expanded` knows how to write such bags out.
     bags = jnp.broadcast_to(indices, (len(features.keys), indices.shape[0]))
     by_key = jnp.asarray(features.lengths).reshape(len(features.keys), features.batch_size)
     lengths = by_key.at[:, jnp.where(indices < 0, features.batch_size, indices)].get(

@@ -184,7 +184,7 @@ class SemiSynchronousSteps(_TrainSteps):
     def __post_init__(self) -> None:
         self._embeddings = nnx.Variable(None)
         self._first_lookup = jax.jit(
-            lambda graph, state, batch: self._look_up(nnx.merge(graph, state), batch),
+            lambda graph, state, batch: self._lookup(nnx.merge(graph, state), batch),
             static_argnums=0,
         )
         modules = (self.model, self.optimizer, self.metric_state, self._embeddings)
@@ -212,7 +212,7 @@ class SemiSynchronousSteps(_TrainSteps):
     def _forward(self, model: nnx.Module, pair: Pair) -> None:
         self.call_loss(model, pair[1])
 
-    def _look_up(self, model: nnx.Module, batch: Any) -> dict[str, list[Ahead]]:
+    def _lookup(self, model: nnx.Module, batch: Any) -> dict[str, list[Ahead]]:
         return look_up_ahead(lambda model: self.call_loss(model, batch), model)
 
     def _step(
@@ -227,7 +227,7 @@ class SemiSynchronousSteps(_TrainSteps):
         with use_ahead(model, embeddings.get_value()):
             (loss, outputs), gradients = value_and_grad(self.call_loss, has_aux=True)(model, batch)
         self.update_metrics(metric_state, outputs)
-        next_embeddings = self._look_up(model, following)
+        next_embeddings = self._lookup(model, following)
         # The update must write the tables after these lookups have read them.
         looked_up = [call.activations for calls in next_embeddings.values() for call in calls]
         read = sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(looked_up))

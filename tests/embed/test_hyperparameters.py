@@ -201,5 +201,5 @@ class TestAverages:
             model.table_average("user")
         with pytest.raises(TypeError, match="ema: optimizer is a row optimizer"):
             jaxrec.optim.ema(optimizer=optax.sgd(0.1))
-        with pytest.raises(ValueError, match="give the learning rate to the optimizer"):
+        with pytest.raises(ValueError, match="give the learning rate to its optimizer"):
             jaxrec.optim.ema(optimizer=jaxrec.optim.sgd(0.1), learning_rate=0.2)

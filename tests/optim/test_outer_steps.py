@@ -40,7 +40,7 @@ def test_outer_state_stays_float32():
         ({"optimizer": optax.sgd(0.1)}, TypeError, "diloco: optimizer is a row optimizer"),
         ({"outer_momentum": 1.0}, ValueError, "outer_momentum"),
         ({"outer_learning_rate": -1.0}, ValueError, "outer_learning_rate"),
-        ({"learning_rate": 0.3}, ValueError, "give the learning rate to the optimizer"),
+        ({"learning_rate": 0.3}, ValueError, "give the learning rate to its optimizer"),
         (
             {"optimizer": optim.ema_in_place(optimizer=optim.sgd(0.1))},
             ValueError,

@@ -127,7 +127,7 @@ def test_semi_synchronous_steps_copy_no_table():
     trainer, (one, other) = make(semi_synchronous=True), batches(2)
     modules = (trainer.model, trainer.optimizer, trainer._metric_state)
     steps = SemiSynchronousSteps(*modules[:2], trainer.loss, None, modules[2], False)
-    ahead = nnx.Variable(steps._look_up(trainer.model, one))
+    ahead = nnx.Variable(steps._lookup(trainer.model, one))
     step = compile_step(steps._step, *modules, ahead)
     compiled = step.lower((one, other)).compile()
     tables = jax.tree.leaves(trainer.model.embeddings.tables.get_value())

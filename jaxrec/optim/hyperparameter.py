@@ -89,6 +89,8 @@ Step: TypeAlias = UpdateStep | Int[Array, ""]
 
 def as_step(step: Any) -> Step:
     """Return a step with its number as int32."""
+    # Values of hyperparameters travel with the number of the step, so that everything that takes a
+    # step, down to the kernels, takes them without knowing of them.
     if isinstance(step, UpdateStep):
         return dataclasses.replace(step, count=jnp.asarray(step.count, jnp.int32))
     return jnp.asarray(step, jnp.int32)
