@@ -24,10 +24,6 @@ def place_fastest(problem: Problem, proposal: Sequence[int]) -> Solution:
     Parts with a single possible site go first, then parts that go to hosts, then parts that go to
     devices. Longest processing time first is Graham 1969, "Bounds on multiprocessing timing
     anomalies".
-
-    Args:
-        problem: The tables.
-        proposal: Index of each table's option.
     """
     return _place(problem, proposal, memory_weight=0.0)
 
@@ -36,10 +32,6 @@ def balance_memory(problem: Problem, proposal: Sequence[int]) -> Solution:
     """Place parts with the least memory that makes a step at most 2 % slower than `place_fastest`.
 
     Bisects between weighing time alone and memory alone.
-
-    Args:
-        problem: The tables.
-        proposal: Index of each table's option.
     """
     best = place_fastest(problem, proposal)
     limit = best.seconds * (1 + _TOLERANCE) if best.fits else float("inf")
@@ -75,15 +67,9 @@ def _place(problem: Problem, proposal: Sequence[int], *, memory_weight: float) -
 def place_parts(
     totals: Totals, option: ShardingOption, byte_seconds: float = 0.0
 ) -> tuple[int, ...]:
-    """Add an option to the totals, its parts where they slow the step down least.
+    """Add an option to the totals, in place, its parts where they slow the step down least.
 
-    Args:
-        totals: The tables placed before; changed in place.
-        option: The option.
-        byte_seconds: Seconds that a byte of memory is worth.
-
-    Returns:
-        The site of each part.
+    Returns the site of each part. A byte of memory is worth ``byte_seconds``.
     """
     totals.add(option, ())
     if len(option.sites) == 1:
@@ -139,15 +125,9 @@ def _byte_seconds(problem: Problem, options: Sequence[ShardingOption]) -> float:
 
 
 def improve(problem: Problem, solution: Solution, *, deadline: float) -> Solution:
-    """Improve a solution: place tables anew one by one, and swap parts of the slowest devices.
+    """Return a solution that is no worse: tables placed anew one by one, and parts swapped.
 
-    Args:
-        problem: The tables.
-        solution: The start.
-        deadline: Time to stop, by `time.monotonic`.
-
-    Returns:
-        A solution that is no worse.
+    Parts leave the slowest devices. It stops at a deadline by `time.monotonic`.
     """
     choices = list(solution.choices)
     totals = Totals.of(problem, dict(enumerate(choices)))

@@ -144,7 +144,9 @@ class Trainer:
             batches that are left.
         semi_synchronous: Whether a step looks up the embeddings of the next batch before it updates
             the tables. Lookups then do not wait for the update, and their embeddings lack it.
-            (TorchRec's ``TrainPipelineSemiSync``.) Dense layers lack no update.
+            (TorchRec's ``TrainPipelineSemiSync``.) Dense layers lack no update. Over a mesh, a
+            module of your own that computes ids from variables that its calls change must say so,
+            by a class attribute ``changes_ids = True``.
         max_skipped: Number of steps in a row that may be skipped because their loss or a gradient
             is not finite. A skipped step changes neither the model nor the metrics. One more in a
             row ends training; 0: the first one does.

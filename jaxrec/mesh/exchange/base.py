@@ -347,11 +347,7 @@ def table_squares(
 ) -> Float[Array, " tables"]:
     """Return the sum of squares of the gradients of this device's rows, table by table.
 
-    Args:
-        placed: The group.
-        gradient: The gradient of all devices' lookups of this device's rows.
-        clip_value: Bound on the absolute value of an element of a lookup's gradient.
-        channel: Channel to the other devices.
+    The gradient is that of all devices' lookups of these rows, each element within ``clip_value``.
     """
     runs, sums = gradient.sum_by_row(placed.local_rows, clip_value)
     is_column = placed.is_column(runs.unique, channel.index)
@@ -362,13 +358,7 @@ def table_squares(
 
 
 def clip_tables(placed: PlacedGroup, gradient: RowGradients, channel: Channel) -> RowGradients:
-    """Return the gradient with the norm of each table's within the optimizer's ``clip_norm``.
-
-    Args:
-        placed: The group.
-        gradient: The gradient of all devices' lookups of this device's rows.
-        channel: Channel to the other devices.
-    """
+    """Return the gradient of all devices' lookups with each table's norm within ``clip_norm``."""
     optimizer, lookups = placed.group.optimizer, gradient.lookups
     if optimizer.clip_norm is None:
         return gradient
@@ -385,10 +375,7 @@ def clip_factors(
 ) -> Float[Array, " tables"]:
     """Return the factors that bring the norm of each table's gradient down to the bound.
 
-    Args:
-        squares: This device's part of the sum of squares of each table's gradient.
-        clip_norm: The bound.
-        channel: Channel to the other devices.
+    Each device gives its part of the sums of squares.
     """
     norms = root(jax.lax.psum(squares, channel.axes))
     return jnp.minimum(1, clip_norm / (norms + 1e-6))
