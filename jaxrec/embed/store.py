@@ -373,8 +373,7 @@ class TableStore(abc.ABC):
         size = size or rows_per_part(config.embedding_dim)
         for start in range(0, config.num_embeddings, size):
             rows = np.arange(start, min(start + size, config.num_embeddings))
-            (values,) = read(self, [TableRows(name, rows)], with_state=False).to_host()
-            yield start, values["rows"]
+            yield start, self._part(name, rows)
 
     def arrays(self, name: str) -> tuple[TableArray, dict[str, TableArray], int] | None:
         """Return arrays that hold a table's rows and their state, and the table's first row there.
@@ -470,6 +469,11 @@ class TableStore(abc.ABC):
         arrays = {"rows": logical.rows, **logical.state}
         first = {key: np.asarray(array[:num_rows]) for key, array in arrays.items()}
         return self.rows_of(name, np.arange(num_rows)).write(first)
+
+    def _part(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Return the rows of consecutive row indices on the host."""
+        (values,) = read(self, [TableRows(name, rows)], with_state=False).to_host()
+        return values["rows"]
 
     def _all_rows(self, name: str) -> Rows:
         """Return all rows of a table, whose ids are its row indices."""

@@ -69,13 +69,13 @@ class Tables(TableStore):
         rows = {group.name: _init_rows(group, key) for group in layout.groups}
         return cls(rows, _first_state(layout), layout)
 
-    @classmethod
-    def zeros(cls, layout: TableLayout) -> Tables:
-        """Make tables whose stored bytes are zeros, with the first optimizer state.
+    def zeros(self) -> Tables:
+        """Return such tables whose stored bytes are zeros, with the first optimizer state.
 
         Raises:
             ValueError: int32 cannot number the rows of a table.
         """
+        layout = self.layout
         check_num_rows(layout.configs)
         rows = {}
         for group in layout.groups:
@@ -83,7 +83,7 @@ class Tables(TableStore):
             zeros = jnp.zeros(row_format.width(group.dim), row_format.dtype)
             bits = kernels.new_rows(zeros, group.num_rows)
             rows[group.name] = as_table(bits, row_format, group.dim)
-        return cls(rows, _first_state(layout), layout)
+        return Tables(rows, _first_state(layout), layout)
 
     @property
     def without_rows(self) -> Tables:
@@ -251,7 +251,7 @@ class Tables(TableStore):
         return dataclasses.replace(self, rows=self.rows | {group.name: new})
 
     def like(self, other: TableStore) -> Tables:
-        filled = Tables.zeros(self.layout)
+        filled = self.zeros()
         theirs = {config.name: config for config in other.configs}
         for config in self.configs:
             name, arrays = config.name, other.arrays(config.name)

@@ -214,7 +214,7 @@ class MeshStore(TableStore):
         rows = dict(self.rows)
         for placed, _, _ in self.layout.column_slices(name):
             self._check_shape(name, rows[placed.name], values, f"table {name!r}")
-        self._check_values(name, values, f"table {name!r}, ")
+        self._config(name).check_rows(f"table {name!r}, ", values)
         for placed, columns, shards in self.layout.column_slices(name):
             rows[placed.name] = write_shards(
                 rows[placed.name], self.sharding(placed), placed, columns, shards, values
@@ -291,10 +291,6 @@ class MeshStore(TableStore):
         group, index = self.layout.whole.find(name)
         return group.tables[index]
 
-    def _check_values(self, name: str, rows: Array | np.ndarray, where: str) -> None:
-        """Raise a ValueError where a table's format cannot hold rows."""
-        self._config(name).check_rows(where, rows)
-
     def _check_shape(
         self, name: str, array: TableArray, values: Array | np.ndarray, what: str
     ) -> None:
@@ -336,7 +332,7 @@ class MeshStore(TableStore):
                 "the tables lie over several processes; give the model before jaxrec.shard, such "
                 "as the one that jaxrec.serve.quantize returned"
             )
-        tables = Tables.zeros(self.layout.whole)
+        tables = Tables({}, {}, self.layout.whole).zeros()
         for config in self.layout.configs:
             name, slices = config.name, self.stored_slices(config.name)
             if len(slices) == 1:
@@ -472,7 +468,7 @@ class MeshStore(TableStore):
     def from_checkpoint(self: Store, name: str, logical: LogicalTable, num_rows: int) -> Store:
         rows = dict(self.rows)
         state = {group: dict(arrays) for group, arrays in self.state.items()}
-        self._check_values(name, logical.rows, f"table {name!r}, saved ")
+        self._config(name).check_rows(f"table {name!r}, saved ", logical.rows)
         mover = self._mover
         part = logical.rows.shape[0] // mover.devices
         for placed, columns, shards in self.layout.column_slices(name):

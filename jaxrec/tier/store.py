@@ -17,7 +17,7 @@ from jaxrec.embed.formats import TableArray
 from jaxrec.embed.functional import default_store, store_factory
 from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.row_gradients import Activations, Residuals, Routes, RowGradients
-from jaxrec.embed.rows import FoundIds, rows_per_part
+from jaxrec.embed.rows import FoundIds
 from jaxrec.embed.slots import TableRows, group_slots
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.wrapping_store import WrappingStore
@@ -138,13 +138,11 @@ class TierStore(WrappingStore):
 
     def parts(self, name: str, size: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
         if name not in self._cached:
-            yield from self.inner.parts(name, size)
-            return
-        config = self._cached[name]
-        size = size or rows_per_part(config.embedding_dim)
-        for start in range(0, config.num_embeddings, size):
-            ids = np.arange(start, min(start + size, config.num_embeddings))
-            yield start, self.rows_of(name, ids).read(with_state=False)["rows"]
+            return self.inner.parts(name, size)
+        return TableStore.parts(self, name, size)
+
+    def _part(self, name: str, rows: np.ndarray) -> np.ndarray:
+        return self.rows_of(name, rows).read(with_state=False)["rows"]
 
     def arrays(self, name: str) -> tuple[TableArray, dict[str, TableArray], int] | None:
         return None if name in self._cached else self.inner.arrays(name)

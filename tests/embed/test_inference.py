@@ -52,7 +52,7 @@ def test_lookups_of_fbgemm(name):
     more = {} if per_id else {"pooling": "mean" if pooling == "mean" else "sum"}
     kind = jaxrec.EmbeddingConfig if per_id else jaxrec.EmbeddingBagConfig
     configs = [kind(key, meta["rows"][t], meta["dims"][t], **more) for t, key in enumerate(keys)]
-    store = Tables.zeros(inference_layout(configs, dict.fromkeys(keys, FORMATS[dtype])))
+    store = Tables({}, {}, inference_layout(configs, dict.fromkeys(keys, FORMATS[dtype]))).zeros()
     rows = {group: np.array(jax.tree.leaves(array)[0]) for group, array in store.rows.items()}
     for table, key in enumerate(keys):
         group, index = store.layout.find(key)
@@ -103,7 +103,7 @@ def small_store() -> Tables:
         jaxrec.EmbeddingBagConfig("c", 7, 4),
     ]
     formats = {"a": FORMATS["int8"], "b": FORMATS["int8"], "c": FORMATS["int4"]}
-    return Tables.zeros(inference_layout(configs, formats))
+    return Tables({}, {}, inference_layout(configs, formats)).zeros()
 
 
 def random_rows(count: int, dim: int) -> np.ndarray:

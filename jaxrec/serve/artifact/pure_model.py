@@ -163,7 +163,7 @@ def _inference_store(store: TableStore) -> TableStore:
     if _is_packed(store):
         return jax.eval_shape(lambda: store)
     formats = {config.name: TABLE_FORMATS[str(config.dtype)] for config in store.configs}
-    return jax.eval_shape(lambda: Tables.zeros(inference_layout(store.configs, formats)))
+    return jax.eval_shape(Tables({}, {}, inference_layout(store.configs, formats)).zeros)
 
 
 def _array_parts(array: Array) -> Iterator[tuple[int, np.ndarray]]:

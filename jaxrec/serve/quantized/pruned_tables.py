@@ -146,7 +146,7 @@ class PrunedTables(WrappingStore):
 
     def zeros(self) -> PrunedTables:
         """Return these tables with stored bytes that are zeros."""
-        return self.with_inner(Tables.zeros(self.inner.layout))
+        return self.with_inner(self.inner.zeros())
 
     @property
     def layout(self) -> TableLayout:
@@ -258,7 +258,7 @@ class PrunedTables(WrappingStore):
 
     def like(self, other: TableStore) -> PrunedTables:
         """Return a copy with the rows of another store, of the ids that are not pruned here."""
-        inner = Tables.zeros(self.inner.layout)
+        inner = self.inner.zeros()
         for config in self.configs:
             parts = other.parts(config.name)
             if config.name in self.row_maps:

@@ -20,7 +20,6 @@ from flax import nnx
 
 from jaxrec.embed.collection import Collection
 from jaxrec.embed.formats import FORMATS
-from jaxrec.embed.layout import inference_layout
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.tables import Tables
 from jaxrec.embed.taps import tapped_modules
@@ -28,6 +27,7 @@ from jaxrec.embed.variables import variables
 from jaxrec.files.atomic import write_atomically
 from jaxrec.serve.quantized.models import on_one_device, quantized_stores, shared_copy
 from jaxrec.serve.quantized.pruned_tables import PrunedTables, RowMap
+from jaxrec.serve.quantized.quantize import empty_store
 from jaxrec.train import checkpoint
 from jaxrec.train.checkpoint import CheckpointError
 from jaxrec.train.config import load_config
@@ -268,9 +268,7 @@ def _empty_store(store: TableStore, tables: Mapping[str, Any]) -> Tables | Prune
         for config in store.configs
         if "rows" in tables[config.name]
     }
-    if row_maps:
-        return PrunedTables.of(store.configs, formats, row_maps).zeros()
-    return Tables.zeros(inference_layout(store.configs, formats))
+    return empty_store(store.configs, formats, row_maps).zeros()
 
 
 def _listed(described: Mapping[str, Any]) -> str:
