@@ -25,9 +25,6 @@ from jaxrec.embed.kernels.base import (
     Table,
     Weights,
 )
-from jaxrec.embed.kernels.flat_lookups import flatten_bags as flatten_bags
-from jaxrec.embed.kernels.pairs import pair_gradients as pair_gradients
-from jaxrec.embed.kernels.pairs import pair_products as pair_products
 from jaxrec.embed.kernels.stretches import sum_stretches
 from jaxrec.embed.kernels.updates import build_runs as build_runs
 from jaxrec.embed.kernels.updates import fused_update as fused_update
