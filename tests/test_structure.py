@@ -48,7 +48,7 @@ TESTED_BY = {
         "embed/optimizer",
         "embed/row_gradients",
     ),
-    "embed/test_hyperparameters": ("optim/hyperparameter",),
+    "embed/test_hyperparameters": ("optim/hyperparameters",),
     "embed/test_skipped_steps": ("embed/batch_checks",),
     "mesh/test_processes": ("mesh/agree",),
     "mesh/exchange/test_base": (

@@ -15,7 +15,7 @@ from jaxrec.embed.row_gradients import Activations, Residuals, Routes
 from jaxrec.embed.store import StoreFactory, TableStore
 from jaxrec.embed.tables import Tables
 from jaxrec.optim import RowOptimizer
-from jaxrec.optim.hyperparameter import Step
+from jaxrec.optim.hyperparameters import Step
 from jaxrec.ragged import KeyedJaggedArray
 
 # A function that makes a model takes no arguments, so `jaxrec.shard` cannot pass it a factory.

@@ -19,7 +19,7 @@ from jaxrec.embed.gradients import Gradients, rows_are_finite
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.embed.variables import put, update_shardings, without_placements
 from jaxrec.optim import RowOptimizer, hyperparameter
-from jaxrec.optim.hyperparameter import UpdateStep, find_hyperparameters
+from jaxrec.optim.hyperparameters import UpdateStep, find_hyperparameters
 
 
 class NotFiniteError(ArithmeticError):

@@ -27,7 +27,7 @@ from jaxrec.embed.row_gradients import (
 )
 from jaxrec.embed.rows import FoundIds, Rows, check_distinct, read, row_indices, rows_per_part
 from jaxrec.embed.slots import ONE_DEVICE, RowSlots, SlotDevices, TableRows
-from jaxrec.optim.hyperparameter import Step
+from jaxrec.optim.hyperparameters import Step
 from jaxrec.ragged import KeyedJaggedArray
 
 

@@ -31,7 +31,7 @@ from jaxrec.embed.row_gradients import (
 )
 from jaxrec.embed.state import new_state
 from jaxrec.embed.store import TableStore, check_state
-from jaxrec.optim.hyperparameter import Step, as_step
+from jaxrec.optim.hyperparameters import Step, as_step
 from jaxrec.ragged import KeyedJaggedArray
 
 # Number of elements of a table that are copied to the device at a time.

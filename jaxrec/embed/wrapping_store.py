@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from jaxrec.embed.row_gradients import Activations, Residuals, Routes, RowGradients
 from jaxrec.embed.store import TableStore
-from jaxrec.optim.hyperparameter import Step
+from jaxrec.optim.hyperparameters import Step
 from jaxrec.ragged import KeyedJaggedArray
 
 Store = TypeVar("Store", bound="WrappingStore")

@@ -41,7 +41,7 @@ from jaxrec.mesh.exchange import Exchange, Request
 from jaxrec.mesh.placed_group import PlacedGroup, flatten_large
 from jaxrec.mesh.shard_access import first, stack
 from jaxrec.mesh.store import MeshStore
-from jaxrec.optim.hyperparameter import Step, as_step
+from jaxrec.optim.hyperparameters import Step, as_step
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 from jaxrec.ragged.shared_bags import with_known_capacities
 from jaxrec.ragged.wide_ids import WideIds

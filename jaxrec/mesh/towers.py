@@ -41,7 +41,7 @@ from jaxrec.mesh.exchange.rows import RowsRoute, fetch_rows, route_rows
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.mesh.shard_access import first, stack
 from jaxrec.mesh.tables import ShardedTables
-from jaxrec.optim.hyperparameter import Step
+from jaxrec.optim.hyperparameters import Step
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 
 Tower: TypeAlias = Callable[[Any, Float[Array, "samples columns"]], Float[Array, "samples _"]]

@@ -23,7 +23,7 @@ from jaxrec.optim.base import frozen as frozen
 from jaxrec.optim.counter import rowwise_adagrad_cowclip as rowwise_adagrad_cowclip
 from jaxrec.optim.counter import rowwise_adagrad_with_counter as rowwise_adagrad_with_counter
 from jaxrec.optim.ftrl_proximal import ftrl as ftrl
-from jaxrec.optim.hyperparameter import hyperparameter as hyperparameter
+from jaxrec.optim.hyperparameters import hyperparameter as hyperparameter
 from jaxrec.optim.norm import mean_squares as mean_squares
 from jaxrec.optim.norm import row_norms as row_norms
 from jaxrec.optim.outer_steps import diloco as diloco

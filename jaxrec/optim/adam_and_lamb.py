@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrec.optim import checks
 from jaxrec.optim.base import Count, RowOptimizer, Rows, RowState, Updated
-from jaxrec.optim.hyperparameter import check_weight_decay, hyperparameter
+from jaxrec.optim.hyperparameters import check_weight_decay, hyperparameter
 from jaxrec.optim.norm import limit_norm, mean_squares, root, row_norms, trust_ratio
 
 

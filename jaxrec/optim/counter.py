@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxrec.optim import checks
 from jaxrec.optim.base import Count, RowOptimizer, Rows, RowState, Updated
-from jaxrec.optim.hyperparameter import check_weight_decay, hyperparameter
+from jaxrec.optim.hyperparameters import check_weight_decay, hyperparameter
 from jaxrec.optim.norm import limit_norm, mean_squares, root, row_norms
 
 _CounterDecay: TypeAlias = Literal["none", "l2", "decoupled", "adagradw"]

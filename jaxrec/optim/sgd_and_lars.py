@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from jaxrec.optim import checks
 from jaxrec.optim.base import Count, RowOptimizer, Rows, RowState, Updated
-from jaxrec.optim.hyperparameter import check_weight_decay, hyperparameter
+from jaxrec.optim.hyperparameters import check_weight_decay, hyperparameter
 from jaxrec.optim.norm import limit_norm, row_norms, trust_ratio
 
 

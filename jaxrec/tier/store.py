@@ -21,7 +21,7 @@ from jaxrec.embed.rows import FoundIds
 from jaxrec.embed.slots import TableRows, group_slots
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.wrapping_store import WrappingStore
-from jaxrec.optim.hyperparameter import Step
+from jaxrec.optim.hyperparameters import Step
 from jaxrec.ragged import KeyedJaggedArray
 
 # Bytes of the largest table with a cache that is read or written as a whole.

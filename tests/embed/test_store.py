@@ -17,7 +17,7 @@ from jaxrec.embed import TableStore, kernels
 from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.outputs import flatten, join_pooled
 from jaxrec.embed.row_gradients import bound_samples, group_parts, merge
-from jaxrec.optim.hyperparameter import as_step
+from jaxrec.optim.hyperparameters import as_step
 from jaxrec.train import checkpoint
 
 pytestmark = pytest.mark.jax_version

@@ -55,7 +55,7 @@ from jaxrec.embed.kernels.native_call import (
 )
 from jaxrec.embed.kernels.reference import check_vectors
 from jaxrec.optim.base import RowOptimizer
-from jaxrec.optim.hyperparameter import Step, resolve
+from jaxrec.optim.hyperparameters import Step, resolve
 
 _LIBRARY = pathlib.Path(__file__).parent / "native" / "libjaxrec.so"
 

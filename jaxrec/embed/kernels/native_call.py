@@ -21,7 +21,7 @@ from jaxrec.embed.formats.integers import IntegerRows, TrainedInt8Rows
 from jaxrec.embed.kernels.base import BagLayout
 from jaxrec.optim import adagrad, adam, partial_rowwise_adam, rowwise_adagrad, sgd
 from jaxrec.optim.base import RowOptimizer
-from jaxrec.optim.hyperparameter import hyperparameter
+from jaxrec.optim.hyperparameters import hyperparameter
 
 ROW_TYPES = ("float32", "bfloat16", "float16")
 MAX_DIM = 4096

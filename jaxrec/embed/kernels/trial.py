@@ -24,7 +24,7 @@ from jaxrec.embed.formats import PackedRows, RowFormat, is_packed
 from jaxrec.embed.kernels import reference
 from jaxrec.embed.kernels.base import BagLayout, Lookups
 from jaxrec.optim.base import RowOptimizer
-from jaxrec.optim.hyperparameter import with_numbers
+from jaxrec.optim.hyperparameters import with_numbers
 
 NUM_ROWS = 50
 BAGS_EACH = 1100  # of each feature of the batch that lookups are tried on: two blocks of bags

@@ -17,7 +17,7 @@ from jaxrec.embed.formats.rounding import random_bits, round_rows
 from jaxrec.embed.kernels.base import BagRows, Lookups, RowIndices, Runs, State, Table
 from jaxrec.embed.kernels.stretches import sum_by_table, sum_stretches
 from jaxrec.optim.base import RowOptimizer
-from jaxrec.optim.hyperparameter import Step, UpdateStep, resolve
+from jaxrec.optim.hyperparameters import Step, UpdateStep, resolve
 from jaxrec.optim.norm import root
 
 # Number of elements that a sweep changes at a time.

@@ -18,7 +18,7 @@ from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.optim import RowOptimizer
-from jaxrec.optim.hyperparameter import Step
+from jaxrec.optim.hyperparameters import Step
 from jaxrec.optim.norm import root
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.key_segments import take_segments

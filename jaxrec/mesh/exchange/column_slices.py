@@ -30,7 +30,7 @@ from jaxrec.mesh.channel import Channel
 from jaxrec.mesh.exchange.base import clip_tables
 from jaxrec.mesh.exchange.owner_features import OwnerFeatures
 from jaxrec.mesh.placed_group import PlacedGroup
-from jaxrec.optim.hyperparameter import Step
+from jaxrec.optim.hyperparameters import Step
 from jaxrec.optim.norm import cut_rows
 
 

@@ -16,7 +16,7 @@ from jaxrec.embed import EmbeddingBagConfig, apply_gradients, init_tables, kerne
 from jaxrec.embed.kernels import Lookups, reference, triton, use_kernels
 from jaxrec.embed.kernels.triton.runs import Runs
 from jaxrec.embed.kernels.triton.sorted_lookups import SortedLookups
-from jaxrec.optim.hyperparameter import UpdateStep
+from jaxrec.optim.hyperparameters import UpdateStep
 from jaxrec.ragged import KeyedJaggedArray
 from tests.embed.kernels.gpu_cases import Batch, lowered_for_cuda, triton_kernels
 

@@ -17,7 +17,7 @@ from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh import shard_batch, shard_tables
 from jaxrec.mesh.exchange import Request
 from jaxrec.mesh.shard_access import first, stack
-from jaxrec.optim.hyperparameter import as_step
+from jaxrec.optim.hyperparameters import as_step
 
 DEVICES, ROWS, DIM = 8, 32, 2
 RATE = 0.5

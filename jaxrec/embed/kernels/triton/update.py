@@ -20,7 +20,7 @@ from jaxrec.embed.kernels.triton.sorted_lookups import SortedLookups
 from jaxrec.embed.kernels.triton.tile import RUN_ELEMENTS, Tile
 from jaxrec.embed.kernels.updates import norm_factors
 from jaxrec.optim.base import RowOptimizer
-from jaxrec.optim.hyperparameter import Step, numbers_of_step, resolve, with_numbers
+from jaxrec.optim.hyperparameters import Step, numbers_of_step, resolve, with_numbers
 from jaxrec.optim.norm import cut_rows
 
 # Most lookups, and most sums of as many, that a program adds up one by one.
