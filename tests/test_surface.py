@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import pkgutil
-import types
 
 import pytest
 
 import jaxrec
 
+# Modules that are names of their packages.
+MODULES = {"ragged": {"fbgemm"}, "tier": {"managed_collision", "stores"}}
+
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("name", ["embed", "nn", "optim", "ragged"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *[
+            "data",
+            "embed",
+            "mesh",
+            "metrics",
+            "nn",
+            "optim",
+            "plan",
+            "ragged",
+            "serve",
+            "tier",
+            "train",
+        ]
+    ],
+)
 def test_packages_show_their_public_names(name):
     package = importlib.import_module(f"jaxrec.{name}")
-    shown = {each: getattr(package, each) for each in dir(package)}
-    assert sorted(shown) == sorted(package.__all__)
-    modules = {each for each, value in shown.items() if isinstance(value, types.ModuleType)}
-    assert modules == ({"fbgemm"} if name == "ragged" else set())
-    assert not any(each.startswith("_") for each in shown)
+    imported = {
+        node.asname
+        for node in ast.walk(ast.parse(inspect.getsource(package)))
+        if isinstance(node, ast.alias)
+    }
+    assert set(dir(package)) == {each for each in imported if not each.startswith("_")}
+    modules = {each for each in dir(package) if inspect.ismodule(getattr(package, each))}
+    assert modules == MODULES.get(name, set())
 
 
 def test_the_docstring_is_a_map_of_the_packages():

@@ -1,7 +1,6 @@
 """Tables, lookup and fused update on one device."""
 
-import types as _types
-
+from jaxrec._public import public_names as _public_names
 from jaxrec.embed.collection import EmbeddingBagCollection as EmbeddingBagCollection
 from jaxrec.embed.collection import EmbeddingCollection as EmbeddingCollection
 from jaxrec.embed.collection import TableVariable as TableVariable
@@ -19,11 +18,7 @@ from jaxrec.embed.tables import Tables as Tables
 from jaxrec.embed.training_step import value_and_grad as value_and_grad
 from jaxrec.embed.wrapping_store import WrappingStore as WrappingStore
 
-__all__ = [
-    name
-    for name, value in globals().items()
-    if name[0] != "_" and not isinstance(value, _types.ModuleType)
-]
+__all__ = _public_names(globals())
 
 
 def __dir__() -> list[str]:

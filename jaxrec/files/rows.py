@@ -31,7 +31,7 @@ _ROWS, _BYTES = 1 << 16, 1 << 25
 
 ID, ROW, STATE = "id", "row", "state_"
 
-# Until 0.3 `export_table` wrote the indices of rows as "row", and the rows as "embedding".
+# Earlier versions wrote the indices of rows as "row", and the rows as "embedding".
 _OLD_ID, _OLD_ROW = "row", "embedding"
 
 _DTYPE = b"dtype"

@@ -1,8 +1,7 @@
 """Tables over many devices: placements, shards, and exchanges of ids and rows."""
 
-import warnings
-from typing import Any
-
+from jaxrec._public import moved_names as _moved_names
+from jaxrec._public import public_names as _public_names
 from jaxrec.mesh.batch import shard_batch as shard_batch
 from jaxrec.mesh.batch_counts import even_batches as even_batches
 from jaxrec.mesh.creation import shard_tables as shard_tables
@@ -23,14 +22,10 @@ from jaxrec.mesh.sharding_types import table_row_wise as table_row_wise
 from jaxrec.mesh.sharding_types import table_wise as table_wise
 from jaxrec.mesh.tables import ShardedTables as ShardedTables
 
+__all__ = _public_names(globals())
 
-def __getattr__(name: str) -> Any:
-    """Return `ExchangePrecision` by the name that it had until version 0.3."""
-    if name == "Precision":
-        warnings.warn(
-            "jaxrec.mesh.Precision is now jaxrec.mesh.ExchangePrecision",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return ExchangePrecision
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = _moved_names(__name__, {"Precision": "jaxrec.mesh.ExchangePrecision"})
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,7 +1,6 @@
 """Modules and models of recommender systems, as Flax NNX modules."""
 
-import types as _types
-
+from jaxrec._public import public_names as _public_names
 from jaxrec.nn.chunks import sum_in_chunks as sum_in_chunks
 from jaxrec.nn.crossnet import CrossNet as CrossNet
 from jaxrec.nn.crossnet import DCNv2 as DCNv2
@@ -64,11 +63,7 @@ from jaxrec.nn.transformers import SASRecBlock as SASRecBlock
 from jaxrec.nn.wide_deep import LinearPart as LinearPart
 from jaxrec.nn.wide_deep import WideDeep as WideDeep
 
-__all__ = [
-    name
-    for name, value in globals().items()
-    if name[0] != "_" and not isinstance(value, _types.ModuleType)
-]
+__all__ = _public_names(globals())
 
 
 def __dir__() -> list[str]:

@@ -50,7 +50,7 @@ class ClickModel(nnx.Module):
         return jnp.asarray(self.embeddings(features).values)
 
     def look_up(self, features: KeyedJaggedArray) -> Any:
-        """Return `lookup` of a batch, with a `DeprecationWarning`: its name until version 0.3."""
+        """Return `lookup` of a batch, with a `DeprecationWarning`: its name in earlier versions."""
         warnings.warn(
             f"{type(self).__name__}.look_up is called lookup now", DeprecationWarning, stacklevel=2
         )

@@ -6,8 +6,7 @@ the bounds that `RowOptimizer` describes. Notation of their formulas: ``w`` is a
 gradient summed over its occurrences, ``lr`` the learning rate.
 """
 
-import types as _types
-
+from jaxrec._public import public_names as _public_names
 from jaxrec.optim.adagrad_and_rmsprop import adagrad as adagrad
 from jaxrec.optim.adagrad_and_rmsprop import rmsprop as rmsprop
 from jaxrec.optim.adagrad_and_rmsprop import rowwise_adagrad as rowwise_adagrad
@@ -36,11 +35,7 @@ from jaxrec.optim.wrappers import OptimizerWrapper as OptimizerWrapper
 from jaxrec.optim.wrappers import ema as ema
 from jaxrec.optim.wrappers import ema_in_place as ema_in_place
 
-__all__ = [
-    name
-    for name, value in globals().items()
-    if name[0] != "_" and not isinstance(value, _types.ModuleType)
-]
+__all__ = _public_names(globals())
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,7 @@
 """Which sharding for which table."""
 
-import warnings
-from typing import Any
-
+from jaxrec._public import moved_names as _moved_names
+from jaxrec._public import public_names as _public_names
 from jaxrec.plan.caches import TableCache as TableCache
 from jaxrec.plan.constraints import ParameterConstraints as ParameterConstraints
 from jaxrec.plan.estimate import DeviceEstimate as DeviceEstimate
@@ -26,14 +25,10 @@ from jaxrec.plan.quantities import Rate as Rate
 from jaxrec.plan.shortage import PlanError as PlanError
 from jaxrec.plan.topology import Topology as Topology
 
+__all__ = _public_names(globals())
 
-def __getattr__(name: str) -> Any:
-    """Return `sample_statistics` by the name that it had until version 0.3."""
-    if name == "statistics":
-        warnings.warn(
-            "jaxrec.plan.statistics is now jaxrec.plan.sample_statistics",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return sample_statistics
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = _moved_names(__name__, {"statistics": "jaxrec.plan.sample_statistics"})
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,9 +1,7 @@
 """Ragged batches as padded arrays: the types, their operations, packing from host data."""
 
-import types as _types
-import warnings as _warnings
-from typing import Any as _Any
-
+from jaxrec._public import moved_names as _moved_names
+from jaxrec._public import public_names as _public_names
 from jaxrec.ragged import fbgemm as fbgemm
 from jaxrec.ragged.bounds import BoundsMode as BoundsMode
 from jaxrec.ragged.equality import equal as equal
@@ -37,14 +35,10 @@ from jaxrec.ragged.wide_ids import WideIds as WideIds
 from jaxrec.ragged.wide_ids import join_int64 as join_int64
 from jaxrec.ragged.wide_ids import split_int64 as split_int64
 
-__all__ = [
-    name
-    for name, value in globals().items()
-    if name[0] != "_" and (name == "fbgemm" or not isinstance(value, _types.ModuleType))
-]
+__all__ = _public_names(globals(), "fbgemm")
 
-# FBGEMM's operations on arrays alone, which were here until version 0.3.
-_OF_FBGEMM = (
+# FBGEMM's operations on arrays alone, which earlier versions had here.
+_MOVED = (
     "Bucketized",
     "batched_dense_vec_jagged_2d_mul",
     "block_bucketize_sparse_features",
@@ -62,15 +56,7 @@ _OF_FBGEMM = (
     "segment_mask",
     "unpack_segments",
 )
-
-
-def __getattr__(name: str) -> _Any:
-    if name not in _OF_FBGEMM:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    _warnings.warn(
-        f"jaxrec.ragged.{name} is jaxrec.ragged.fbgemm.{name} now", DeprecationWarning, stacklevel=2
-    )
-    return getattr(fbgemm, name)
+__getattr__ = _moved_names(__name__, {name: f"jaxrec.ragged.fbgemm.{name}" for name in _MOVED})
 
 
 def __dir__() -> list[str]:

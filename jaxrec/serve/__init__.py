@@ -1,5 +1,6 @@
 """Serving models: quantized and pruned tables, export and prediction."""
 
+from jaxrec._public import public_names as _public_names
 from jaxrec.serve.artifact.export import export as export
 from jaxrec.serve.artifact.load import ServedModel as ServedModel
 from jaxrec.serve.artifact.load import load as load
@@ -26,3 +27,9 @@ from jaxrec.serve.retrieval import load_index as load_index
 from jaxrec.serve.retrieval import write_index as write_index
 from jaxrec.serve.swap import snapshot as snapshot
 from jaxrec.serve.swap import swap_tables as swap_tables
+
+__all__ = _public_names(globals())
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,8 +1,6 @@
 """Vocabularies beyond the rows of a table, and tables beyond device memory."""
 
-import warnings as _warnings
-from typing import Any as _Any
-
+from jaxrec._public import moved_names as _moved_names
 from jaxrec._public import public_names as _public_names
 from jaxrec.tier import managed_collision as managed_collision
 from jaxrec.tier import stores as stores
@@ -36,7 +34,9 @@ from jaxrec.tier.vocabulary.settings import default_row as default_row
 from jaxrec.tier.vocabulary.settings import shared as shared
 from jaxrec.tier.vocabulary.settings import zeros as zeros
 
-# Names of `managed_collision` that stood here in version 0.3.
+__all__ = _public_names(globals(), "managed_collision", "stores")
+
+# Names of `managed_collision` that earlier versions had here.
 _MOVED = (
     "AverageThreshold",
     "DistanceLFUEvictionPolicy",
@@ -53,17 +53,10 @@ _MOVED = (
     "SortedMapConfig",
     "id_words",
 )
-
-__all__ = sorted([*_public_names(globals()), "managed_collision", "stores"])
+__getattr__ = _moved_names(
+    __name__, {name: f"jaxrec.tier.managed_collision.{name}" for name in _MOVED}
+)
 
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def __getattr__(name: str) -> _Any:
-    if name not in _MOVED:
-        raise AttributeError(f"module 'jaxrec.tier' has no attribute {name!r}")
-    new = f"jaxrec.tier.managed_collision.{name}"
-    _warnings.warn(f"jaxrec.tier.{name} is now {new}", DeprecationWarning, stacklevel=2)
-    return getattr(managed_collision, name)

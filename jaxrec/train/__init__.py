@@ -1,5 +1,6 @@
 """Training: compiled steps, the training loop, checkpoints and the command line."""
 
+from jaxrec._public import public_names as _public_names
 from jaxrec.train.callbacks import SaveCheckpoints as SaveCheckpoints
 from jaxrec.train.callbacks import SynchronizeReplicas as SynchronizeReplicas
 from jaxrec.train.callbacks import WriteMetrics as WriteMetrics
@@ -24,3 +25,9 @@ from jaxrec.train.trainer import Callback as Callback
 from jaxrec.train.trainer import NotFiniteError as NotFiniteError
 from jaxrec.train.trainer import StepResult as StepResult
 from jaxrec.train.trainer import Trainer as Trainer
+
+__all__ = _public_names(globals())
+
+
+def __dir__() -> list[str]:
+    return __all__

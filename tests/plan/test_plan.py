@@ -42,7 +42,7 @@ def test_uneven_rows_are_printed_and_go_to_json_and_back():
     assert ShardingPlan.from_json(plan.to_json()) == plan
 
 
-def test_a_plan_that_version_0_3_wrote_is_read():
+def test_a_plan_of_an_earlier_version_is_read():
     text = """{"format": 1, "placements": {
       "a": {"kind": "data_parallel", "places": [], "exchange": "replicated"},
       "b": {"kind": "table_wise", "places": [3], "exchange": "pooled"},

@@ -88,7 +88,7 @@ def test_the_old_form_of_a_call_says_the_new_one(name):
 
 
 def test_operations_on_arrays_alone_moved():
-    message = "jaxrec.ragged.segment_mask is jaxrec.ragged.fbgemm.segment_mask now"
+    message = "jaxrec.ragged.segment_mask is now jaxrec.ragged.fbgemm.segment_mask"
     with pytest.warns(DeprecationWarning, match=message):
         assert ragged.segment_mask is fbgemm.segment_mask
     assert "segment_mask" not in dir(ragged)

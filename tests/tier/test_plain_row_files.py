@@ -49,7 +49,7 @@ def test_other_tools_read_it(tmp_path):
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.float64()), pa.list_(pa.float32(), 3)])
 def test_files_of_earlier_versions(tmp_path, kind):
-    """`jaxrec.train.export_table` of 0.3 wrote the columns ``row`` and ``embedding``."""
+    """Earlier versions wrote the columns ``row`` and ``embedding``."""
     bags, expected = Model().bags, np.arange(21, dtype=np.float32).reshape(7, 3)
     order = [3, 0, 6, 1, 2, 5, 4]
     embeddings = pa.array(expected[order].tolist(), kind)
