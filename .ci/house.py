@@ -78,13 +78,16 @@ def _lines_of(nodes: Iterator[ast.AST]) -> Iterator[int]:
         yield from range(node.lineno, node.end_lineno + 1)
 
 
-def exported(init: pathlib.Path) -> set[str]:
-    """Return the names that an ``__init__.py`` imports or defines for users."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(init.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxrec"):
-            names |= {each.asname or each.name for each in node.names}
-    return {name for name in names if not name.startswith("_") and name != "*"}
+def exported(init: pathlib.Path) -> tuple[set[str], set[str]]:
+    """Return the names that an ``__init__.py`` exports, and those of them that hide their module."""
+    names, hiding = set(), set()
+    for node in ast.parse(init.read_text()).body:
+        module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+        if module.startswith("jaxrec"):
+            own = {each.asname or each.name for each in node.names}
+            names |= {name for name in own if not name.startswith("_")}
+            hiding |= own & {module.rpartition(".")[2]}
+    return names, hiding
 
 
 def store_checks(tree: ast.Module) -> int:
