@@ -79,7 +79,7 @@ def _lines_of(nodes: Iterator[ast.AST]) -> Iterator[int]:
 
 
 def exported(init: pathlib.Path) -> tuple[set[str], set[str]]:
-    """Return the names that an ``__init__.py`` exports, and those of them that hide their module."""
+    """Return the names that an ``__init__.py`` exports, and those that hide their module."""
     names, hiding = set(), set()
     for node in ast.parse(init.read_text()).body:
         module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
@@ -131,13 +131,10 @@ def main(root: pathlib.Path) -> None:
         if relative == pathlib.Path("embed/store.py"):
             methods = store_methods(tree)
         if path.name == "__init__.py":
-            names = exported(path)
-            if len(relative.parts) <= 2:
+            names, hiding = exported(path)
+            if len(relative.parts) == 2:
                 sizes[top] += Sizes(names=len(names))
-            siblings = {each.stem for each in path.parent.glob("*.py")}
-            shadowed += [
-                f"{path.parent.relative_to(root)}/{name}" for name in sorted(names & siblings)
-            ]
+            shadowed += [f"{path.parent.relative_to(root)}/{name}" for name in sorted(hiding)]
     sizes["all"] = sum(sizes.values(), Sizes())
     header = ["package", *(field.name for field in dataclasses.fields(Sizes)), "comment %"]
     print(("{:<10}" + "{:>11}" * 7).format(*header))
