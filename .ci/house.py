@@ -86,7 +86,8 @@ def exported(init: pathlib.Path) -> tuple[set[str], set[str]]:
         if module.startswith("jaxrec"):
             own = {each.asname or each.name for each in node.names}
             names |= {name for name in own if not name.startswith("_")}
-            hiding |= own & {module.rpartition(".")[2]}
+            parent, _, last = module.rpartition(".")
+            hiding |= own & {last} if parent.endswith(init.parent.name) else set()
     return names, hiding
 
 

@@ -18,21 +18,7 @@ MODULES = {"ragged": {"fbgemm"}, "tier": {"managed_collision", "stores"}}
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     "name",
-    [
-        *[
-            "data",
-            "embed",
-            "mesh",
-            "metrics",
-            "nn",
-            "optim",
-            "plan",
-            "ragged",
-            "serve",
-            "tier",
-            "train",
-        ]
-    ],
+    ["data", "embed", "mesh", "metrics", "nn", "optim", "plan", "ragged", "serve", "tier", "train"],
 )
 def test_packages_show_their_public_names(name):
     package = importlib.import_module(f"jaxrec.{name}")
