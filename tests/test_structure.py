@@ -19,6 +19,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # By test file, the modules that it tests beside its own.
 TESTED_BY = {
+    "test_init": ("_public",),
     "data/test_binary": (
         "data/npz",
         "data/records",
@@ -196,7 +197,6 @@ TESTED_BY = {
     "serve/artifact/test_requests": ("serve/artifact/batch_spec",),
     "serve/commands/test_quantize": ("serve/quantized/saved_run",),
     "serve/test_swap": ("serve/quantized/model_copy",),
-    "tier/managed_collision/test_policies": ("_public",),
     "tier/vocabulary/test_cached": ("tier/cached_tables",),
     "tier/test_stored_runs": ("tier/close",),
     "tier/ids/test_id_map": (
