@@ -53,7 +53,7 @@ class TableVocabulary:
 
     def statistics(self) -> dict[str, float]:
         """Return the counts of the vocabulary, and those of its store if it has one."""
-        counts = self.vocabulary.statistics.summary()
+        counts = self.vocabulary.statistics.summary(len(self.vocabulary))
         return counts if self.transfer is None else counts | self.transfer.traffic.summary()
 
     def warn_of_earlier_rows(self) -> None:

@@ -136,31 +136,29 @@ class Statistics:
             the batch; ``new``, distinct ids without a row; ``admitted``, ids that got a row;
             ``evicted`` rows; ``refused`` lookups, which read the row of unknown ids.
         room: Number of rows for ids.
-        resident: Number of ids that have a row.
         batches: Number of batches.
     """
 
-    def __init__(self, room: int, resident: int = 0) -> None:
-        self.room, self.resident, self.batches = room, resident, 0
+    def __init__(self, room: int) -> None:
+        self.room, self.batches = room, 0
         self.counts: collections.Counter[str] = collections.Counter()
         self._recent_evictions: collections.deque[int] = collections.deque(maxlen=_RECENT)
         self._has_warned = False
 
-    def add(self, *, resident: int, **counts: int) -> None:
+    def add(self, **counts: int) -> None:
         """Add the counts of one batch."""
-        self.resident = resident
         self.batches += 1
         for name, count in counts.items():
             self.counts[name] += count
         self._recent_evictions.append(counts["evicted"])
 
-    def summary(self) -> dict[str, float]:
-        """Return the totals, ``resident`` ids, ``load`` and ``hit_rate``."""
+    def summary(self, resident: int) -> dict[str, float]:
+        """Return the totals, the number of ``resident`` ids, ``load`` and ``hit_rate``."""
         names = ("lookups", "hits", "new", "admitted", "evicted", "refused")
         return {
             **{name: self.counts[name] for name in names},
-            "resident": self.resident,
-            "load": self.resident / self.room,
+            "resident": resident,
+            "load": resident / self.room,
             "hit_rate": self.counts["hits"] / max(1, self.counts["lookups"]),
         }
 

@@ -226,7 +226,6 @@ class Vocabulary:
             admitted=change.new_ids.size,
             evicted=change.victims.size,
             refused=unknown.size,
-            resident=self.room - self._num_free,
         )
         if unknown.size:
             rows = rows.copy()  # `_uses` holds them as they are
@@ -252,7 +251,6 @@ class Vocabulary:
         records.last_use[rows] = last_use
         if self.settings.eviction.uses_seconds:
             records.last_seconds[rows] = int(self.settings.eviction.seconds())
-        self.statistics.resident = len(self.map)
         return Assignment(_NO_ROWS, ids, rows, evicted_ids, victims)
 
     def give_rows(self, ids: np.ndarray, batch: int) -> Assignment:
@@ -265,7 +263,6 @@ class Vocabulary:
         new_rows = self._take_free(ids.size)
         self._insert(ids, new_rows, batch)
         self._uses.add(new_rows, batch)
-        self.statistics.resident = self.room - self._num_free
         return Assignment(new_rows, ids, new_rows, _NO_IDS, _NO_ROWS)
 
     def remove(self, ids: np.ndarray) -> Assignment:
@@ -274,7 +271,6 @@ class Vocabulary:
         rows = self.map.find(ids)
         rows = rows[rows >= 0]
         evicted_ids = self._evict(rows)
-        self.statistics.resident = self.room - self._num_free
         return Assignment(_NO_ROWS, _NO_IDS, _NO_ROWS, evicted_ids, rows)
 
     def _admit(self, ids: np.ndarray, sightings: np.ndarray, batch: int) -> np.ndarray | None:
@@ -453,7 +449,7 @@ class Vocabulary:
             if lines is not None and lines.shape == self.sightings.lines.shape:
                 self.sightings.lines[:] = lines
                 self.sightings.new_ids = int(state["sightings_new_ids"][0])
-        self.statistics = Statistics(self.room, resident=len(self.map))
+        self.statistics = Statistics(self.room)
         return LoadedRows(old_rows, rows, dropped_ids, dropped_rows)
 
 

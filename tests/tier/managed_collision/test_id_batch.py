@@ -11,6 +11,7 @@ import pytest
 
 import jaxrec
 from jaxrec.tier.managed_collision import id_words
+from jaxrec.tier.managed_collision.id_batch import as_id_batch
 
 IDS = {"user": [[-(2**63), 5], [], [2**63 - 1], [2**32]], "item": [[7], [8, 9], [10], []]}
 
@@ -32,6 +33,10 @@ def test_ids_of_64_bits():
     assert to_lists(batch) == IDS
     assert batch.features.values.low.dtype == np.uint32
     assert int(batch.hour) == 12
+    # Wide ids without an hour, as `jaxrec.mesh.shard_batch` puts them on a mesh, are taken, too.
+    without_hour = as_id_batch(batch.features)
+    assert to_lists(without_hour) == IDS
+    assert int(without_hour.hour) == -1
     assert batch.is_valid.tolist() == [True] * 4 + [False] * 4 + [True] * 4 + [False] * 4
 
 

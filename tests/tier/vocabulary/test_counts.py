@@ -150,14 +150,14 @@ def test_uses_wait_until_there_are_many(monkeypatch, limit: str, number: int):
     assert records.count[5] == 8
 
 
-def add(statistics: Statistics, evicted: int = 0, resident: int = 0, **counts: int) -> None:
+def add(statistics: Statistics, evicted: int = 0, **counts: int) -> None:
     zeros = dict.fromkeys(("lookups", "hits", "new", "admitted", "refused"), 0)
-    statistics.add(resident=resident, evicted=evicted, **(zeros | counts))
+    statistics.add(evicted=evicted, **(zeros | counts))
 
 
 def test_summary():
-    statistics = Statistics(room=8, resident=2)
-    assert statistics.summary() == {
+    statistics = Statistics(room=8)
+    assert statistics.summary(2) == {
         "lookups": 0,
         "hits": 0,
         "new": 0,
@@ -168,9 +168,9 @@ def test_summary():
         "load": 0.25,
         "hit_rate": 0.0,
     }
-    add(statistics, resident=4, lookups=10, hits=4, new=3, admitted=2, refused=1)
-    add(statistics, resident=6, lookups=10, hits=8, new=2, admitted=2, evicted=1)
-    assert statistics.summary() == {
+    add(statistics, lookups=10, hits=4, new=3, admitted=2, refused=1)
+    add(statistics, lookups=10, hits=8, new=2, admitted=2, evicted=1)
+    assert statistics.summary(6) == {
         "lookups": 20,
         "hits": 12,
         "new": 5,
@@ -208,4 +208,4 @@ def test_evictions_of_long_ago_do_not_count():
     for _ in range(100):
         add(statistics, evicted=1)
         statistics.warn_if_thrashing("item")
-    assert statistics.summary()["evicted"] == 1000
+    assert statistics.summary(0)["evicted"] == 1000

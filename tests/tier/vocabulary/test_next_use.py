@@ -103,7 +103,7 @@ def test_no_policy_misses_less_often_with_all_batches_in_sight(seed: int, room: 
         for number, ids in enumerate(batches):
             coming = batches[number + 1 :]
             vocabulary.commit(vocabulary.propose(ids, number + 1, 0, None, coming))
-        misses[policy] = vocabulary.statistics.summary()["new"]
+        misses[policy] = vocabulary.statistics.summary(len(vocabulary))["new"]
     least = optimal_misses([each.tolist() for each in batches], room)
     assert misses[farthest(len(batches))] == least
     assert min(misses.values()) == least

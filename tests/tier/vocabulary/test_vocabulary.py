@@ -82,7 +82,7 @@ def assert_unchanged(vocabulary: Vocabulary, before: dict[str, np.ndarray], tota
     order = np.argsort(before["record_ids"])
     np.testing.assert_array_equal(ids, before["record_ids"][order])
     np.testing.assert_array_equal(rows, before["rows"][order])
-    assert vocabulary.statistics.summary() == totals
+    assert vocabulary.statistics.summary(len(vocabulary)) == totals
 
 
 def check_batch(
@@ -102,7 +102,7 @@ def check_batch(
         expected = oracle.assign(ids.tolist(), batch, held, [each.tolist() for each in seen])
     except FullError as full:
         numbers = full.args
-        before, totals = vocabulary.state(), vocabulary.statistics.summary()
+        before, totals = vocabulary.state(), vocabulary.statistics.summary(len(vocabulary))
         with pytest.raises(VocabularyFullError) as caught:
             vocabulary.propose(ids, batch, held, None, coming)
         error = caught.value
@@ -160,7 +160,7 @@ def test_policies(name: str, choices: dict, num_rows: int, seed: int):
     vocabulary = Vocabulary(num_rows, dynamic)
     oracle = Oracle(num_rows, dynamic, POLICIES[name], clock)
     run(vocabulary, oracle, Stream(seed, clock), 60)
-    summary = vocabulary.statistics.summary()
+    summary = vocabulary.statistics.summary(len(vocabulary))
     assert {key: summary[key] for key in oracle.counts} == oracle.counts
     assert summary["resident"] == len(oracle.residents)
     assert summary["load"] == len(oracle.residents) / oracle.room
@@ -183,7 +183,7 @@ def test_a_loaded_vocabulary_goes_on_alike(name: str, choices: dict, num_rows: i
     taken_over = loaded.load_state(state, stream.batch)
     np.testing.assert_array_equal(taken_over.old_rows, taken_over.rows)
     assert taken_over.dropped_ids.size == 0
-    assert loaded.statistics.resident == len(oracle.residents)
+    assert len(loaded) == len(oracle.residents)
     run(loaded, oracle, stream, 30)
     # The state is a copy: what came later did not change it.
     again = Vocabulary(num_rows, dynamic)
@@ -261,7 +261,7 @@ def test_rows_of_batches_under_way_stay():
 def test_a_proposal_changes_nothing():
     vocabulary = Vocabulary(10, Dynamic(admit_after=2, eviction=lfu_lru()))
     vocabulary.commit(vocabulary.propose(np.array([1, 1, 2]), 1, 0))
-    before, totals = vocabulary.state(), vocabulary.statistics.summary()
+    before, totals = vocabulary.state(), vocabulary.statistics.summary(len(vocabulary))
     vocabulary.propose(np.arange(10), 2, 0)
     assert_unchanged(vocabulary, before, totals)
 
