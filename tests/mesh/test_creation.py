@@ -66,7 +66,7 @@ def make_collection(names=tuple(PLACEMENTS)):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of 16 rows, so that tables have several and devices parts of them."""
-    monkeypatch.setattr(initialize, "BLOCK_ELEMENTS", 96)
+    monkeypatch.setattr(first_values, "BLOCK_ELEMENTS", 96)
     jax.clear_caches()
     yield
     jax.clear_caches()
