@@ -27,7 +27,6 @@ from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.mesh.placement import Placement
 from jaxrec.mesh.shard_access import over_devices, owners
 from jaxrec.mesh.shards import MeshShape
-from jaxrec.mesh.store import MeshStore
 from jaxrec.mesh.tables import ShardedTables
 
 
@@ -116,7 +115,7 @@ def layout_on_mesh(
     replica_axis: str | None = None,
 ) -> MeshLayout:
     """Return the layout that tables, which may be on a mesh already, would have."""
-    whole = tables.layout.whole if isinstance(tables, MeshStore) else tables.layout
+    whole = tables.layout if tables.devices.mesh is None else tables.layout.whole
     return layout_mesh(whole, placements, mesh_shape(mesh, replica_axis))
 
 

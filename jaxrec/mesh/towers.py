@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -85,8 +85,9 @@ class TowerTables(ShardedTables):
                 tables are not pooled, or one is not by rows over the devices of one host or has too
                 many rows.
         """
-        if not isinstance(tables, ShardedTables):
+        if tables.devices.mesh is None:
             raise ValueError("the model is on one device; put it on a mesh with jaxrec.shard first")
+        tables = cast(ShardedTables, tables)
         if len(tables.mesh.axis_names) != 2 or tables.replica_axis is not None:
             raise ValueError(
                 f"towers lie on a mesh of two axes, hosts first, got {tables.mesh.axis_names}"

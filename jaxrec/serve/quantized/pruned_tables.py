@@ -315,10 +315,9 @@ class PrunedTables(WrappingStore):
         return self.with_inner(self.inner.from_checkpoint(name, logical, num_rows))
 
 
-def pruned_rows(store: TableStore, name: str) -> int:
-    """Return the number of rows of a table that are pruned."""
-    row_map = store.row_maps.get(name) if isinstance(store, PrunedTables) else None
-    return 0 if row_map is None else row_map.num_ids - row_map.num_rows
+def row_maps_of(store: TableStore) -> dict[str, RowMap]:
+    """Return the map of each pruned table of a store, by name."""
+    return store.row_maps if isinstance(store, PrunedTables) else {}
 
 
 def _renamed(feature: str, config: TableConfig) -> str:

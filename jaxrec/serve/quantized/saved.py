@@ -26,7 +26,7 @@ from jaxrec.embed.taps import tapped_modules
 from jaxrec.embed.variables import variables
 from jaxrec.files.atomic import write_atomically
 from jaxrec.serve.quantized.models import on_one_device, quantized_stores, shared_copy
-from jaxrec.serve.quantized.pruned_tables import PrunedTables, RowMap
+from jaxrec.serve.quantized.pruned_tables import PrunedTables, RowMap, row_maps_of
 from jaxrec.serve.quantized.quantize import empty_store
 from jaxrec.train import checkpoint
 from jaxrec.train.checkpoint import CheckpointError
@@ -229,7 +229,7 @@ def _description(model: nnx.Module) -> dict[str, Any]:
     described: dict[str, Any] = {}
     modules = tapped_modules(model)
     for path, store in quantized_stores(model).items():
-        maps = store.row_maps if isinstance(store, PrunedTables) else {}
+        maps = row_maps_of(store)
         formats = store.formats()
         tables = {
             config.name: {"format": formats[config.name].name}

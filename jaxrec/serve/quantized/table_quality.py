@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxrec.embed.store import TableStore
 from jaxrec.plan.report import require_matplotlib
-from jaxrec.serve.quantized.pruned_tables import pruned_rows
+from jaxrec.serve.quantized.pruned_tables import row_maps_of
 
 # Number of tables that are drawn, the largest ones.
 _MAX_TABLES = 40
@@ -66,13 +66,14 @@ def table_quality(before: TableStore, after: TableStore, name: str) -> TableQual
         squares += float(np.sum(np.square(values), dtype=np.float64))
         error_squares += float(np.sum(np.square(errors), dtype=np.float64))
         largest = max(largest, float(np.max(np.abs(errors))))
+    row_map = row_maps_of(after).get(name)
     count = config.num_embeddings * config.embedding_dim
     return TableQuality(
         name=name,
         dtype=after.formats()[name].name,
         rows=config.num_embeddings,
         columns=config.embedding_dim,
-        pruned_rows=pruned_rows(after, name),
+        pruned_rows=0 if row_map is None else row_map.num_ids - row_map.num_rows,
         bytes_before=count * jnp.dtype(config.dtype).itemsize,
         bytes_after=after.num_bytes(name),
         rms=(squares / count) ** 0.5,
