@@ -179,3 +179,12 @@ def test_programs_import_what_is_installed():
     starts = re.compile(r'sys\.executable, "-[cm]"')
     found = [path for path in (ROOT / "tests").rglob("*.py") if starts.search(path.read_text())]
     assert found == [], 'start the program by [sys.executable, "-P", ...]'
+
+
+def test_paths_that_contributors_are_told_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = re.findall(r"`((?:jaxrec|tests|docs|benchmarks|cpp|\.ci)/[\w./-]*)`", text)
+    assert len(paths) > 40
+    assert {path for path in paths if not (ROOT / path).exists()} == set()
+    packages = re.findall(r"^\| `jaxrec\.([a-z]+)`", text, re.MULTILINE)
+    assert {module.split("/")[0] for module in MODULES if "/" in module} <= {*packages, "data"}
