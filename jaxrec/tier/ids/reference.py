@@ -278,7 +278,7 @@ def read_records(
     """Read the records of slots, int64 ``[n]``; a negative slot has no record.
 
     Return whether each slot has a record (of the given id, unless ``ids`` is None), the ids of the
-    records, int64 ``[n]``, and the records, uint8 ``[n, width]``, zeros where there is none.
+    records, int64 ``[n]``, and the records, uint8 ``[n, width]``, zeros for absent ones.
     """
     rows = _rows(file)[np.maximum(slots, 0)]
     tags = rows[:, :8].copy().view(np.uint64)[:, 0]

@@ -196,8 +196,9 @@ class Tier:
         Ids whose rows are in a store get rows, for which other rows may go to the store. ``gather``
         is None if the process has the whole batch.
         """
-        # Batches planned beyond the last one taken have changed the vocabularies, but not the
-        # tables: an evaluation between two steps must not see their changes.
+        # Batches planned beyond the last one taken have changed the vocabularies, but not yet the
+        # tables. Without a store the evaluation reads the rows from before, since the waiting moves
+        # will lose rows. With a store `apply` carries these moves out first: they lose nothing.
         ids = BatchIds.of(batch, self.vocabularies, gather)
         rows, moves = [], [NO_MOVE] * len(self.vocabularies)
         with self._planning:
