@@ -93,6 +93,8 @@ class SynchronizeReplicas(Callback):
 
     def on_step_dispatched(self, trainer: Trainer, step: int) -> None:
         if step % self.every == 0:
+            # Local updates made the replicas differ since the last synchronization; a table has one
+            # value only after they are averaged.
             synchronize_replicas(trainer.model)
 
     def on_train_end(self, trainer: Trainer) -> None:
@@ -132,6 +134,7 @@ class WriteMetrics(Callback):
             trainer.wait()
             of_step, of_model = {"loss": self._loss}, scalars(trainer.model)
             if isinstance(self.writer, BackgroundWriter):
+                # The state is copied in this thread, before the next step donates its arrays.
                 compute = trainer.metrics_so_far()
                 self.writer.write(step, lambda: {**of_step, **compute(), **of_model})
             else:
