@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-# Bytes of a checksum's segment, and of a thread's buffer. The segments are part of the formats.
+# Bytes of a checksum's segment, which are part of the file formats, and of a thread's buffer.
 _SEGMENT_BYTES = 1 << 26
 _BUFFER_BYTES = 1 << 20
 
@@ -28,11 +28,9 @@ _CHECKSUM = "crc32"
 
 
 def seal(content: Mapping[str, Any], *, is_hex: bool = False) -> bytes:
-    """Return a JSON object as the content of a file, with its checksum as the last entry.
+    """Return a JSON object as a file's content, with its checksum as the last entry.
 
-    Args:
-        content: The object.
-        is_hex: Whether the checksum is eight hex digits instead of a number.
+    ``is_hex``: the checksum is eight hex digits instead of a number.
     """
     crc = zlib.crc32(json.dumps(content).encode())
     return json.dumps({**content, _CHECKSUM: f"{crc:08x}" if is_hex else crc}, indent=1).encode()
@@ -40,10 +38,6 @@ def seal(content: Mapping[str, Any], *, is_hex: bool = False) -> bytes:
 
 def unseal(text: bytes, format: str) -> dict[str, Any]:
     """Return the object that `seal` wrote, without its checksum and its ``format``.
-
-    Args:
-        text: Content of the file.
-        format: The entry ``format`` that it must have.
 
     Raises:
         ValueError: The content was changed, or has another format.
@@ -75,7 +69,7 @@ class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A range of bytes of a file: what one thread reads at a time.
+    """A range of bytes of a file, which one thread reads at a time.
 
     Attributes:
         file: Path of the file in its folder.
@@ -88,7 +82,7 @@ class Segment:
     size: int
 
     def checksum(self, directory: pathlib.Path) -> str:
-        """Return the CRC-32 of the segment, up to the end of the file, as eight hex digits."""
+        """Return the CRC-32 of the segment as eight hex digits."""
         crc, left = 0, self.size
         buffer = memoryview(bytearray(min(_BUFFER_BYTES, self.size)))
         with (directory / self.file).open("rb", buffering=0) as opened:
@@ -110,7 +104,7 @@ def segments_of(file: str, size: int) -> list[Segment]:
 def describe_files(
     directory: pathlib.Path, files: Iterable[str] | None = None
 ) -> dict[str, StoredFile]:
-    """Return the sizes and checksums of files of a folder, by their paths in it; None: of all."""
+    """Return the sizes and checksums of files of a folder by path; None: of all files."""
     if files is None:
         paths = sorted(path for path in directory.rglob("*") if path.is_file())
         files = [path.relative_to(directory).as_posix() for path in paths]
@@ -133,17 +127,10 @@ def find_damage(
     with_checksums: bool = True,
     share: slice = slice(None),
 ) -> str:
-    """Compare the files of a folder with their sizes and checksums.
+    """Return the path of the first damaged file of a folder and its damage; empty if there is none.
 
-    Args:
-        directory: The folder.
-        files: Its files as they were, by their paths in it.
-        verb: What was done with them, such as "saved".
-        with_checksums: Whether the files are read, too.
-        share: The segments that are read, where several processes share the work.
-
-    Returns:
-        The path of the first damaged file and its damage; empty if all files are whole.
+    ``verb`` says what was done with the files, such as "saved". ``share`` has the segments to read
+    where several processes share the work; without ``with_checksums`` only sizes are compared.
     """
     # Sizes first: a file that was cut is found without reading a terabyte of others.
     for file, stored in files.items():
@@ -180,15 +167,7 @@ def _unreadable(file: str, error: OSError) -> str:
 
 
 class CheckedStream(io.RawIOBase):
-    """A file whose size and checksum are computed while it is written.
-
-    Args:
-        stream: The file.
-
-    Attributes:
-        bytes: Number of bytes so far.
-        crc32: Their checksum.
-    """
+    """A file whose size and CRC-32 are computed while it is written."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -55,8 +55,8 @@ def reset(store: TableStore, tables: Sequence[NewRows], key: UInt32[np.ndarray, 
         "scale": np.repeat(np.array([scale for _, scale in drawn], np.float32), sizes),
     }
     places = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
-    # Tables of one initializer and width share a program. The others pass no rows in its call, so
-    # that its groups are the same.
+    # Tables of one initializer and width share a program. The others stay in the list without rows,
+    # since `places` goes by a table's number.
     kinds = [(draw, t.config.embedding_dim) for t, (draw, _) in zip(tables, drawn, strict=True)]
     for kind in dict.fromkeys(kinds):
         alike = [

@@ -59,7 +59,7 @@ class RecordLayout:
         return np.concatenate(parts, axis=1)
 
     def unpack(self, records: np.ndarray) -> list[dict[str, np.ndarray]]:
-        """Return the rows and states of records, uint8 ``[n, width]``, as views: reverses `pack`."""
+        """Return the rows and states of records, uint8 ``[n, width]``, as views."""
         tables: dict[int, dict[str, np.ndarray]] = {}
         start = 0
         for number, name, width, dtype in self.leaves:
@@ -117,9 +117,7 @@ class StoreTraffic:
         self._waited += self._clock() - start
 
     def add_received(self, found: np.ndarray) -> None:
-        """Count rows for the devices; ``found``, bool ``[n]``: whether the store had each, or it is
-        new.
-        """
+        """Count received rows; rows not ``found``, bool ``[n]``, have first values."""
         num_found = int(np.count_nonzero(found))
         self._fetched += num_found
         self._initialized += found.size - num_found

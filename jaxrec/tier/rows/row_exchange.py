@@ -195,9 +195,7 @@ def _some(values: Mapping[str, np.ndarray], name: str) -> np.ndarray:
 
 
 def _by_device(values: np.ndarray) -> np.ndarray:
-    """Join the second and third axes: ``[devices, devices, n, ...]`` to ``[devices, devices * n,
-    ...]``.
-    """
+    """Join the second and third axes: ``[devices, d, n, ...]`` to ``[devices, d * n, ...]``."""
     return values.reshape(values.shape[0], -1, *values.shape[3:])
 
 

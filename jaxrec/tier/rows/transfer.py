@@ -124,9 +124,7 @@ def receive(
 
 @dataclasses.dataclass(frozen=True)
 class _Attempt:
-    """Result of reading this process's store: ``found``, bool ``[n]``, and ``records``; or an
-    error.
-    """
+    """A read of this process's store: flags ``found``, bool ``[n]``, and records; or an error."""
 
     found: np.ndarray
     records: Any
@@ -197,7 +195,7 @@ class RowTransfer:
         self.division = Division(process, num_processes, self.store.format.num_ids)
 
     def owners(self, ids: np.ndarray) -> np.ndarray | None:
-        """Return the process whose store has each id's row, int ``[n]``; None: this one's has all."""
+        """Return the process whose store has each id's row; None: this process's has all."""
         return None if self.division is None else self.division.owners(ids)
 
     def is_own(self, ids: np.ndarray) -> np.ndarray:
@@ -268,7 +266,7 @@ class RowTransfer:
         return ids if self.division is None else ids[self.division.is_own(ids)]
 
     def _together(self, action: Callable[[], None]) -> None:
-        """Run an action in all processes that share the rows, and raise its errors in all of them."""
+        """Run an action in all processes that share the rows; an error is raised in all."""
         if self.division is None:
             action()
             return
@@ -381,7 +379,7 @@ class RowTransfer:
             ) from self._error
 
     def wait(self) -> None:
-        """Wait until the store has all rows that were sent, and raise the error of a failed write."""
+        """Wait until the store has all sent rows; raise the error of a failed write."""
         # The only writer runs its tasks in turn, so that this one follows all that were sent.
         self._writer.submit(lambda: None).result()
         self.check()

@@ -87,9 +87,7 @@ class RowsUnderWay:
             return evicted
 
     def find(self, ids: np.ndarray) -> tuple[WantedRows, ...]:
-        """Return the requested rows that are under way, by their last eviction; ``ids`` are
-        distinct.
-        """
+        """Return the rows of distinct ids that are under way, by their last eviction."""
         with self._lock:
             if not self._evictions:
                 return ()
@@ -148,8 +146,8 @@ class WrittenIds:
                 return
             self._parts.append(ids)
             self._size += ids.size
-            # Repeats are removed once they may outnumber the distinct ids. Memory stays below twice
-            # the distinct ids, and sorting costs a constant time per id.
+            # Repeats are removed once they may outnumber the distinct ids, so that memory is at
+            # most twice that of the distinct ids.
             if self._size > max(2 * self._num_distinct, 1 << 16):
                 self._parts = [np.unique(np.concatenate(self._parts))]
                 self._size = self._num_distinct = self._parts[0].size

@@ -16,7 +16,8 @@ _PART = 1 << 16  # records
 
 
 class RowStore(abc.ABC):
-    """Records of equal width by 64-bit id: a row of each table and its optimizer state, as bytes.
+    """Records of equal width by 64-bit id. A record is a row of each table with its optimizer
+    state, as bytes.
 
     Implementors do the following:
 
@@ -34,7 +35,7 @@ class RowStore(abc.ABC):
     Attributes:
         format: The format of the records, set by `open`.
         in_memory: Whether the records are in the process's memory, so that `get` and `put` never
-            wait for a disk or a server. Such stores share threads; each other store has threads of
+            wait for a disk or a server. Such stores share threads; every other store gets two of
             its own.
     """
 
@@ -96,8 +97,8 @@ class RowStore(abc.ABC):
     def snapshot(self, directory: pathlib.Path) -> None:
         """Write all records to a new directory; when this returns, they are durable there.
 
-        Nothing is put or deleted meanwhile. By default the records are an Arrow file with checksums
-        (`jaxrec.tier.stores.snapshots`), which `load_snapshot` of any store reads.
+        Callers put and delete nothing meanwhile. By default the snapshot is an Arrow file with
+        checksums (`jaxrec.tier.stores.snapshots`), which `load_snapshot` of any store reads.
 
         Raises:
             FileExistsError: The directory exists.
@@ -134,7 +135,7 @@ class RowStore(abc.ABC):
         return
 
     def __del__(self) -> None:
-        """Close a store that is forgotten, so that its lock is free."""
+        """Close a store that is no longer used, to free its lock."""
         try:  # noqa: SIM105  (modules may be gone when the interpreter ends)
             self.close()
         except Exception:
@@ -147,10 +148,8 @@ def is_changes(directory: pathlib.Path) -> bool:
 
 
 def write_changes(directory: pathlib.Path, store: RowStore, ids: np.ndarray) -> None:
-    """Write a snapshot of the kind "changes": the records of distinct ids, int64 ``[n]``.
-
-    Ids that have no record now are in ``removed.npy``.
-    """
+    """Write a snapshot of the kind "changes": the records of distinct ids, int64 ``[n]``."""
+    # An id without a record now was deleted since the earlier snapshot, or never had one.
     removed: list[np.ndarray] = [ids[:0]]
 
     def written() -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -170,9 +169,10 @@ def apply_changes(
     store: RowStore,
     is_own: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> None:
-    """Bring a store that has the records of the snapshot before to those of this one.
+    """Update a store from the records of one snapshot to those of the next.
 
-    ``is_own`` returns whether the store has the records of ids, bool ``[n]``; None: of all.
+    ``is_own(ids)`` returns whether the store has the records of ids, bool ``[n]``; None: it has
+    all.
     """
     manifest = snapshots.read_manifest(directory)
     removed = np.load(directory / _REMOVED)
