@@ -56,8 +56,7 @@ def read_header(file: io.BufferedIOBase) -> NpyForm:
 
 
 class NpzFile:
-    """An npz file whose arrays are read one at a time; ``error`` is the class of errors over
-    damage.
+    """An npz file whose arrays are read one at a time; damage raises ``error``.
 
     Attributes:
         names: Names of the arrays, in the order of the file.

@@ -7,7 +7,7 @@ read at the speed of the disk. Types that Arrow lacks are unsigned integers of t
 the type's name in the field's metadata ``dtype``.
 
 `Values` are arrays ``[n, ...]`` by name: ``"rows"`` and the names of the state. `Shapes` maps the
-    same names to objects with a shape, ``[rows, ...]``, and a dtype.
+same names to objects with a shape, ``[rows, ...]``, and a dtype.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def open_rows(path: pathlib.Path, table: str, shapes: Shapes) -> Iterator[RowFil
 
     Raises:
         ValueError: The file is damaged, here or where the block reads it; or its columns do not fit
-        the table.
+            the table.
     """
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:

@@ -93,11 +93,11 @@ class SynchronizeReplicas(Callback):
 
     def on_step_dispatched(self, trainer: Trainer, step: int) -> None:
         if step % self.every == 0:
-            # Local updates made the replicas differ since the last synchronization; a table has one
-            # value only after they are averaged.
             synchronize_replicas(trainer.model)
 
     def on_train_end(self, trainer: Trainer) -> None:
+        # Local updates made the replicas differ since the last synchronization; a table has one value
+        # only after they are averaged.
         average_replicas(trainer.model)
 
 

@@ -155,7 +155,7 @@ class HeldOutEvaluation(Callback):
         every: Number of steps between two evaluations; None: only on demand.
         report: Called with the step and its values after each evaluation.
         paused: Function that returns a context for the time of an evaluation, such as
-        `Progress.paused`.
+            `Progress.paused`.
     """
 
     def __init__(

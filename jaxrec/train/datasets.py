@@ -50,7 +50,7 @@ class LogDataset:
 
     Attributes:
         shard: Index of this process among all. Each process has an equal part of every batch, also
-        of the last, so that together they train on the batches of a single process.
+            of the last, so that together they train on the batches of a single process.
         id_bits: 64: the log's ids are raw, for `jaxrec.tier.ahead`.
     """
 
@@ -119,7 +119,7 @@ class ParquetDataset:
     Attributes:
         seed: Seed of the order, which differs in each epoch; None: the order of the files.
         shard: Index of this process among all. Each process reads an equal range of the rows, in an
-        order of its own.
+            order of its own.
     """
 
     groups: GroupRange

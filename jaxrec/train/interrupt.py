@@ -25,7 +25,7 @@ class Interrupt(Callback):
 
     Attributes:
         signal: SIGINT or SIGTERM, None before it arrives. With several processes it is set once all
-        of them know of it; see `is_due`.
+            of them know of it; see `is_due`.
     """
 
     def __init__(self) -> None:
@@ -68,10 +68,10 @@ class Interrupt(Callback):
 
 @contextlib.contextmanager
 def interruptible(announce: Callable[[str], None] = lambda name: None) -> Iterator[Interrupt]:
-    """Yield an `Interrupt` that the first SIGINT or SIGTERM sets; a second signal ends the program.
+    """Yield an `Interrupt` that the first SIGINT or SIGTERM sets, instead of ending the program.
 
-    Outside of the main thread it is never set, since Python allows no signal handlers there.
-    Another thread calls ``announce`` with the signal's name at once.
+    A second signal has its usual effect. Outside of the main thread, where Python allows no signal
+    handlers, none is set. Another thread calls ``announce`` with the signal's name at once.
     """
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():

@@ -60,7 +60,7 @@ def dynamic_features(
 
 
 def with_dynamic_columns(schema: Schema, rows: int) -> Schema:
-    """Change the columns of encoding "vocabulary" to "dynamic" with ``rows`` rows."""
+    """Return a schema whose columns of encoding "vocabulary" are "dynamic", of ``rows`` rows."""
     columns = {}
     for name, column in schema.categorical.items():
         if column.encoding == "vocabulary":

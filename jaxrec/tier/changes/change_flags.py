@@ -62,8 +62,8 @@ class RowFlags:
         return bits
 
     def _marked_blocks(self) -> Iterator[np.ndarray]:
-        # A table of a billion rows with few changes is not searched whole.
         """Yield indices of blocks with marked rows, up to `_BLOCKS` at a time."""
+        # A table of a billion rows with few changes is not searched whole.
         blocks = np.flatnonzero(self._is_marked)
         return (blocks[start : start + _BLOCKS] for start in range(0, blocks.size, _BLOCKS))
 

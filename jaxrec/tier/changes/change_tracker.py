@@ -59,9 +59,9 @@ class TableChanges(ChangedRows):
 
     Attributes:
         removed: Ids of an open vocabulary that lost their rows, sorted, int64 ``[m]``. Some of them
-        may never have been among the consumer's changes.
+            may never have been among the consumer's changes.
         unknown: Changed rows that ids without a row of their own read
-        (`jaxrec.tier.Dynamic.unknown`); its ``ids`` are row indices of the table.
+            (`jaxrec.tier.Dynamic.unknown`); its ``ids`` are row indices of the table.
     """
 
     removed: np.ndarray = dataclasses.field(default_factory=_NO_IDS.copy)
@@ -74,8 +74,9 @@ class HandOver:
 
     Attributes:
         ids: Changed ids by the collection's path and the table's name.
-        position: The consumer's name for the state of the model at its last hand-over; the block
-        sets the name of the present state. None: it set none, or has read changes otherwise since.
+        position: Name of the model's state at the consumer's last hand-over. The consumer sets the
+            name of the present state for the next one. None: it set none, or has called `changes`
+            since.
     """
 
     ids: dict[tuple[str, str], ChangedIds]

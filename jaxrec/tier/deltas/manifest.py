@@ -25,12 +25,12 @@ class TableFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         embedding_dim: Number of columns.
         dtype: Type of the rows, such as "float32".
         is_open: Whether any 64-bit integers are ids, which get and lose rows; otherwise ids are 0
-        to ``num_embeddings`` - 1.
+            to ``num_embeddings`` - 1.
         unknown: Rows that ids without a row read: "zeros", "default" or "shared", and their number;
-        ("none", 0) if each id has a row.
+            ("none", 0) if each id has a row.
         seed: Data of the random key for first values of ids that a full version leaves out
-        (`jaxrec.tier.Cached`); None: a full version has all ids. An int is the seed of an earlier
-        jaxrec, whose first values differ.
+            (`jaxrec.tier.Cached`); None: a full version has all ids. An int is the seed of an
+            earlier jaxrec, whose first values differ.
         initializer: Name of the initializer of these values; empty for a function.
         state: Type and width of each array of the optimizer state; None: it is not published.
     """

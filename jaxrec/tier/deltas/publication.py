@@ -63,10 +63,9 @@ def publish(
     """Publish a model as the next version of a folder, for copies that serve.
 
     The first version is full: it has all rows. Each later version has the changes that the tracker
-        recorded since the one before: rows by id, ids that lost their rows (tombstones), and rows
-        that ids without a row of their own read. Every version has all variables outside the
-        tables. A `Subscriber` brings a copy to a version, and the copy is then equal to the model
-        bit for bit.
+    recorded since the one before: rows by id, ids that lost their rows (tombstones), and rows that
+    ids without a row of their own read. Every version has all variables outside the tables. A
+    `Subscriber` brings a copy to a version, and the copy is then equal to the model bit for bit.
 
     A version appears when it is complete. If publishing fails or the process is killed, the folder
     keeps the earlier versions, and the next version has all changes since these. A version is also

@@ -1,7 +1,7 @@
 """The tables of a model as versions and files of rows see them: rows by id, wherever the rows are.
 
-The model is settled while tables are used (`jaxrec.tier.tier.Tier.settled`): tables agree with
-their vocabularies, and stores have all evicted rows.
+The model is settled while tables are used (`jaxrec.tier.planning.tier.Tier.settled`): tables agree
+with their vocabularies, and stores have all evicted rows.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def first_rows(
 
     The rows ``[n, embedding_dim]`` are under ``"rows"``, the state ``[n, ...]`` is by name.
     """
-    # Eager arithmetic would round otherwise: only the compiled function of training gives its bits.
+    # Through the same compiled function as in training, for the same bits.
     table = dataclasses.replace(config, num_embeddings=size_for(ids.size))
     store: TableStore = Tables.init(layout_tables([table], optimizer), jax.random.key(0))
     rows = np.arange(ids.size)

@@ -19,7 +19,7 @@ class RecordLayout:
 
     Attributes:
         leaves: Number of the table, name (``"rows"`` or a state's), width (None: one number a row)
-        and type of each array, in the order of the record.
+            and type of each array, in the order of the record.
     """
 
     leaves: tuple[tuple[int, str, int | None, np.dtype], ...]

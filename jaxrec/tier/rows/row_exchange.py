@@ -73,9 +73,9 @@ class _Plan:
     Attributes:
         process: Index of this process.
         groups: Slots by group, ``[devices, devices, n]``: rows of the first device's array that
-        travel between it and the second device.
+            travel between it and the second device.
         at_owner: Positions among the rows that this process owns, ``[own devices, devices, n]``;
-        the first device is the owner's.
+            the first device is the owner's.
     """
 
     def __init__(self, store: MeshStore, requests: Sequence[TableRows], *, is_read: bool) -> None:

@@ -36,7 +36,7 @@ class StoredRows:
         ids: The ids of the rows, int64 ``[n]``.
         owners: Process whose store has each row, int ``[n]``; None: this process's store has all.
         stored: Future of this process's own ids: whether each has a row, bool ``[m]``, and the
-        records of those that have one. Records of ``under_way`` rows are out of date.
+            records of those that have one. Records of ``under_way`` rows are out of date.
         under_way: Rows that were on their way to the store when they were requested.
     """
 
@@ -47,8 +47,7 @@ class StoredRows:
     under_way: tuple[WantedRows, ...]
 
     def are_stored(self) -> np.ndarray:
-        """Wait for the store, and return whether each id has a row there or on its way, bool
-        ``[n]``.
+        """Wait for the store; return whether each id has a row there or on its way, bool ``[n]``.
 
         With a divided store every process calls this. A read error raises a RuntimeError.
         """
@@ -278,8 +277,7 @@ class RowTransfer:
         raise_together(error)
 
     def get(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Read the records of all ids, as `jaxrec.tier.RowStore.get`, once all sent rows have
-        arrived.
+        """Read the records of all ids, after all sent rows have arrived in the stores.
 
         With a divided store every process calls this, and gets the records of all stores.
         """

@@ -53,7 +53,7 @@ class RecordFile:
 
     Attributes:
         may_be_torn: Whether the process or the machine may have ended while records were written,
-        and `remove_torn` has not been called since.
+            and `remove_torn` has not been called since.
     """
 
     # The file is a header of 64 KiB, records, and a page that is never written. The header is text:

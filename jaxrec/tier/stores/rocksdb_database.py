@@ -175,8 +175,8 @@ def options(may_create: bool) -> rocksdict.Options:
     # Trained numbers do not compress.
     options.set_compression_type(rocksdict.DBCompressionType.none())
     table = rocksdict.BlockBasedOptions()
-    # Most ids of a young run have no record: 10 bits a key tell so without a read of the disk in 99
-    # % of cases.
+    # Most ids of a young run have no record: in 99 of 100 cases 10 bits a key tell so without a
+    # read of the disk.
     table.set_bloom_filter(10, False)
     table.set_block_cache(rocksdict.Cache(64 << 20))
     options.set_block_based_table_factory(table)

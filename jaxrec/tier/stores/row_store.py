@@ -16,10 +16,10 @@ _PART = 1 << 16  # records
 
 
 class RowStore(abc.ABC):
-    """Records of equal width by 64-bit id. A record is a row of each table with its optimizer
-    state, as bytes.
+    """Records of equal width, in bytes, by 64-bit id.
 
-    Implementors do the following:
+    A record is a row of each table of a vocabulary, with its optimizer state. Implementors do the
+    following:
 
     1. All methods may be called from several threads at once. A `get` that begins after a `put` or
        `delete` has returned sees its changes.

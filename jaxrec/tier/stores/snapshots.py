@@ -44,7 +44,7 @@ class Manifest:
         kind: Kind of snapshot.
         format: Format of the records.
         files: Size and CRC-32 of each file, by path; None instead of the CRC-32 if its content has
-        checksums of its own.
+            checksums of its own.
         details: Further fields of this kind.
     """
 

@@ -107,7 +107,7 @@ NO_LINK = Link("", None, "")
 
 
 class _Capacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A capacity of an exchange, as `jaxrec.mesh.capacity` describes it."""
+    """Capacity factor of an exchange, as `jaxrec.mesh.ahead.describe_capacities` returns it."""
 
     collection: str
     group: str

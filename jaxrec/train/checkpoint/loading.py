@@ -70,8 +70,8 @@ def restore(
     """Load a checkpoint of a directory into a model, in place.
 
     Checksums, names and shapes are compared before anything is loaded: a difference leaves the
-        model and the optimizer as they were. If reading fails later, such as by a disk error, a
-        note on the error names the tables that are already loaded.
+    model and the optimizer as they were. If reading fails later, such as by a disk error, a note on
+    the error names the tables that are already loaded.
 
     Args:
         directory: Directory of the checkpoints.

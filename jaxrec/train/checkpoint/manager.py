@@ -60,7 +60,7 @@ class CheckpointManager:
         directory: Directory of the checkpoints, one folder each. The manager locks it against other
             runs until it is closed (`jaxrec.train.checkpoint.files.lock_directory`).
         preservation_policy: Which checkpoints are kept; None: the newest. The checkpoints on which
-            an incremental one builds are kept too.
+            a kept one builds are kept too.
         tracker: Tracks the changes of the model, so that checkpoints after a full one are
             incremental. An incremental checkpoint holds the rows that changed since the one before,
             with their optimizer state, on the devices and in row stores, and everything besides

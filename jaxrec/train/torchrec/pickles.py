@@ -90,7 +90,7 @@ class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._known:
             return self._known[module, name]
-        # Types of storages and data types, such as ``torch.FloatStorage``: a name is all that is
+        # Types of storages and data types, such as `torch.FloatStorage`: a name is all that is
         # needed.
         if module == "torch":
             return name

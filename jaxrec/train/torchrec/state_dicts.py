@@ -47,11 +47,11 @@ def load_torchrec(
     """Set a model from a TorchRec ``state_dict``: tables, dense layers and optimizer state.
 
     The entry of a table is named ``....embedding_bags.NAME.weight`` or
-        ``....embeddings.NAME.weight``. If several entries name the table, the one under the
-        collection's path in the model is read. Dense layers are found by ``layers``; kernels are
-        transposed from PyTorch's order. All names and shapes are compared before the first variable
-        changes, and arrays are read one at a time. PyTorch is not needed, and pickles are read
-        without running their code.
+    ``....embeddings.NAME.weight``. If several entries name the table, the one under the
+    collection's path in the model is read. Dense layers are found by ``layers``; kernels are
+    transposed from PyTorch's order. All names and shapes are compared before the first variable
+    changes, and arrays are read one at a time. PyTorch is not needed, and pickles are read without
+    running their code.
 
     Args:
         model: The model, on one device or on a mesh.
@@ -174,8 +174,8 @@ class _Entries:
             shapes = _state_shapes(self.collections[where], table)
             for key, name in found.items():
                 wanted = shapes[key]
-                # FBGEMM has one number a row as ``[rows]``, torchrec.optim as ``[rows, 1]``.
-                columns = [(*wanted, 1)] if len(wanted) == 1 else []  # one number a row
+                # One number a row is `[rows]` in FBGEMM and `[rows, 1]` in torchrec.optim.
+                columns = [(*wanted, 1)] if len(wanted) == 1 else []
                 check(name, f"{key} of table {table!r}", wanted, *columns)
 
     def step(self) -> int | None:
@@ -367,7 +367,7 @@ def save_torchrec(
     if optimizer is not None:
         for array, variable, keys in dense_states(optimizer, dense):
             arrays[f"state.{array.name}.{keys[0]}"] = array.to_torch(variable.get_value())
-        # PyTorch keeps ``step`` as a float32 tensor of each parameter.
+        # PyTorch keeps `step` as a float32 tensor of each parameter.
         step = np.asarray(counters(optimizer)[0].get_value(), np.float32)
         arrays |= {
             f"state.{array.name}.step": step

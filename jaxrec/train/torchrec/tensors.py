@@ -72,7 +72,7 @@ class StoredTensor:
 
     Attributes:
         storage: PyTorch's name of the numbers' type, the storage's name in the file, and its number
-        of elements.
+            of elements.
         offset: Position of the tensor's first element in the storage.
         shape: Its shape.
         strides: Number of elements between neighbours along each axis.
