@@ -1,4 +1,4 @@
-"""Manifests: JSON files with a checksum of their own and those of the files beside them.
+"""Manifests: JSON files with a checksum of themselves and checksums of the files beside them.
 
 CRC-32 detects every change of up to 32 adjacent bits and misses one in 2^32 of other changes.
 Python computes it at 1 to 4 GB/s per thread.
@@ -46,7 +46,8 @@ def unseal(text: bytes, format: str) -> dict[str, Any]:
     if not isinstance(content, dict) or "format" not in content:
         raise ValueError(f"it is not a manifest of format {format!r}")
     written = content.pop(_CHECKSUM, None)
-    # The checksum is that of the text that Python writes, whatever the spaces in the file.
+    # The checksum is computed from the text that Python writes, so that spaces in the file do not
+    # matter.
     crc = zlib.crc32(json.dumps(content).encode())
     if written not in (crc, f"{crc:08x}"):
         raise ValueError("its checksum does not match: the file was changed")

@@ -96,8 +96,8 @@ class SynchronizeReplicas(Callback):
             synchronize_replicas(trainer.model)
 
     def on_train_end(self, trainer: Trainer) -> None:
-        # Local updates made the replicas differ since the last synchronization; a table has one value
-        # only after they are averaged.
+        # Local updates made the replicas differ since the last synchronization; a table has one
+        # value only after they are averaged.
         average_replicas(trainer.model)
 
 

@@ -196,8 +196,8 @@ class HeldOutEvaluation(Callback):
     def __call__(self) -> dict[str, float] | None:
         """Evaluate the current model; return None if ``stop`` ended the evaluation.
 
-        The values are ``auc``, those of `click_metrics`, and ``best_auc``, the AUC of the true
-        probabilities where they are known.
+        The values are ``auc``, the values of `click_metrics`, and ``best_auc``, the AUC of the true
+        probabilities, where they are known.
         """
         columns, sums = [], np.zeros(len(SUMS))
         host_batches = self._dataset.batches(self._batch_size)
@@ -209,8 +209,8 @@ class HeldOutEvaluation(Callback):
                 sums += on_host(outputs["sums"])
                 if self._stop():
                     return None
-        # `[processes, batches, samples]` becomes `[batches, processes, samples]`, the order of the
-        # rows, which is that of the true probabilities.
+        # From `[processes, batches, samples]` to `[batches, processes, samples]`, the order of the
+        # rows and so of their true probabilities.
         logits, labels, weights = (
             np.moveaxis(of_all_processes(np.stack(column)), 0, 1).reshape(-1)
             for column in zip(*columns, strict=True)

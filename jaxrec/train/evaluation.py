@@ -91,7 +91,7 @@ class Evaluation:
 
     def __init__(self) -> None:
         self._programs: list[Program] = []
-        # Capacity factors that batches of evaluations needed; the model keeps those of training.
+        # Capacity factors that batches of evaluations needed; the model keeps its own, of training.
         self._factors: dict[GroupPath, float] = {}
 
     def __call__(
@@ -166,7 +166,7 @@ class Evaluation:
     def _compiled(
         self, graph: Any, loss: Loss, kind: Any, make: Callable[[], RoutedCalls]
     ) -> RoutedCalls:
-        """Return compiled calls, those of an earlier evaluation if its arguments were the same."""
+        """Return compiled calls; an earlier evaluation's, if its arguments were the same."""
         for program in self._programs:
             if program.kind is kind and program.loss == loss and program.graph == graph:
                 return program.calls
@@ -176,7 +176,7 @@ class Evaluation:
 
 def _in_evaluation_mode(model: nnx.Module, factors: Mapping[GroupPath, float] | None) -> nnx.Module:
     """Return a copy of the model in evaluation mode that shares its arrays."""
-    # With capacity factors the copy has variables of its own, so that those of training stay.
+    # With capacity factors the copy has variables of its own, so that the factors of training stay.
     copy = nnx.merge(*nnx.split(model), copy=factors is not None)
     copy.eval()
     if factors is not None:

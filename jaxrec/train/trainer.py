@@ -153,10 +153,10 @@ class Trainer:
             row ends training; with 0 the first does.
         uneven: What several processes do when some have fewer batches than others. "stop": all stop
             after the last batch that every process has. "empty": a process without data goes on
-            with empty batches until all have ended, so that each sample counts once; batches then
-            need weights, their own or those that ``batch_size`` adds. See
+            with empty batches until all have ended, so that each sample counts once. Batches then
+            need weights: their own, or the ones that ``batch_size`` adds. See
             `jaxrec.mesh.even_batches`.
-        callbacks: Actions besides the steps, such as `SaveCheckpoints` and `WriteMetrics`.
+        callbacks: Actions between the steps, such as `SaveCheckpoints` and `WriteMetrics`.
         packer: Chooses the capacities of batches that no `jaxrec.Packer` made
             (`jaxrec.Packer.fit`), so that few steps compile. Also on a mesh: ``place`` gets the
             fitted batch.
@@ -247,8 +247,8 @@ class Trainer:
                 checkpoint that it is writing.
             step: The checkpoint's step; None: the newest.
             partial: Whether the model, its optimizer and the metrics may differ from the saved
-                ones: what fits is loaded, all else stays as it is, and ``differences`` of the
-                result lists it (`jaxrec.train.restore`).
+                ones. Parts that fit are loaded, other parts stay as they are, and ``differences``
+                of the result lists them (`jaxrec.train.restore`).
 
         Returns:
             The checkpoint's metadata; training continues with batch number ``metadata.batches``.
@@ -319,7 +319,7 @@ class Trainer:
         Raises:
             NotFiniteError: The loss or a gradient of more than ``max_skipped`` steps in a row is
                 not finite; the error names an id outside its table if there is one. Up to two later
-                steps are under way by then; those that are finite are applied and counted.
+                steps are dispatched by then; a finite one among them is applied and counted.
             TypeError: The loss takes or returns something else, or a batch has no numbers.
             ValueError: There are no batches, or a batch has more samples than ``batch_size``.
             Exception: Any exception of the batches, the stages or a callback.
@@ -384,8 +384,8 @@ class Trainer:
     def metrics_so_far(self) -> Callable[[], dict[str, float]]:
         """Return a function that computes the metrics of the steps so far.
 
-        The function has a copy of their state: any thread may call it during later steps, such as
-        that of `jaxrec.metrics.BackgroundWriter`. It makes no calls between processes.
+        The function has a copy of the metrics' state, so that any thread may call it during later
+        steps, as `jaxrec.metrics.BackgroundWriter` does. It makes no calls between processes.
         """
         if self.metrics is None:
             return dict
@@ -399,13 +399,13 @@ class Trainer:
         """Measure the metrics and the mean loss over the samples of other batches.
 
         It evaluates a copy of the model in evaluation mode (``nnx.Module.eval``: no dropout,
-        running statistics in batch normalization); the model itself does not change. The loss of a
-        batch has the sum of its sample weights as its weight, or its number of samples. A second
-        call compiles nothing.
+        running statistics in batch normalization); the model itself does not change. A batch's loss
+        is weighted by the sum of its sample weights, or by its number of samples. A second call
+        compiles nothing.
 
         Args:
             batches: Host batches.
-            metrics: The metrics; None: those of training.
+            metrics: The metrics; None: the trainer's.
 
         Returns:
             ``loss`` and the metrics by name.

@@ -199,7 +199,7 @@ class ChangeTracker(TierObserver):
             yield batch
 
     def record(self, batch: Any) -> None:
-        """Record the rows that a training step with a batch changes, before the step.
+        """Record the rows that a batch's training step changes; call it before the step.
 
         Args:
             batch: A pytree with `KeyedJaggedArray`s on the host. Keys that no table reads are
@@ -222,7 +222,7 @@ class ChangeTracker(TierObserver):
         Args:
             table: Name of the table, one of `tables`, or a frozen one, whose marks
                 `jaxrec.tier.publish` reads.
-            ids: The ids whose rows changed, as for ``collection.rows``; None: those of all rows.
+            ids: The ids whose rows changed, as for ``collection.rows``; None: all ids.
 
         Raises:
             KeyError: No tracked table has that name.
@@ -293,7 +293,7 @@ class ChangeTracker(TierObserver):
             with_state: Whether their optimizer state is read too.
 
         Returns:
-            The changes of each of `tables`.
+            The changes by table, for each of `tables`.
 
         Raises:
             KeyError: There is no such consumer.
@@ -387,10 +387,10 @@ class ChangeTracker(TierObserver):
             }
 
     def load_state(self, state: Mapping[str, Mapping[str, Mapping[str, np.ndarray]]]) -> None:
-        """Replace all recorded changes by those that `state` returned.
+        """Replace all recorded changes by a `state`.
 
-        Consumers and tables that the state lacks have no changes; those that only the state has are
-        ignored.
+        Consumers and tables that the state lacks have no changes. Consumers and tables that only
+        the state has are ignored.
         """
         with self._lock:
             self._recent.clear()

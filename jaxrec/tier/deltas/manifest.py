@@ -62,7 +62,7 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Files = dict[str, dict[str, File]]
-"""Files by table and by what they hold; a table without any does not change."""
+"""Files by table and content (`ROWS`, `REMOVED`, `UNKNOWN`); tables without files do not change."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -170,8 +170,8 @@ def publish(
             )
             folder.commit(plan.name, manifest)
             if plan.is_full:
-                # The new version is there already: old versions that cannot be removed now are
-                # removed with later ones.
+                # The new version is complete: old versions that cannot be removed now are removed
+                # with later ones.
                 with contextlib.suppress(OSError):
                     folder.remove_before(manifest.full_versions[0])
             return dataclasses.asdict(_summary(manifest))

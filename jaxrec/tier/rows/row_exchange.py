@@ -139,10 +139,10 @@ class _Plan:
 def _messages(
     index: np.ndarray, owners: np.ndarray, processes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the messages between the devices of slots and those of owners.
+    """Return the messages between the devices of slots and the devices of owners.
 
-    ``index`` is the row of each slot, ``[devices, m]``, -1 at padding. ``owners`` is the process
-    that owns each row, ``processes`` that of each device.
+    ``index`` is the row of each slot, ``[devices, m]``, -1 at padding. ``owners`` has the process
+    of each row, ``processes`` the process of each device.
 
     Returns:
         Positions in the flat ``index``, from the slot's device, and rows, to a device of the owner,

@@ -79,7 +79,7 @@ class RowStore(abc.ABC):
 
     @abc.abstractmethod
     def delete(self, ids: np.ndarray) -> None:
-        """Remove the records of some ids; an id without a record is skipped."""
+        """Remove the records of ids; an id without a record is skipped."""
 
     @abc.abstractmethod
     def scan(self, size: int = 1 << 16) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -107,7 +107,7 @@ class RowStore(abc.ABC):
         snapshots.write(directory, self.format, self.scan())
 
     def load_snapshot(self, directory: pathlib.Path) -> None:
-        """Replace all records by those of a snapshot of any store.
+        """Replace all records by the records of a snapshot of any store.
 
         The snapshot is checked before a record changes. If the process is killed while records
         are replaced, load the snapshot again.
@@ -120,7 +120,7 @@ class RowStore(abc.ABC):
         self.replace(snapshots.read(directory))
 
     def replace(self, parts: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Replace all records by others, which come as `scan` yields them."""
+        """Replace all records by ``parts``, which come as `scan` yields them."""
         self.clear()
         for ids, records in parts:
             self.put(ids, records)
@@ -169,7 +169,7 @@ def apply_changes(
     store: RowStore,
     is_own: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> None:
-    """Update a store from the records of one snapshot to those of the next.
+    """Update a store from one snapshot to the next, of the kind "changes".
 
     ``is_own(ids)`` returns whether the store has the records of ids, bool ``[n]``; None: it has
     all.

@@ -72,7 +72,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointMetadata:
-    """The step, metrics and plan that a checkpoint holds besides the model.
+    """The step, batches, metrics and plan of a checkpoint.
 
     Attributes:
         step: Number of training steps.
@@ -319,7 +319,7 @@ def _find_damage(directory: pathlib.Path) -> str:
         is_same = False
     if not is_same:
         return f"{CHECKSUMS_FILE} is not what was saved"
-    # A file that nobody saved may be read in the place of one that was: refuse it too.
+    # Orbax may read an added file in the place of a saved one: refuse it too.
     if different := sorted(saved.keys() ^ set(_files(directory))):
         how = "is missing" if different[0] in saved else "was added after the checkpoint was saved"
         return f"{different[0]} {how}"

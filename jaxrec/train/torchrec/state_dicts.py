@@ -60,7 +60,7 @@ def load_torchrec(
             - a file ``.safetensors`` (needs the extra ``jaxrec[torchrec]``) or ``.npz``;
             - a file of `torch.save` (``.pt``, ``.pth``, ``.bin``) with nested dictionaries of
               tensors, such as ``{"model": model.state_dict(), "optim": optimizer.state_dict()}``;
-            - a directory of `torch.distributed.checkpoint`, whatever its sharding.
+            - a directory of `torch.distributed.checkpoint`, of any sharding.
         layers: Paths in the model to beginnings of names in the file, such as
             ``{"over": "over_arch.model.1"}``, or ``jaxrec.train.torchrec_layers(model)``. None:
             dense layers stay as they are.
