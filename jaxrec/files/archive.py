@@ -25,10 +25,7 @@ _IS_ENCRYPTED = 1  # of a zip entry's flags
 class Archive:
     """A zip file, or the ``size`` bytes of a file from ``start`` on; ``kind`` names it in errors.
 
-    Damage of any kind raises ``error``, which names the file.
-
-    Attributes:
-        names: Names of the entries, in the order of the file.
+    Damage of any kind raises ``error``, which names the file. ``names`` has the order of the file.
     """
 
     def __init__(
@@ -87,6 +84,8 @@ class Archive:
                         pass
                 self._whole.add(name)
             return self.map(name)
+        # Memory follows what the caller wants, and not what the file claims: a few bytes may unpack
+        # to terabytes.
         if (size := self.size(name)) > limit:
             raise self._error(
                 f"{self._path}: entry {name!r} is compressed and has {size:,} bytes, more than the "

@@ -29,12 +29,8 @@ _locks: dict[pathlib.Path, tuple[TextIO, int]] = {}
 def lock(directory: str | os.PathLike[str], *, is_shared: bool = False) -> None:
     """Lock a directory against other processes until `unlock`, by its file ``.lock``.
 
-    The operating system releases the lock when the process ends. ``is_shared``: this process may
-    lock the directory several times.
-
-    Raises:
-        BlockingIOError: Another process has locked the directory, or this one has.
-        OSError: The directory cannot be written.
+    A process may lock a directory several times if ``is_shared``. A BlockingIOError says which
+    process has locked it.
     """
     path = _path(directory)
     # A POSIX lock never excludes its own process, so that this process counts by itself.
@@ -50,6 +46,8 @@ def lock(directory: str | os.PathLike[str], *, is_shared: bool = False) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
+        # The operating system releases the lock when the process ends, also by SIGKILL. So the file
+        # may stay: its content only names the holder in errors.
         file = stack.enter_context(path.open("a+"))
         try:
             # Forked processes, which may outlive this one, do not inherit these locks.

@@ -57,12 +57,7 @@ def unseal(text: bytes, format: str) -> dict[str, Any]:
 
 
 class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Size and checksums of a file.
-
-    Attributes:
-        bytes: Its size.
-        crc32: CRC-32 of each 64 MiB, as eight hex digits.
-    """
+    """Size of a file, and the CRC-32 of each 64 MiB as eight hex digits."""
 
     bytes: int
     crc32: tuple[str, ...]
@@ -70,13 +65,7 @@ class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A range of bytes of a file, which one thread reads at a time.
-
-    Attributes:
-        file: Path of the file in its folder.
-        start: First byte.
-        size: Number of bytes.
-    """
+    """A range of bytes of a file, which one thread reads at a time."""
 
     file: str
     start: int

@@ -30,14 +30,7 @@ _READERS = {
 
 @dataclasses.dataclass(frozen=True)
 class NpyForm:
-    """The header of an array.
-
-    Attributes:
-        shape: Shape of the array.
-        dtype: Its type.
-        order: "C" or "F", as in NumPy.
-        start: Number of bytes before its elements.
-    """
+    """The header of an array, and the number of bytes before its elements."""
 
     shape: tuple[int, ...]
     dtype: np.dtype

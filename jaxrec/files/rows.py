@@ -210,12 +210,7 @@ class RowFile:
 
 @contextlib.contextmanager
 def open_rows(path: pathlib.Path, table: str, shapes: Shapes) -> Iterator[RowFile]:
-    """Open a Parquet file of rows for a table.
-
-    Raises:
-        ValueError: The file is damaged, here or where the block reads it; or its columns do not fit
-            the table.
-    """
+    """Open a Parquet file of rows for a table; damage raises a ValueError, also in the block."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             yield RowFile(path, file, table, shapes)

@@ -146,13 +146,7 @@ class WriteMetrics(Callback):
 
 
 class StepTrace(Callback):
-    """Traces `STEPS` steps of a run for TensorBoard's profiler or Perfetto.
-
-    Args:
-        directory: Directory of the trace; None: no trace.
-        paused: Function that returns a context, entered while steps are traced, since traced steps
-            are slower than others.
-    """
+    """Traces `STEPS` steps of a run for TensorBoard's profiler or Perfetto; None: no trace."""
 
     def __init__(
         self,
@@ -174,6 +168,7 @@ class StepTrace(Callback):
             return
         self._steps += 1
         if self._steps == FIRST_STEP:
+            # Traced steps are slower than others, and would lower the samples per second.
             self._pause.enter_context(self._paused())
             jax.profiler.start_trace(self._directory)
             self._is_on = True

@@ -36,11 +36,10 @@ AUC_WINDOW = 20
 
 
 def click_loss(model: Model, batch: ClickBatch) -> tuple[Float[Array, ""], Mapping[str, Array]]:
-    """Compute the weighted mean cross entropy of a batch.
+    """Return the weighted mean cross entropy of a batch, and the outputs for `click_metrics`.
 
-    Returns:
-        The loss; and the outputs: ``logits``, ``labels`` and ``weights``, each ``[batch]``, and
-        ``sums``, the sums over the batch that `SUMS` names.
+    The outputs are ``logits``, ``labels`` and ``weights``, each ``[batch]``, and ``sums``,
+    ``[len(SUMS)]``.
     """
     batch = with_rows(model, batch)
     labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
@@ -144,18 +143,10 @@ class RunningMetrics(Callback):
 
 
 class HeldOutEvaluation(Callback):
-    """Evaluates a model on held-out rows, every ``every`` steps and on demand.
+    """Evaluates a model on held-out rows, every ``every`` steps (None: never) and on demand.
 
-    Args:
-        model: The model.
-        dataset: The held-out rows.
-        batch_size: Number of samples of a batch, over all processes.
-        place: Function that puts a batch on the devices.
-        stop: Asked after each batch whether to end the evaluation.
-        every: Number of steps between two evaluations; None: only on demand.
-        report: Called with the step and its values after each evaluation.
-        paused: Function that returns a context for the time of an evaluation, such as
-            `Progress.paused`.
+    ``stop()`` is asked after each batch whether to end; ``report(step, values)`` gets the result.
+    ``paused()`` returns a context for an evaluation, such as `Progress.paused`.
     """
 
     def __init__(

@@ -31,11 +31,7 @@ PLAN_SECONDS = 5.0
 class Devices:
     """One device, or a mesh of several devices with a sharding plan.
 
-    Attributes:
-        mesh: The mesh; None: the first device.
-        plan: The sharding plan; None without a mesh.
-        encoder: Encoder of the batches; None: a sample has at most one id of each feature.
-        dense: As for `jaxrec.shard`.
+    Without an encoder, a sample has at most one id of each feature.
     """
 
     mesh: Mesh | None = None

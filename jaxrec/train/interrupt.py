@@ -21,11 +21,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt(Callback):
-    """Ends training after a signal.
+    """Ends training after a signal; ``signal`` is SIGINT or SIGTERM, None before it arrives.
 
-    Attributes:
-        signal: SIGINT or SIGTERM, None before it arrives. With several processes it is set once all
-            of them know of it; see `is_due`.
+    With several processes it is set once all of them know of the signal; see `is_due`.
     """
 
     def __init__(self) -> None:

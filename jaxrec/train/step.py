@@ -96,6 +96,7 @@ class CompiledStep:
         self._variables = _variables(state)
         self._nodes = [node for _, node in nnx.iter_graph(self._modules) if _can_change(node)]
         self._seen = _contents(self._nodes)
+        # New variables alone need no new program; a static attribute or a layer that changed does.
         if graph != self._graph:
             self._graph = graph
             self._compiled = jax.jit(_pure(self._step, graph, state), donate_argnums=0)

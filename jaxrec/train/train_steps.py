@@ -22,12 +22,10 @@ from jaxrec.train.routing import RoutedSteps
 
 
 class DeviceResult(NamedTuple):
-    """Result of a step, on the devices.
+    """Result of a step, on the devices; ``skipped_in_a_row`` counts this step if it was skipped.
 
-    Attributes:
-        loss: Mean loss of the batches.
-        skipped_in_a_row: Number of steps skipped since the last update, this one included.
-        outputs: The loss function's outputs for each batch; empty if they are not returned.
+    ``outputs`` has the loss function's outputs for each batch, and is empty if they are not
+    returned.
     """
 
     loss: Float[Array, ""]

@@ -23,12 +23,9 @@ from jaxrec.tier.vocabulary.vocabulary import Assignment, Vocabulary
 
 @dataclasses.dataclass(frozen=True)
 class ChangedIds:
-    """Ids of a table that changed; each array is sorted, distinct and int64.
+    """Ids of a table that changed, lost their rows, and indices of changed rows of unknown ids.
 
-    Attributes:
-        ids: Ids whose rows changed.
-        removed: Ids that lost their rows.
-        unknown: Indices of changed rows that ids without a row of their own read.
+    Each array is sorted, distinct and int64.
     """
 
     ids: np.ndarray
@@ -130,13 +127,9 @@ class TrackedOpenTable(TrackedTable):
 
 @dataclasses.dataclass(frozen=True)
 class TrackedVocabulary:
-    """A vocabulary, the ids that its tables' rows have now, and these tables.
+    """A vocabulary and its tables; ``ids_of_rows``, int64 ``[rows]``, is -1 where a row has no id.
 
-    Attributes:
-        vocabulary: The vocabulary; its map may be ahead of the tables.
-        has_store: Whether evicted rows are kept.
-        ids_of_rows: The id of each row, int64 ``[rows]``, -1 where it has none.
-        tables: The tables.
+    The vocabulary's map may be ahead of ``ids_of_rows``, which follows the tables.
     """
 
     vocabulary: Vocabulary
@@ -170,14 +163,10 @@ class TrackedVocabulary:
 
 @dataclasses.dataclass(frozen=True)
 class TrackedModel:
-    """The tables of a model.
+    """The tables of a model, by name, or by path and name if several have one name.
 
-    Attributes:
-        collections: Its collections by path.
-        tables: The trained tables by name, or by path and name if several have one name.
-        all_tables: The trained and the frozen tables, by the same names.
-        vocabularies: The vocabularies of the model's `Tier`, in its order.
-        readers: The tables that read each feature.
+    ``tables`` are the trained ones, ``all_tables`` also the frozen ones; ``readers`` has the tables
+    that read each feature.
     """
 
     collections: dict[str, Collection]

@@ -46,14 +46,7 @@ class TableFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of a version.
-
-    Attributes:
-        name: Its path in the folder of versions.
-        bytes: Its size.
-        crc32: Its checksum.
-        rows: Number of rows in it.
-    """
+    """A file of a version; ``name`` is its path in the folder of versions."""
 
     name: str
     bytes: int

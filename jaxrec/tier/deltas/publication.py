@@ -186,13 +186,7 @@ def publish(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Plan of the next version, and totals of the versions before it.
-
-    Attributes:
-        version, token, base: As in its `Manifest`.
-        is_full: Whether it is full.
-        full_versions, delta_bytes, full_bytes, deltas: As in the `Manifest` before.
-    """
+    """Plan of the next version, and totals of the `Manifest` before it."""
 
     version: int
     token: str

@@ -160,6 +160,7 @@ class Subscriber(Follower):
                     count += 1
                 return count
             except VersionError as error:
+                # The first damage is the cause; later chains may be incomplete because of it.
                 damage = damage or error
                 if chain[0][1] and self._name != reached:
                     break  # it is newer than all other full versions
@@ -281,13 +282,7 @@ class Subscriber(Follower):
 
 @dataclasses.dataclass(frozen=True)
 class _Incoming:
-    """A version that was checked.
-
-    Attributes:
-        manifest: Its manifest.
-        files: Files of its tables, of the delta or of all rows.
-        dense: Its other variables.
-    """
+    """A version that was checked: its manifest, its tables' files, and its variables."""
 
     manifest: Manifest
     files: Files

@@ -208,6 +208,7 @@ class OpenTable(PublishedTable):
         values = self.read_rows(rows[has_row], with_state)
         if self.of.transfer is None or has_row.all():
             return has_row, values
+        # In a cache every id has a row: an id that the store lacks has its first values.
         is_found, stored = self._stored(ids[~has_row], begin=self.of.num_ids is not None)
         mine = stored[self._number]
         has_value = has_row.copy()

@@ -64,6 +64,7 @@ class VersionWriter:
             for ids in table.parts(changed.ids):
                 has_row, values = table.read(ids, self._with_state)
                 rows.write(ids[has_row], values)
+                # Changed ids that have no row now are tombstones, too.
                 removed.append(ids[~has_row])
         with _TableFile(self, table, "delta", REMOVED) as tombstones:
             tombstones.write(np.unique(np.concatenate(removed)), {})
@@ -99,12 +100,7 @@ class VersionWriter:
 
 
 class _TableFile:
-    """A file of a table that is made with its first row.
-
-    Attributes:
-        kind: Content of the file: `ROWS`, `REMOVED` or `UNKNOWN`.
-        file: The complete file; None: there were no rows.
-    """
+    """A file of a table that is made with its first row; ``file`` stays None without rows."""
 
     def __init__(
         self, writer: VersionWriter, table: PublishedTable, section: str, kind: str

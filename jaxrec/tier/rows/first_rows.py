@@ -23,13 +23,7 @@ from jaxrec.optim import RowOptimizer
 
 @dataclasses.dataclass(frozen=True)
 class NewRows:
-    """Rows of a table that get new ids.
-
-    Attributes:
-        config: The table.
-        rows: Row indices, int ``[n]``.
-        ids: The new id of each row, int64 ``[n]``.
-    """
+    """Rows ``[n]`` of a table that get new ids, int64 ``[n]``."""
 
     config: TableConfig
     rows: np.ndarray

@@ -76,14 +76,7 @@ class StoreTraffic:
     """Counts of the rows that travel between the devices and a table's store, in this process.
 
     Each method is called by one thread: the training thread receives rows, the store's threads read
-    and write. `summary` may be called by any thread.
-
-    Args:
-        width: Number of bytes of a row with its optimizer state.
-        clock: Returns the time in seconds.
-
-    Attributes:
-        steps: Number of training batches.
+    and write. `summary` may be called by any thread. ``width`` is the bytes of a record.
     """
 
     def __init__(self, width: int, clock: Callable[[], float] = time.perf_counter) -> None:

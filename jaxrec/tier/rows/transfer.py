@@ -56,12 +56,9 @@ class StoredRows:
     def result(self) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
         """Wait for the rows; call it after `RowTransfer.send` of all earlier evictions.
 
-        With a divided store every process calls this, and gets the rows of all stores. An error of
-        reading, or of an earlier write, raises a RuntimeError.
-
-        Returns:
-            Whether each id has a row, bool ``[n]``, and the rows and states of the ids that have
-            one, for each table.
+        Returns whether each id has a row, bool ``[n]``, and for each table the rows and states of
+        the ids that have one. With a divided store every process calls this, and gets the rows of
+        all stores.
         """
         own = _attempt(self._own_records)
         (found,) = _flags_of_all([self], [own])
@@ -153,21 +150,12 @@ def _flags_of_all(fetched: Sequence[StoredRows], parts: Sequence[_Attempt]) -> l
 
 
 class RowTransfer:
-    """Moves rows between the devices and a row store, in threads.
+    """Moves rows between the devices and a row store, which it opens, in threads.
 
     `fetch` also finds a row that is still on its way to the store. An error of the store is raised
-    by the next `check`, and by `StoredRows.result`.
-
-    After `divide`, several processes share the rows. All of them then call the methods with the
-    same ids, and each reads and writes the rows that it owns.
-
-    Args:
-        store: The store; opened here.
-        layout: The layout of its records.
-        format: Their format; None: that of the layout, for any ids.
-
-    Attributes:
-        division: The division of the rows among processes; None: this process has all.
+    by the next `check`, and by `StoredRows.result`. After `divide`, several processes share the
+    rows: all of them call the methods with the same ids, and each reads and writes the rows that it
+    owns.
     """
 
     def __init__(

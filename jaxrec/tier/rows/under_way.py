@@ -18,13 +18,7 @@ _MOST_INDEXED = 1 << 22
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EvictedRows:
-    """Rows of evicted ids, from the decision to evict until the store has them.
-
-    Attributes:
-        ids: The ids, int64 ``[n]``.
-        number: Index of the eviction, from 1.
-        records: Future of their records.
-    """
+    """Rows of evicted ids, int64 ``[n]``, from the decision to evict until the store has them."""
 
     ids: np.ndarray
     number: int
@@ -37,10 +31,8 @@ class EvictedRows:
 class WantedRows:
     """The requested rows that one eviction holds.
 
-    Attributes:
-        evicted: The eviction.
-        index: Indices of the rows in the eviction, int32 ``[n]``.
-        positions: Their positions among the requested rows, int ``[n]``.
+    ``index`` has their indices in the eviction, int32 ``[n]``; ``positions`` their positions among
+    the requested rows.
     """
 
     evicted: EvictedRows

@@ -206,6 +206,8 @@ class FileStore(DirectoryStore):
         new = self.directory / _NEW
         with new.open("r+b") as file:
             write_state(file.fileno(), FLUSHED)
+        # Durable before it gets the name: after a failure of the machine the old file or the new
+        # one is there, whole.
         snapshots.sync(new)
         old.close()
         new.replace(self._path)

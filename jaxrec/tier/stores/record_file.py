@@ -51,9 +51,7 @@ _CLONE = 0x40049409
 class RecordFile:
     """Records by slot in a memory-mapped, sparse file that `create` made.
 
-    Attributes:
-        may_be_torn: Whether the process or the machine may have ended while records were written,
-            and `remove_torn` has not been called since.
+    ``may_be_torn`` is set if an earlier run may have ended while it wrote, until `remove_torn`.
     """
 
     # The file is a header of 64 KiB, records, and a page that is never written. The header is text:

@@ -35,12 +35,8 @@ _LONGEST_PAUSE, _FIRST_PAUSE = 1.0, 0.05  # seconds
 class Address:
     """Address of a store on a server.
 
-    Attributes:
-        prefix: First part of the keys.
-        is_encrypted: Whether the connection is by TLS.
-        timeout: Seconds to wait for a connection or an answer.
-        lock: Seconds after which the lock of a killed run expires.
-        ca: File of the certificate authority of the server's certificate.
+    ``prefix`` begins its keys. ``timeout`` is seconds for a connection or an answer, ``lock``
+    seconds after which a killed run's lock expires. ``ca`` is a file of the certificate authority.
     """
 
     host: str
@@ -224,6 +220,8 @@ class RedisLock:
             self._client.eval(_RELEASE, 1, self._key, self._value)
 
     def _renew(self) -> None:
+        # Four attempts within the lock's time. It counts from before an attempt, since the answer
+        # may be late.
         while not self._stop.wait(self._seconds / 4):
             before = time.monotonic()
             try:

@@ -84,6 +84,7 @@ class RedisStore(RowStore):
         self.format.check_ids(ids)
         keys, width = keys_of(ids), self.format.width
         values: list[bytes | None] = []
+        # Before the commands: records that another thread deletes meanwhile are not a loss.
         least, lowered = self._least, self._lowered
         with clear_errors(self.address):
             pipeline = self._opened.pipeline(transaction=False)

@@ -40,12 +40,8 @@ _KINDS = {
 class Manifest:
     """Content of ``snapshot.json``.
 
-    Attributes:
-        kind: Kind of snapshot.
-        format: Format of the records.
-        files: Size and CRC-32 of each file, by path; None instead of the CRC-32 if its content has
-            checksums of its own.
-        details: Further fields of this kind.
+    ``files`` has the size and CRC-32 of each file by path; None instead of the CRC-32 if the file's
+    content has checksums of its own.
     """
 
     kind: str

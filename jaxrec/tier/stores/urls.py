@@ -15,13 +15,7 @@ from jaxrec.tier.stores.row_store import RowStore
 
 @dataclasses.dataclass(frozen=True)
 class _Scheme:
-    """Store of a URL scheme.
-
-    Attributes:
-        module, name: The class, imported when it is used.
-        example: A URL.
-        extra: The extra of jaxrec that installs the store's dependencies.
-    """
+    """Store of a URL scheme; ``extra`` is the extra of jaxrec that it needs."""
 
     module: str
     name: str
@@ -152,10 +146,7 @@ _RUN = 1024
 class Division:
     """Division of a table's records among processes, each with a store of its own.
 
-    Attributes:
-        process: Index of the process.
-        num_processes: Number of processes.
-        num_ids: Ids are 0 to ``num_ids`` - 1; None: any 64-bit ids.
+    Ids are 0 to ``num_ids`` - 1; with None any 64-bit ids.
     """
 
     process: int

@@ -157,6 +157,8 @@ def load(
                     old, logical = collection.tables.get_value(), read.pop(table.name)
                     collection.tables.set_value(old.from_checkpoint(table.name, logical, common))
                     loaded.append(table.name)
+        # An incremental checkpoint has everything but tables whole. Tables come from the full one,
+        # and the changes of each link go over them, in order.
         for link in links[1:]:
             _load_changes(named, read_changes(link), match.tables)
         if tier is not None and vocabularies:
@@ -165,6 +167,7 @@ def load(
         if loaded:
             error.add_note(f"{path}: tables {listed(loaded)} of the model are loaded, others not")
         raise
+    # Last, since nothing can fail here any more.
     for variable, value in values:
         variable.set_value(value)
     restore_capacities(model, capacities)

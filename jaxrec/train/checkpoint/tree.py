@@ -25,12 +25,7 @@ Collection = EmbeddingBagCollection | EmbeddingCollection
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """Changes since the checkpoint before, which an incremental one saves.
-
-    Attributes:
-        tables: The changed ids, by the collection's path and the table's name.
-        stores: Ids whose records in the row store changed, by vocabulary; None: all.
-    """
+    """Changed ids by collection and table, and of row stores by vocabulary (None: all ids)."""
 
     tables: Mapping[tuple[str, str], ChangedIds]
     stores: Mapping[str, np.ndarray | None]

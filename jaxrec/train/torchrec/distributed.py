@@ -82,15 +82,7 @@ _KNOWN: Mapping[tuple[str, str], Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The part of a tensor that one entry of a file holds.
-
-    Attributes:
-        offsets: Position of its first element in the tensor.
-        sizes: Its shape.
-        file: Name of its file.
-        start: Its first byte there.
-        length: Number of its bytes.
-    """
+    """The part of a tensor that the bytes ``start`` to ``start + length`` of a file hold."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -246,6 +246,7 @@ def _dlrm(model: Any) -> Names:
     yield from _within("bottom", "dense_arch.model", _mlp(model.bottom))
     last = f"layers.{len(model.top.layers) - 1}"
     for path, name in _mlp(model.top):
+        # TorchRec's over arch is an MLP and, apart from it, the last layer.
         is_last = path == last
         yield f"top.{path}", "over_arch.model.1" if is_last else f"over_arch.model.0.{name}"
 
@@ -264,6 +265,7 @@ def _dlrm_projection(model: Any) -> Names:
 def _simple_deepfm(model: Any) -> Names:
     yield "embeddings", "sparse_arch.embedding_bag_collection"
     for i in range(len(model.dense_arch.layers)):
+        # TorchRec's Sequential has an activation between two layers, which counts as a module.
         yield f"dense_arch.layers.{i}", f"dense_arch.model.{2 * i}"
     yield "interaction.deep.layers.0", "inter_arch.deep_fm.dense_module.0"
     yield "head", "over_arch.model.0"

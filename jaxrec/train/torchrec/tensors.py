@@ -51,14 +51,7 @@ _WANTED = (
 
 @dataclasses.dataclass(frozen=True)
 class StateDict:
-    """The arrays of a file by their dotted names, read one at a time.
-
-    Attributes:
-        path: The file, or the directory of a distributed checkpoint.
-        names: Names of the arrays.
-        read: Function that reads an array.
-        shape: Function that returns the shape of an array, without reading it.
-    """
+    """The arrays of a file by dotted names; ``read`` reads one, ``shape`` only its shape."""
 
     path: pathlib.Path
     names: Sequence[str]
@@ -117,9 +110,7 @@ _KNOWN: Mapping[tuple[str, str], Any] = {
 class TensorFile:
     """A file that `torch.save` wrote, or the ``size`` bytes of a file from ``start`` on.
 
-    Attributes:
-        value: The object, with a `StoredTensor` for each tensor.
-        pickle_bytes: Number of bytes of its pickle.
+    ``value`` is its object, with a `StoredTensor` for each tensor.
     """
 
     def __init__(
