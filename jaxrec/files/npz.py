@@ -19,7 +19,7 @@ _SUFFIX = ".npy"
 # NumPy refuses headers of more than 10,000 bytes.
 _HEADER_BYTES = 1 << 14
 
-# Largest number of axes of an array, NumPy 1's.
+# Largest number of axes of an array in NumPy 1.
 _AXES = 32
 
 _READERS = {
@@ -88,7 +88,8 @@ class NpzFile:
             if dtype.hasobject or dtype.subdtype or not dtype.itemsize or len(shape) > _AXES:
                 raise ValueError(f"it has type {dtype} and shape {shape}")
             wanted = math.prod(shape) * dtype.itemsize
-            # NumPy counts an array without elements by its other sizes.
+            # NumPy multiplies the sizes except 0 and refuses too large products, also of arrays
+            # without elements.
             largest = math.prod(filter(None, shape)) * dtype.itemsize
             if min(shape, default=0) < 0 or largest >= 1 << 63 or size - form.start != wanted:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Batches on the devices: the copy of one, and many ahead of the steps that take them."""
+"""Placing batches on the devices: one at a time, or ahead of the steps that take them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run shows: its progress on the standard output, and a picture of its curves at the end."""
+"""Progress of a run on the standard output, and a picture of its curves at the end."""
 
 from __future__ import annotations
 

@@ -151,10 +151,10 @@ class Trainer:
         max_skipped: Number of steps in a row that may be skipped because their loss or a gradient
             is not finite. A skipped step changes neither the model nor the metrics. One more in a
             row ends training; with 0 the first does.
-        uneven: What several processes do when some have fewer batches than others. "stop": all stop
-            after the last batch that every process has. "empty": a process without data goes on
-            with empty batches until all have ended, so that each sample counts once. Batches then
-            need weights: their own, or the ones that ``batch_size`` adds. See
+        uneven: Behavior if some processes have fewer batches than others. "stop": all stop after
+            the last batch that every process has. "empty": a process without data goes on with
+            empty batches until all have ended, so that each sample counts once. Batches then need
+            weights: their own, or the ones that ``batch_size`` adds. See
             `jaxrec.mesh.even_batches`.
         callbacks: Actions between the steps, such as `SaveCheckpoints` and `WriteMetrics`.
         packer: Chooses the capacities of batches that no `jaxrec.Packer` made
@@ -165,7 +165,7 @@ class Trainer:
     Raises:
         TypeError: An argument has another type, such as an optax optimizer.
         ValueError: A number is below 1, ``semi_synchronous`` comes with ``accumulate``, or
-            ``uneven`` is another word.
+            ``uneven`` is another text.
 
     Example:
         >>> import optax, jaxrec
@@ -320,7 +320,7 @@ class Trainer:
             NotFiniteError: The loss or a gradient of more than ``max_skipped`` steps in a row is
                 not finite; the error names an id outside its table if there is one. Up to two later
                 steps are dispatched by then; a finite one among them is applied and counted.
-            TypeError: The loss takes or returns something else, or a batch has no numbers.
+            TypeError: The loss has other arguments or results, or a batch has no numbers.
             ValueError: There are no batches, or a batch has more samples than ``batch_size``.
             Exception: Any exception of the batches, the stages or a callback.
         """

@@ -110,7 +110,7 @@ class ChangeTracker(TierObserver):
 
     Raises:
         TypeError: The model has no tables, or gives rows to ids in its compiled step.
-        ValueError: A name is repeated, there is none, or there are too many; ``ahead`` is negative.
+        ValueError: Names are repeated, missing or too many, or ``ahead`` is negative.
 
     Example:
         >>> import jaxrec

@@ -1,4 +1,4 @@
-"""Publishing a model: versions in a folder, which copies of the model take over."""
+"""Publishing a model as versions in a folder, from which copies of it are updated."""
 
 from __future__ import annotations
 

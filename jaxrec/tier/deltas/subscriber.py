@@ -1,4 +1,4 @@
-"""Copies of a model that take over its versions."""
+"""Copies of a model that follow its published versions."""
 
 from __future__ import annotations
 

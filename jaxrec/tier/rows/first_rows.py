@@ -1,4 +1,4 @@
-"""First values of rows by id, in rows of tables that exist."""
+"""First values of rows, drawn by id, for rows that already exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of row stores: rows and their state as bytes, and counts of what travels."""
+"""Records of row stores: rows and their state as bytes, and counts of the rows that travel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Making of sparse files of records, and their headers."""
+"""Headers of sparse files of records, and how such files are made."""
 
 from __future__ import annotations
 

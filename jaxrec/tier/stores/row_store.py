@@ -26,10 +26,10 @@ class RowStore(abc.ABC):
     2. Making the object reads and writes nothing. `open` is called once, before any other method,
        and sets `format`. A store that holds records of another format raises the ValueError of
        `RecordFormat.check_same`.
-    3. `open` refuses a store that another run has open, with a BlockingIOError that names it. A
-       store whose run was killed opens.
+    3. `open` refuses a store that another run has open, with a BlockingIOError that names the run.
+       The store of a killed run opens.
     4. A record is read whole, as one `put` wrote it, or it is absent.
-    5. Ids are in the range that the format says.
+    5. Ids are in the range of the format.
     6. Errors are an OSError or a ValueError of one clear sentence, without credentials.
 
     Attributes:

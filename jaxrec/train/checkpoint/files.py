@@ -34,7 +34,7 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 # Entries of a checkpoint's folder.
 _ENTRIES = ("state", "tables", "run", STORES, "_CHECKPOINT_METADATA", CHECKSUMS_FILE)
 
-# Largest capacity factor that is taken over; the worst case of an exchange is one per device.
+# Largest capacity factor that is restored. The worst case of an exchange is the number of devices.
 _LARGEST_FACTOR = 1e9
 
 

@@ -91,8 +91,8 @@ def restore(
         The checkpoint's metadata.
 
     Raises:
-        CheckpointError: There is no such checkpoint, it is damaged, or its variables are not those
-            of the model; with ``partial``, no table and no parameter fits.
+        CheckpointError: There is no such checkpoint, it is damaged, or its variables are not the
+            model's; with ``partial``, no table and no parameter fits.
 
     Example:
         >>> import jaxrec, optax, tempfile
@@ -157,8 +157,8 @@ def load(
                     old, logical = collection.tables.get_value(), read.pop(table.name)
                     collection.tables.set_value(old.from_checkpoint(table.name, logical, common))
                     loaded.append(table.name)
-        # An incremental checkpoint has everything but tables whole. Tables come from the full one,
-        # and the changes of each link go over them, in order.
+        # Except for its tables, an incremental checkpoint is complete. Tables come from the full
+        # one, and the changes of each link go over them, in order.
         for link in links[1:]:
             _load_changes(named, read_changes(link), match.tables)
         if tier is not None and vocabularies:
@@ -188,7 +188,7 @@ class StateError(CheckpointError):
 def restore_state(
     directory: str | os.PathLike[str], state: State, *, step: int | None = None
 ) -> State:
-    """Read the pytree that `CheckpointManager.save` got as ``state``.
+    """Return the pytree that was passed to `CheckpointManager.save` as ``state``.
 
     Args:
         directory: Directory of the checkpoints.

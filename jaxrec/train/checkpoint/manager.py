@@ -63,8 +63,8 @@ class CheckpointManager:
             a kept one builds are kept too.
         tracker: Tracks the changes of the model, so that checkpoints after a full one are
             incremental. An incremental checkpoint holds the rows that changed since the one before,
-            with their optimizer state, on the devices and in row stores, and everything besides
-            tables whole. None: all are full.
+            with their optimizer state, on the devices and in row stores, and all variables outside
+            the tables. None: all are full.
         consumer: Name of the tracker's consumer for these checkpoints.
         full_every: Number of checkpoints from one full one to the next. `restore` reads the last
             full one and all after it, so that damage to one harms those that build on it.
@@ -129,7 +129,7 @@ class CheckpointManager:
         """Start saving a checkpoint; the model may change as soon as this returns.
 
         Tables with replicas (``jaxrec.shard(replica_axis=...)``) are averaged first, in the model
-        itself (`jaxrec.mesh.average_replicas`): a run that is restored goes on as this one does.
+        itself (`jaxrec.mesh.average_replicas`), so that a restored run goes on as this one does.
 
         Args:
             model: The model. Its tables are saved by name, rows in logical order, with their
@@ -198,7 +198,7 @@ class CheckpointManager:
         return path
 
     def wait_until_finished(self) -> None:
-        """Wait for the checkpoint that is being written, and delete those the policy drops.
+        """Wait for the checkpoint that is being written, then delete checkpoints by the policy.
 
         Raises:
             OSError: The checkpoint could not be written.
@@ -222,7 +222,8 @@ class CheckpointManager:
         # Deletion waits for the new checkpoint, so that at any moment a complete one exists.
         kept = self._policy.preserved(metrics)
         for step in set(metrics) - kept - _bases(self._directory, kept):
-            # Under its own name a checkpoint is whole at any moment.
+            # Renamed before its files are deleted: under its own name a checkpoint is whole at any
+            # moment.
             leftover = self._directory / f"{step}{UNFINISHED}-removed"
             shutil.rmtree((self._directory / str(step)).rename(leftover))
 

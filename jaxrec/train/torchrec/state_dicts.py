@@ -76,7 +76,7 @@ def load_torchrec(
     Raises:
         CheckpointError: An entry is missing in the file, ambiguous, or has another shape; or the
             file cannot be read.
-        KeyError: ``layers`` names what the model does not have.
+        KeyError: ``layers`` names a path that the model does not have.
         ImportError: safetensors is not installed.
         OSError: The file cannot be read.
     """
@@ -84,7 +84,7 @@ def load_torchrec(
     dense = dense_arrays(model, layers or {})
     with open_state_dict(path) as state:
         entries = _Entries.find(state, model, dense, optimizer)
-        # All that can be refused is refused before the first variable changes.
+        # Every check comes before the first variable changes.
         entries.check_shapes()
         step = entries.step()
         try:
@@ -339,7 +339,7 @@ def save_torchrec(
     Raises:
         ValueError: The file's name has another ending, or a row optimizer keeps state that TorchRec
             does not have.
-        KeyError: ``layers`` names what the model does not have.
+        KeyError: ``layers`` names a path that the model does not have.
         ImportError: safetensors is not installed.
         OSError: The file cannot be written.
 
