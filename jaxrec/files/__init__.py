@@ -1,4 +1,4 @@
 """Files that are whole or not there: atomic writes, locks, checksums, and rows of tables.
 
-Everything that saves stands on these modules. They know nothing of models.
+Everything that saves uses these modules, which know nothing of models.
 """

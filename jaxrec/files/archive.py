@@ -15,30 +15,17 @@ from jaxtyping import UInt8
 # Bytes that are read at once to compare a checksum.
 _BUFFER_BYTES = 1 << 20
 
-# Bytes of an entry's own header, before its name and its extra field.
+# Bytes of an entry's own header before its name and its extra field. Their lengths are at bytes 26
+# and 28.
 _HEADER_BYTES = 30
 
 _IS_ENCRYPTED = 1  # of a zip entry's flags
 
 
 class Archive:
-    """A zip file, or a part of a file that is one.
+    """A zip file, or the ``size`` bytes of a file from ``start`` on; ``kind`` names it in errors.
 
-    Memory follows what the caller wants, not what the file says: entries that are stored without
-    compression are mapped into memory, and compressed ones are refused where they are larger than
-    the caller's limit. Damage of any kind raises ``error``, which names the file.
-
-    Args:
-        path: The file.
-        kind: The file's kind in errors, such as "an npz file".
-        error: Class of the errors.
-        start, size: The part of the file; None: up to its end.
-
-    Attributes:
-        names: Names of the entries, in the order of the file.
-
-    Raises:
-        OSError: The file cannot be read.
+    Damage of any kind raises ``error``, which names the file. ``names`` has the order of the file.
     """
 
     def __init__(
@@ -71,7 +58,7 @@ class Archive:
             raise error(f"{path} is damaged: it has the entry {twice[:80]!r} more than once")
 
     def size(self, name: str) -> int:
-        """Return the number of bytes of an entry, as the file says."""
+        """Return the number of bytes of an entry, as the file claims."""
         return self._entry(name).file_size
 
     def is_compressed(self, name: str) -> bool:
@@ -79,25 +66,26 @@ class Archive:
         return self._entry(name).compress_type != zipfile.ZIP_STORED
 
     def head(self, name: str, count: int) -> bytes:
-        """Return the first bytes of an entry, at most ``count``, without comparing its checksum."""
+        """Return up to ``count`` first bytes of an entry, without comparing its checksum."""
         with self._open(name) as file:
             return file.read(count)
 
     def read(self, name: str, limit: int) -> UInt8[np.ndarray, " bytes"]:
-        """Return the bytes of an entry after comparing them with its checksum; read-only.
+        """Return the bytes of an entry after comparing its checksum, read-only.
 
-        Args:
-            name: Name of the entry.
-            limit: Largest number of bytes of a compressed entry. Other entries are mapped into
-                memory: copy what stays after the file may have changed.
+        Compressed entries of more than ``limit`` bytes are refused. Other entries are mapped into
+        memory, and change with the file.
         """
         if not self.is_compressed(name):
+            # Several tensors may share an entry: one comparison is enough.
             if name not in self._whole:
                 with self._open(name) as file:
                     while file.read(_BUFFER_BYTES):
                         pass
                 self._whole.add(name)
             return self.map(name)
+        # Memory follows what the caller wants, and not what the file claims: a few bytes may unpack
+        # to terabytes.
         if (size := self.size(name)) > limit:
             raise self._error(
                 f"{self._path}: entry {name!r} is compressed and has {size:,} bytes, more than the "
@@ -110,7 +98,7 @@ class Archive:
         return np.frombuffer(content, np.uint8)
 
     def map(self, name: str) -> UInt8[np.ndarray, " bytes"]:
-        """Map an entry without compression into memory, without comparing its checksum."""
+        """Map an uncompressed entry into memory, without comparing its checksum."""
         entry = self._entry(name)
         self._part.seek(entry.header_offset)
         header = self._part.read(_HEADER_BYTES)
@@ -123,7 +111,7 @@ class Archive:
         return np.memmap(self._path, np.uint8, "r", self._part.start + start, (entry.file_size,))
 
     def close(self) -> None:
-        """Close the file. Entries that were read stay."""
+        """Close the file; entries that were read stay valid."""
         self._resources.close()
 
     def __enter__(self) -> Archive:
@@ -133,7 +121,7 @@ class Archive:
         self.close()
 
     def _entry(self, name: str) -> zipfile.ZipInfo:
-        """Return an entry's description; refuse those that cannot be read."""
+        """Return an entry's description; raise ``error`` if it cannot be read."""
         try:
             entry = self._zip.getinfo(name)
         except KeyError:
@@ -158,7 +146,7 @@ class Archive:
 
     @contextlib.contextmanager
     def _damage(self, problem: str) -> Iterator[None]:
-        """Raise errors of `zipfile` and `zlib`, which raise anything over damage, as ours."""
+        """Turn errors of `zipfile` and `zlib`, which raise anything over damage, into ``error``."""
         try:
             yield
         except (self._error, MemoryError):
@@ -170,7 +158,7 @@ class Archive:
 
 
 class _BeforeStart(OSError):
-    """A place before a file's beginning, an error that `zipfile` expects of small files."""
+    """A position before a file's beginning, an error that `zipfile` expects of small files."""
 
 
 class _Part:
@@ -194,7 +182,9 @@ class _Part:
         return position
 
     def read(self, count: int | None = -1) -> bytes:
-        """Read up to ``count`` bytes. A larger count than there are left takes no memory."""
+        """Read up to ``count`` bytes."""
+        # Cut to what is left: Python allocates `count` bytes, and a damaged header may ask for any
+        # number.
         left = max(self.size - self._position, 0)
         count = left if count is None or count < 0 else min(count, left)
         self._file.seek(self.start + self._position)

@@ -13,17 +13,12 @@ from collections.abc import Iterator
 def write_atomically(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     """Write a file or a directory that appears under its name when it is complete.
 
-    The ``with`` block writes to the yielded path, beside ``path``. At its end that file or
-    directory replaces ``path``. If the block raises, it is removed and ``path`` stays unchanged;
-    if the process is killed, it stays and the next call removes it.
-
-    Yields:
-        ``.NAME.unfinished`` in the directory of ``path``; nothing has this name yet.
-
-    Raises:
-        OSError: The file cannot be written.
+    The block writes to the yielded path ``.NAME.unfinished`` beside ``path``, which at its end
+    replaces ``path``. If the block raises, it is removed and ``path`` stays as it was. If the
+    process is killed, the next call removes it.
     """
     path = pathlib.Path(path)
+    # In the same directory: a rename is atomic only within a file system.
     unfinished = path.with_name(f".{path.name}.unfinished")
     _remove(unfinished)
     try:
@@ -38,7 +33,7 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 
 
 def sync(path: pathlib.Path) -> None:
-    """Wait until a file or a directory is durable."""
+    """Wait until a file or directory is durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
 """Locks of directories against other processes.
 
-They are POSIX locks of the whole file (``lockf``), which work over NFS too. The package filelock
-has ``flock``: runs of earlier versions would not see it, file systems without locks are errors, and
-its errors do not say who holds the lock.
+They are POSIX locks of a whole file (``lockf``), which also work over NFS. The package filelock
+uses ``flock``: runs of earlier versions would not see it, file systems without locks are errors,
+and its errors do not name the holder.
 """
 
 from __future__ import annotations
@@ -27,19 +27,13 @@ _locks: dict[pathlib.Path, tuple[TextIO, int]] = {}
 
 
 def lock(directory: str | os.PathLike[str], *, is_shared: bool = False) -> None:
-    """Lock a directory against other processes until `unlock`; make it if needed.
+    """Lock a directory against other processes until `unlock`, by its file ``.lock``.
 
-    The operating system releases the lock when the process ends, also by SIGKILL.
-
-    Args:
-        directory: The directory; the lock is its file ``.lock``.
-        is_shared: Whether this process may lock it several times.
-
-    Raises:
-        BlockingIOError: Another process has locked the directory, or this one has.
-        OSError: The directory cannot be written.
+    A process may lock a directory several times if ``is_shared``. A BlockingIOError says which
+    process has locked it.
     """
     path = _path(directory)
+    # A POSIX lock never excludes its own process, so that this process counts by itself.
     if path in _locks:
         if not is_shared:
             raise BlockingIOError(
@@ -52,6 +46,8 @@ def lock(directory: str | os.PathLike[str], *, is_shared: bool = False) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
+        # The operating system releases the lock when the process ends, also by SIGKILL. So the file
+        # may stay: its content only names the holder in errors.
         file = stack.enter_context(path.open("a+"))
         try:
             # Forked processes, which may outlive this one, do not inherit these locks.
@@ -81,7 +77,7 @@ def lock(directory: str | os.PathLike[str], *, is_shared: bool = False) -> None:
 
 
 def unlock(directory: str | os.PathLike[str]) -> None:
-    """Take back one `lock` of a directory."""
+    """Undo one `lock` of a directory."""
     path = _path(directory)
     file, count = _locks.pop(path)
     if count > 1:
@@ -93,7 +89,7 @@ def unlock(directory: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def locked(directory: str | os.PathLike[str], *, is_shared: bool = False) -> Iterator[None]:
-    """Lock a directory in a ``with`` block; see `lock`."""
+    """Lock a directory within the block; see `lock`."""
     lock(directory, is_shared=is_shared)
     try:
         yield
@@ -102,7 +98,7 @@ def locked(directory: str | os.PathLike[str], *, is_shared: bool = False) -> Ite
 
 
 def owner() -> str:
-    """Return the name of this process for messages, such as ``process 7 on host8``."""
+    """Return this process's name for messages, such as ``process 7 on host8``."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 

@@ -1,4 +1,4 @@
-"""Manifests: JSON files with a checksum of their own and those of the files beside them.
+"""Manifests: JSON files with a checksum of themselves and checksums of the files beside them.
 
 CRC-32 detects every change of up to 32 adjacent bits and misses one in 2^32 of other changes.
 Python computes it at 1 to 4 GB/s per thread.
@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-# Bytes of a checksum's segment, and of a thread's buffer. The segments are part of the formats.
+# Bytes of a checksum's segment, which are part of the file formats, and of a thread's buffer.
 _SEGMENT_BYTES = 1 << 26
 _BUFFER_BYTES = 1 << 20
 
@@ -28,11 +28,9 @@ _CHECKSUM = "crc32"
 
 
 def seal(content: Mapping[str, Any], *, is_hex: bool = False) -> bytes:
-    """Return a JSON object as the content of a file, with its checksum as the last entry.
+    """Return a JSON object as a file's content, with its checksum as the last entry.
 
-    Args:
-        content: The object.
-        is_hex: Whether the checksum is eight hex digits instead of a number.
+    ``is_hex``: the checksum is eight hex digits instead of a number.
     """
     crc = zlib.crc32(json.dumps(content).encode())
     return json.dumps({**content, _CHECKSUM: f"{crc:08x}" if is_hex else crc}, indent=1).encode()
@@ -41,10 +39,6 @@ def seal(content: Mapping[str, Any], *, is_hex: bool = False) -> bytes:
 def unseal(text: bytes, format: str) -> dict[str, Any]:
     """Return the object that `seal` wrote, without its checksum and its ``format``.
 
-    Args:
-        text: Content of the file.
-        format: The entry ``format`` that it must have.
-
     Raises:
         ValueError: The content was changed, or has another format.
     """
@@ -52,7 +46,8 @@ def unseal(text: bytes, format: str) -> dict[str, Any]:
     if not isinstance(content, dict) or "format" not in content:
         raise ValueError(f"it is not a manifest of format {format!r}")
     written = content.pop(_CHECKSUM, None)
-    # The checksum is that of the text that Python writes, whatever the spaces in the file.
+    # The checksum is computed from the text that Python writes, so that spaces in the file do not
+    # matter.
     crc = zlib.crc32(json.dumps(content).encode())
     if written not in (crc, f"{crc:08x}"):
         raise ValueError("its checksum does not match: the file was changed")
@@ -62,12 +57,7 @@ def unseal(text: bytes, format: str) -> dict[str, Any]:
 
 
 class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Size and checksums of a file.
-
-    Attributes:
-        bytes: Its size.
-        crc32: CRC-32 of each 64 MiB, as eight hex digits.
-    """
+    """Size of a file, and the CRC-32 of each 64 MiB as eight hex digits."""
 
     bytes: int
     crc32: tuple[str, ...]
@@ -75,20 +65,14 @@ class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A range of bytes of a file: what one thread reads at a time.
-
-    Attributes:
-        file: Path of the file in its folder.
-        start: First byte.
-        size: Number of bytes.
-    """
+    """A range of bytes of a file, which one thread reads at a time."""
 
     file: str
     start: int
     size: int
 
     def checksum(self, directory: pathlib.Path) -> str:
-        """Return the CRC-32 of the segment, up to the end of the file, as eight hex digits."""
+        """Return the CRC-32 of the segment as eight hex digits."""
         crc, left = 0, self.size
         buffer = memoryview(bytearray(min(_BUFFER_BYTES, self.size)))
         with (directory / self.file).open("rb", buffering=0) as opened:
@@ -110,7 +94,7 @@ def segments_of(file: str, size: int) -> list[Segment]:
 def describe_files(
     directory: pathlib.Path, files: Iterable[str] | None = None
 ) -> dict[str, StoredFile]:
-    """Return the sizes and checksums of files of a folder, by their paths in it; None: of all."""
+    """Return the sizes and checksums of files of a folder by path; None: of all files."""
     if files is None:
         paths = sorted(path for path in directory.rglob("*") if path.is_file())
         files = [path.relative_to(directory).as_posix() for path in paths]
@@ -133,17 +117,10 @@ def find_damage(
     with_checksums: bool = True,
     share: slice = slice(None),
 ) -> str:
-    """Compare the files of a folder with their sizes and checksums.
+    """Return the path of the first damaged file of a folder and its damage; empty if there is none.
 
-    Args:
-        directory: The folder.
-        files: Its files as they were, by their paths in it.
-        verb: What was done with them, such as "saved".
-        with_checksums: Whether the files are read, too.
-        share: The segments that are read, where several processes share the work.
-
-    Returns:
-        The path of the first damaged file and its damage; empty if all files are whole.
+    ``verb`` says what was done with the files, such as "saved". ``share`` has the segments to read
+    where several processes share the work; without ``with_checksums`` only sizes are compared.
     """
     # Sizes first: a file that was cut is found without reading a terabyte of others.
     for file, stored in files.items():
@@ -180,15 +157,7 @@ def _unreadable(file: str, error: OSError) -> str:
 
 
 class CheckedStream(io.RawIOBase):
-    """A file whose size and checksum are computed while it is written.
-
-    Args:
-        stream: The file.
-
-    Attributes:
-        bytes: Number of bytes so far.
-        crc32: Their checksum.
-    """
+    """A file whose size and CRC-32 are computed while it is written."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

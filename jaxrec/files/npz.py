@@ -1,4 +1,4 @@
-"""Arrays of npz files that come from elsewhere, whose headers are compared with the file first."""
+"""Arrays of untrusted npz files: a header is compared with the file before memory is allocated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SUFFIX = ".npy"
 # NumPy refuses headers of more than 10,000 bytes.
 _HEADER_BYTES = 1 << 14
 
-# Largest number of axes of an array, NumPy 1's.
+# Largest number of axes of an array in NumPy 1.
 _AXES = 32
 
 _READERS = {
@@ -30,14 +30,7 @@ _READERS = {
 
 @dataclasses.dataclass(frozen=True)
 class NpyForm:
-    """The header of an array.
-
-    Attributes:
-        shape: Shape of the array.
-        dtype: Its type.
-        order: "C", or "F" if its columns lie one after another.
-        start: Number of bytes before its elements.
-    """
+    """The header of an array, and the number of bytes before its elements."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -46,26 +39,20 @@ class NpyForm:
 
 
 def read_header(file: io.BufferedIOBase) -> NpyForm:
-    """Read the header of an npy file, which is a Python expression: damage may raise anything."""
+    """Read the header of an npy file."""
     version = np.lib.format.read_magic(file)
     if version not in _READERS:
         raise ValueError(f"version {version} of the format is unknown")
+    # The header is a Python literal that NumPy evaluates, so that damage may raise anything.
     shape, is_fortran, dtype = _READERS[version](file)
     return NpyForm(shape, dtype, "F" if is_fortran else "C", file.tell())
 
 
 class NpzFile:
-    """An npz file. Its arrays are read one at a time, and none takes more than its header says.
-
-    Args:
-        path: The file.
-        error: Class of the errors over damage, which name the file.
+    """An npz file whose arrays are read one at a time; damage raises ``error``.
 
     Attributes:
         names: Names of the arrays, in the order of the file.
-
-    Raises:
-        OSError: The file cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike[str], error: type[Exception]) -> None:
@@ -79,20 +66,20 @@ class NpzFile:
         return self._archive.is_compressed(name + _SUFFIX)
 
     def read(self, name: str) -> Shaped[np.ndarray, "..."]:
-        """Return an array of the machine's byte order after comparing it with its checksum."""
+        """Return a copy of an array in the machine's byte order, after comparing its checksum."""
         form = self.form(name)
         content = self._archive.read(name + _SUFFIX, limit=self._archive.size(name + _SUFFIX))
         array = content[form.start :].view(form.dtype).reshape(form.shape, order=form.order)
         return np.array(array, form.dtype.newbyteorder("="))
 
     def map(self, name: str) -> Shaped[np.ndarray, "..."]:
-        """Map an array without compression into memory, without comparing its checksum."""
+        """Map an uncompressed array into memory, without comparing its checksum."""
         form = self.form(name)
         content = self._archive.map(name + _SUFFIX)
         return content[form.start :].view(form.dtype).reshape(form.shape, order=form.order)
 
     def form(self, name: str) -> NpyForm:
-        """Return the header of an array, which agrees with the size of the file's entry."""
+        """Return the header of an array, after comparing it with the size of the file's entry."""
         entry = name + _SUFFIX
         head, size = io.BytesIO(self._archive.head(entry, _HEADER_BYTES)), self._archive.size(entry)
         try:
@@ -101,7 +88,8 @@ class NpzFile:
             if dtype.hasobject or dtype.subdtype or not dtype.itemsize or len(shape) > _AXES:
                 raise ValueError(f"it has type {dtype} and shape {shape}")
             wanted = math.prod(shape) * dtype.itemsize
-            # NumPy counts an array without elements by its other sizes.
+            # NumPy multiplies the sizes except 0 and refuses too large products, also of arrays
+            # without elements.
             largest = math.prod(filter(None, shape)) * dtype.itemsize
             if min(shape, default=0) < 0 or largest >= 1 << 63 or size - form.start != wanted:
                 raise ValueError(
@@ -113,7 +101,7 @@ class NpzFile:
         return form
 
     def close(self) -> None:
-        """Close the file. Arrays that were read stay."""
+        """Close the file; arrays that were read stay valid."""
         self._archive.close()
 
     def __enter__(self) -> NpzFile:

@@ -1,13 +1,13 @@
 """Files of ids and their rows, and of arrays by name.
 
-A file of rows has the columns ``id`` (int64), ``row`` (lists of numbers) and, for optimizer state,
-``state_`` and its name. There are two kinds. *Parquet* is for other tools, with bfloat16 widened to
-float32. *Arrow* IPC files ("Feather") are for copies that must be equal bit for bit: they are not
-compressed, so that they are read at the speed of the disk, and types that Arrow lacks are unsigned
-integers of the same bits, with the type's name in the field's metadata ``dtype``.
+A file of rows has the columns ``id`` (int64), ``row`` (lists of numbers) and ``state_NAME`` for
+each optimizer state. *Parquet* files are for other tools, with bfloat16 widened to float32. *Arrow*
+IPC files ("Feather") are for copies that must be equal bit for bit. They are not compressed, to be
+read at the speed of the disk. Types that Arrow lacks are unsigned integers of the same bits, with
+the type's name in the field's metadata ``dtype``.
 
-Rows and state go by names here: ``"rows"`` and the names of the state. `Shapes` maps these to
-objects with a shape, ``[rows, ...]``, and a dtype.
+`Values` are arrays ``[n, ...]`` by name: ``"rows"`` and the names of the state. `Shapes` maps the
+same names to objects with a shape, ``[rows, ...]``, and a dtype.
 """
 
 from __future__ import annotations
@@ -52,11 +52,7 @@ def rows_at_once(shapes: Shapes) -> int:
 
 
 class RowWriter:
-    """A file of ids, with their rows and state if there are shapes of these.
-
-    Args:
-        file: Path of a Parquet file, or the stream to which an Arrow file is written.
-        shapes: Shapes and types of the rows and of the state.
+    """Writer of a file of ids with their rows and state: Parquet for a path, Arrow for a stream.
 
     Attributes:
         rows: Number of rows so far.
@@ -79,7 +75,7 @@ class RowWriter:
         self.rows = 0
 
     def write(self, ids: np.ndarray, values: Mapping[str, np.ndarray]) -> None:
-        """Append ids, int64 ``[n]``, and their rows and state, ``[n, ...]``."""
+        """Append ids, int64 ``[n]``, with their rows and state, ``[n, ...]``."""
         if not ids.size:
             return
         columns = [pa.array(ids)]
@@ -101,11 +97,7 @@ class RowWriter:
 
 
 def read_rows(source: Any, shapes: Shapes) -> Iterator[tuple[np.ndarray, Values]]:
-    """Iterate over the ids of an Arrow file, and their rows and state, in parts.
-
-    Args:
-        source: The file.
-        shapes: Shapes and types of the values to read; without any, ids alone.
+    """Yield the ids of an Arrow file with their rows and state, in parts; no shapes: ids alone.
 
     Raises:
         ValueError: The file lacks a value, or has it with another shape or type.
@@ -120,6 +112,7 @@ def read_rows(source: Any, shapes: Shapes) -> Iterator[tuple[np.ndarray, Values]
             _check_bits(file.schema.field(_column(name)), shape)
         for number in range(file.num_record_batches):
             batch = file.get_batch(number)
+            # Before anything is read: offsets of a damaged file may point beyond its buffers.
             batch.validate(full=True)
             if any(column.null_count for column in batch.columns):
                 raise ValueError("it has nulls")
@@ -134,7 +127,7 @@ def read_rows(source: Any, shapes: Shapes) -> Iterator[tuple[np.ndarray, Values]
 
 
 def _check_bits(field: pa.Field, shape: Any) -> None:
-    """Raise a ValueError where a column of an Arrow file does not have the bits of a type."""
+    """Raise a ValueError if a column of an Arrow file does not have the bits of a type."""
     dtype = (field.metadata or {}).get(_DTYPE, b"").decode()
     width = field.type.list_size if pa.types.is_fixed_size_list(field.type) else None
     wanted = _width(shape) if len(shape.shape) > 1 else None
@@ -149,16 +142,10 @@ def _check_bits(field: pa.Field, shape: Any) -> None:
 
 
 class RowFile:
-    """A Parquet file of rows, as `open_rows` yields it.
-
-    Args:
-        path: The file, for errors.
-        file: The opened file.
-        table: Name of the table that takes the rows.
-        shapes: Shapes and types of its rows and of its state.
+    """A Parquet file of rows for a table, as `open_rows` yields it.
 
     Attributes:
-        shapes: Those of `shapes` that the file has.
+        shapes: Shapes and types of the values that the file has.
     """
 
     def __init__(
@@ -194,7 +181,7 @@ class RowFile:
         self.shapes = {key: shapes[key] for key in self._columns}
 
     def parts(self) -> Iterator[tuple[np.ndarray, Values]]:
-        """Iterate over the ids, int64, and their rows and state.
+        """Yield the ids, int64 ``[n]``, with their rows and state.
 
         Raises:
             ValueError: There is a null, or a row of another width.
@@ -223,12 +210,7 @@ class RowFile:
 
 @contextlib.contextmanager
 def open_rows(path: pathlib.Path, table: str, shapes: Shapes) -> Iterator[RowFile]:
-    """Open a Parquet file of rows for a table; see `RowFile`.
-
-    Raises:
-        ValueError: The file is damaged, here or where the block reads it; or its columns do not fit
-            the table.
-    """
+    """Open a Parquet file of rows for a table; damage raises a ValueError, also in the block."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             yield RowFile(path, file, table, shapes)
@@ -254,7 +236,7 @@ def _fits(kind: pa.DataType, wanted: pa.DataType, *, any_number: bool) -> bool:
 
 
 def _find_problem(column: pa.Array, width: int) -> tuple[int, str] | None:
-    """Return the first row of a column that cannot be used, and why."""
+    """Return the first unusable row of a column, and why; None if all can be used."""
     if pa.types.is_primitive(column.type):
         return (column.is_null().index(True).as_py(), "has a null") if column.null_count else None
     # The length of a null is null.
@@ -275,6 +257,7 @@ def write_arrays(stream: Any, arrays: Mapping[str, np.ndarray]) -> None:
     with pa.ipc.new_file(stream, _ARRAYS) as file:
         for name, array in arrays.items():
             content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            # Built from buffers: `pa.array` would copy the array's bytes.
             offsets = pa.py_buffer(np.array([0, content.size], np.int64))
             data = pa.Array.from_buffers(
                 pa.large_binary(), 1, [None, offsets, pa.py_buffer(content)]
@@ -292,9 +275,9 @@ def read_arrays(source: Any) -> dict[str, np.ndarray]:
     """Read the arrays that `write_arrays` wrote.
 
     Raises:
-        ValueError: The file is something else.
+        ValueError: The file is no such file.
     """
-    # Types that `ml_dtypes` adds to NumPy go by its names.
+    # NumPy knows bfloat16 and the like only by the types of `ml_dtypes`.
     import ml_dtypes
 
     arrays = {}
@@ -323,7 +306,7 @@ def _width(shape: Any) -> int:
 
 
 def _bits(dtype: np.dtype) -> np.dtype:
-    """Return the type of a type's bits in an Arrow file."""
+    """Return a type of the same bits that Arrow has."""
     return dtype if dtype.kind in "fiub" else np.dtype(f"uint{8 * dtype.itemsize}")
 
 
@@ -339,6 +322,6 @@ def _arrow_type(shape: Any, dtype: np.dtype) -> pa.DataType:
 
 
 def _flat(column: pa.Array) -> np.ndarray:
-    """Return all numbers of a column of numbers or of lists of them."""
+    """Return all numbers of a column of numbers or lists."""
     numbers = column if pa.types.is_primitive(column.type) else column.flatten()
     return numbers.to_numpy(zero_copy_only=False)

@@ -1,8 +1,8 @@
-"""Calibration of caches: measured rates of the tier's work on the devices at hand.
+"""Calibration of caches: measured rates of assigning and moving rows, for the planner.
 
-A model of tables with caches takes batches from `jaxrec.tier.ahead`, and no step is computed. Where
-each batch has the ids of the one before, the time of a batch is that of the assignment of rows.
-Where each batch misses all of its ids, rows move to the devices and as many back.
+A model with caches takes batches from `jaxrec.tier.ahead` and computes no step. If every batch has
+the same ids, a batch takes the time to assign rows. If a batch finds none of its ids on the
+devices, all its rows move there and as many move back.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier.lookahead import ahead
 from jaxrec.tier.model_tiers import close
 
+# Two tables, as a model has several: work that they share is then counted half for each.
 _TABLES = 2
+# Two widths and two numbers of ids, so that the time of a row and that of its bytes can be told
+# apart.
 _WIDTHS = (16, 64)
 _IDS = (1 << 9, 1 << 12)
 _ASSIGNED_IDS = (1 << 9, 1 << 12, 1 << 15)
-# Measurements take this many times as long as those of one operation, since batches take long.
+# A measurement takes this many times the time of one operation's, since a batch takes long.
 _BUDGETS = 8
-# Batches of different ids, and the number of them that a cache has. The rows used longest ago are
-# evicted, 1/32 of the cache at a time, so that a batch finds none of its own and evicts as many.
+# Number of batches of different ids, and how many of them fit a cache. The rows used longest ago
+# are evicted, 1/32 of the cache at a time, so that a batch finds none of its ids and evicts as many
+# rows as it brings.
 _BLOCKS, _CACHED_BLOCKS = 64, 32
-# Batches that are timed together: several times those that wait ready.
+# Batches that are timed together: several times as many as wait ready, which cost no time.
 _TIMED = 16
 
 
@@ -47,16 +51,8 @@ def calibrate_caches(
     seconds: float = 0.1,
     report: Callable[[Measurement], Any] = lambda measurement: None,
 ) -> Topology:
-    """Return a topology with measured rates of tables with caches.
-
-    Rows move to and from host memory, and to and from files in the directory for temporary files.
-
-    Args:
-        topology: The devices.
-        mesh: The same devices.
-        seconds: Time for each measurement.
-        report: Called with each measurement.
-    """
+    """Return a topology with measured rates of assigning and moving rows, each for ``seconds``."""
+    # Stores in files lie in the directory for temporary files: its disk is the one measured.
     bench = _Bench(mesh, seconds, report)
     assign = bench.assign()
     host_moves = bench.moves("host_moves", "memory://", assign)
@@ -69,14 +65,14 @@ def calibrate_caches(
 
 @dataclasses.dataclass(frozen=True)
 class _Bench:
-    """Measurements on the devices of a mesh; see `calibrate_caches` for the attributes."""
+    """Measurements on the devices of a mesh, with ``budget`` seconds for each."""
 
     mesh: Mesh
     budget: float
     report: Callable[[Measurement], Any]
 
     def assign(self) -> Rate:
-        """Give rows to ids that have them already."""
+        """Measure the assignment of rows to ids that already have them."""
         measurements = []
         for ids in _ASSIGNED_IDS:
             seconds = self._seconds_of_table(_WIDTHS[0], [np.arange(ids)], ids, "memory://")
@@ -84,7 +80,7 @@ class _Bench:
         return fit(measurements)
 
     def moves(self, operation: str, store: str, assign: Rate) -> Rate:
-        """Move rows to and from a row store; subtract the assignment."""
+        """Measure moves of rows to and from a row store, without the time of the assignment."""
         measurements = []
         for number, (width, ids) in enumerate(itertools.product(_WIDTHS, _IDS)):
             blocks = np.split(np.arange(_BLOCKS * ids), _BLOCKS)
@@ -97,14 +93,7 @@ class _Bench:
     def _seconds_of_table(
         self, width: int, blocks: Sequence[np.ndarray], rows: int, store: str
     ) -> float:
-        """Return the shortest time of a batch, for one table.
-
-        Args:
-            width: Columns of a table.
-            blocks: Ids of the batches, which take turns.
-            rows: Rows of the cache.
-            store: URL of the row store.
-        """
+        """Return the shortest time per batch and table, for batches with the ids of ``blocks``."""
         names = [f"t{i}" for i in range(_TABLES)]
         size = max(int(block[-1]) + 1 for block in blocks)
         tables = [EmbeddingBagConfig(name, size, width) for name in names]
@@ -121,7 +110,8 @@ class _Bench:
         ]
         taken = ahead(model, itertools.cycle(batches), place=lambda batch: batch)
         try:
-            # Rows get their first values, are evicted, and come back.
+            # Two rounds first: in the first rows get first values and are evicted, in the second
+            # they come back from the store.
             _take(taken, 2 * len(batches) + _TIMED)
             least, end = float("inf"), time.perf_counter() + _BUDGETS * self.budget
             while True:
@@ -138,7 +128,7 @@ class _Bench:
 
 
 def _take(batches: Iterator[Any], count: int) -> float:
-    """Take some batches; return the seconds."""
+    """Return the seconds that it takes to take some batches."""
     start = time.perf_counter()
     for _ in itertools.islice(batches, count):
         pass

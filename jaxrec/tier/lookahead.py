@@ -30,38 +30,41 @@ def ahead(
     accumulate: int = 1,
     place: Callable[[Any], Any] | None = None,
 ) -> Generator[Any, None, None]:
-    """Iterate over batches with the rows of their ids, for the training loop.
+    """Iterate over batches with row indices in place of ids, for the training loop.
 
-    A thread reads batches and gives their ids rows in the order of the batches. Before a batch is
-    yielded the model's tables are changed in place: rows of new ids get their first values, and
-    with a row store evicted rows go there and others return. So take a batch, train with it, then
-    take the next, in the thread that calls `ahead`. If the rows of the waiting batches do not
-    fit a table, fewer batches wait.
+    A thread reads batches and assigns rows to their ids, in the order of the batches. Before it
+    yields a batch, `ahead` changes the model's tables in place: rows of new ids get their first
+    values, and with a row store evicted rows go to the store and others return. So take a batch,
+    train with it, then take the next, in the thread that calls `ahead`.
 
-    A loop may end early, or the process may be killed and restarted from a checkpoint: a later
-    `ahead` that begins with the same batches continues as if nothing had happened.
+    A loop may end early, or the process may be killed and restarted from a checkpoint. A later
+    `ahead` that begins with the same batches then continues as if there had been no break.
 
     Args:
         model: A model of `jaxrec.tier.make`.
-        batches: Host batches, any pytrees with `KeyedJaggedArray`s; features with an open
-            vocabulary hold raw ids (``id_bits=64``) or 32-bit ids. Batches that no `jaxrec.Packer`
-            made get capacities that are remembered for the model, so that few steps compile.
-        look_ahead: Number of batches that wait, ready, for the training loop. The rows of the
-            ``look_ahead + 2`` batches before a batch are not evicted for it, if there is room.
-            With the policy `farthest` more batches are read, and wait without their rows.
-        is_training: Whether ids get rows. False, for evaluation: ids whose rows are in a store read
-            these, other ids without a row read the rows of `Dynamic.unknown`. No row changes.
+        batches: Host batches, any pytrees with `KeyedJaggedArray`s. Features with an open
+            vocabulary hold raw ids (``id_bits=64``) or 32-bit ids. Batches that were not made by a
+            `jaxrec.Packer` get capacities that are remembered for the model, so that few steps
+            compile.
+        look_ahead: Number of batches that wait, ready, for the training loop. A batch does not
+            evict the rows of the ``look_ahead + 2 * accumulate`` batches before it. If a table is
+            too small for that, fewer batches wait. With the policy `farthest` more batches are
+            read, and wait without rows.
+        is_training: Whether new ids get rows. False, for evaluation: ids whose rows are in a store
+            read these rows, and other ids without a row read the rows of `Dynamic.unknown`. No row
+            changes its values.
         accumulate: Number of batches whose gradients one update sums.
-        place: Function that puts a batch with rows on the devices; None: it stays on the host, or,
-            if the tables are on a mesh, `jaxrec.mesh.shard_batch`.
+        place: Function that puts a batch with rows on the devices; None: `jaxrec.mesh.shard_batch`
+            if the tables are on a mesh, otherwise the batch stays on the host.
 
     Yields:
-        The batches with rows in the place of ids.
+        The batches with row indices in place of ids.
 
     Raises:
         TypeError: The model has no table of `jaxrec.tier.make`, or a batch has no ids on the host.
-        ValueError: ``look_ahead`` or ``accumulate`` is below 1; a batch has more distinct ids than
-            fit a table; an id is beyond a table of fixed size.
+        ValueError: ``look_ahead`` or ``accumulate`` is below 1; a batch and the
+            ``2 * accumulate`` batches before it have more distinct ids than a table has rows; an id
+            is outside a table of fixed size.
         RuntimeError: Another thread takes a batch; another loop over `ahead` trains the model; a
             row store failed; another process has an error in its part of a batch.
 
@@ -101,14 +104,14 @@ def ahead(
         return foresee(batches, read_ids, tier.foresight) if is_training else batches
 
     def read(pipeline: Pipeline) -> Iterator[Any]:
-        """Give batches; where one process cannot read its part, all stop."""
+        """Yield batches; if one process cannot read its part, all stop."""
         while True:
             try:
                 batch = next(pipeline)
             except StopIteration:
                 return
             except Exception as error:
-                if is_training or tier.has_stores:  # the others gather ids
+                if is_training or tier.has_stores:  # the other processes wait for ids in `gather`
                     fail_together(error, len(tier.vocabularies))
                 raise
             yield batch
@@ -120,13 +123,15 @@ def ahead(
             planned = tier.look_up(batch, gather if tier.has_stores else None)
         return planned, put(planned.batch)
 
-    # Processes gather ids in one order with their steps, hence in the thread that trains.
+    # Several processes gather ids and run steps: both are collectives, which all processes must
+    # begin in the same order. So batches are then planned in the thread that trains.
     stages = () if is_shared else (prepare,)
 
     def take(pipeline: Pipeline) -> Iterator[Any]:
         for planned, placed in map(prepare, with_ids(read(pipeline))) if is_shared else pipeline:
             _check_thread(thread)
             batch = tier.apply(model, planned)
+            # `apply` gives another batch if an evaluation's was planned anew.
             yield placed if batch is planned.batch else put(batch)
 
     def iterate() -> Generator[Any, None, None]:
@@ -139,7 +144,8 @@ def ahead(
         try:
             yield from take(pipeline)
         finally:
-            # A global iterator is closed as Python ends, when modules are gone.
+            # A global iterator is closed while Python exits, when modules may be gone already;
+            # hence also the local name of `sys.is_finalizing`.
             if not is_finalizing():
                 pipeline.close()
                 if is_training:
@@ -160,7 +166,7 @@ def _check_thread(thread: int) -> None:
 
 
 def _mesh(model: nnx.Module) -> Mesh | None:
-    """Return the mesh of the tables; None if they are on one device."""
+    """Return the mesh of the tables, or None."""
     for collection in collections_of(model).values():
         if (mesh := collection.tables.get_value().devices.mesh) is not None:
             return mesh

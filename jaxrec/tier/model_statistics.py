@@ -1,4 +1,4 @@
-"""Counts of a model's open vocabularies, caches and row stores, and a check of them."""
+"""Statistics of a model's open vocabularies, caches and row stores, and a check for misses."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jaxrec.tier.vocabulary.vocabulary import Assignment
 
 
 def statistics(model: nnx.Module) -> dict[str, dict[str, float]]:
-    """Return counts of what the vocabularies of a model did since the start of the process.
+    """Return the counts of lookups, evictions and stored rows since the start of the process.
 
-    Counts are of training batches, and include batches that `ahead` has planned but not yielded.
+    Counts are over training batches, including those that `ahead` has planned but not yielded.
     Tables that read the same features have the same statistics.
 
     Args:
@@ -29,7 +29,7 @@ def statistics(model: nnx.Module) -> dict[str, dict[str, float]]:
 
         - ``lookups``: number of ids in batches, with repeats;
         - ``hits``: lookups of ids that had a row before the batch;
-        - ``new``: distinct ids of each batch without a row, summed over batches;
+        - ``new``: number of distinct ids without a row, summed over batches;
         - ``admitted``: number of ids that got a row;
         - ``evicted``: number of ids that lost their row;
         - ``refused``: lookups that read the rows of `Dynamic.unknown`;
@@ -37,17 +37,17 @@ def statistics(model: nnx.Module) -> dict[str, dict[str, float]]:
         - ``load``: ``resident`` divided by the number of rows for ids;
         - ``hit_rate``: ``hits`` divided by ``lookups``.
 
-        For each table with a row store also the following. Rows count with their optimizer state,
-        and those that evaluations move count, too. With several processes they are the rows of
-        this process's store. Milliseconds are wall-clock time in this
-        process, divided by the number of training batches that the loop has taken:
+        Each table with a row store also has the following. Bytes include the optimizer state, and
+        rows that evaluations move are counted. With several processes, counts are those of this
+        process's store. Milliseconds are wall-clock time in this process, per training batch that
+        the loop has taken:
 
         - ``fetched``, ``fetched_bytes``: rows that came back to the devices, and their bytes;
         - ``initialized``: rows that the store did not have, which got their first values;
         - ``written``, ``written_bytes``: evicted rows that were written to the store;
         - ``read_ms``, ``write_ms``: time that the store took to read and to write;
         - ``stall_ms``: time that the training thread waited for rows of the table;
-        - ``last_stall_ms``: the same of the last batch alone.
+        - ``last_stall_ms``: the time that it waited at the last batch.
 
     Raises:
         TypeError: The model has no table of `jaxrec.tier.make`.
@@ -75,7 +75,7 @@ def statistics(model: nnx.Module) -> dict[str, dict[str, float]]:
 
 
 def totals(model: nnx.Module) -> dict[str, float]:
-    """Return the statistics of all vocabularies together."""
+    """Return the statistics of all vocabularies together, for logs of the training loop."""
     tier = _tier(model)
     each = list(tier.statistics().values())
     names = dict.fromkeys(name for values in each for name in values)
@@ -96,27 +96,27 @@ def _tier(model: nnx.Module) -> Tier:
     return tier
 
 
-# The id of a row that no id has; ids are never -1.
+# In place of the id of a free row; -1 is never an id.
 _FREE = -1
 
 
 class MissCounter(TierObserver):
-    """Counts lookups whose rows are not on the devices; there must be none.
+    """Counts lookups whose rows are not on the devices; the count must stay 0.
 
-    `jaxrec.tier.ahead` brings all rows of a batch before its step, so that the devices never miss
-    one. This checks it while a model is trained and evaluated: it keeps the id of each row on the
-    devices, as rows were moved, and compares the ids of each batch with the ids of the rows that
-    take their place. A lookup of a row of `jaxrec.tier.Dynamic.unknown` is not a miss.
+    `jaxrec.tier.ahead` brings all rows of a batch to the devices before its step. `MissCounter`
+    checks this while a model is trained and evaluated. It follows the moves of rows to know the id
+    of each row on the devices, and compares the ids of each batch with the ids of the rows that
+    replace them. A lookup of a row of `jaxrec.tier.Dynamic.unknown` is not a miss.
 
-    It takes the training thread about 5 ns a lookup and 8 bytes for each row. Keep the object as
-    long as it is to count.
+    The check takes the training thread about 5 ns per lookup, and 8 bytes per row. It ends when the
+    object is deleted.
 
     Args:
         model: A model of `jaxrec.tier.make`.
 
     Attributes:
-        lookups: Number of lookups that were checked, by table.
-        misses: Number of them whose row was not on the devices, by table.
+        lookups: Number of checked lookups, by table.
+        misses: Number of lookups whose row was not on the devices, by table.
 
     Raises:
         TypeError: The model has no table of `jaxrec.tier.make`.
@@ -153,6 +153,7 @@ class MissCounter(TierObserver):
         self._ids = [_ids_of_rows(each) for each in self._vocabularies]
 
     def moved(self, assignments: Sequence[Assignment]) -> None:
+        # Evictions first: a new id may get a row that the same batch evicts.
         for ids, assignment in zip(self._ids, assignments, strict=True):
             ids[assignment.evicted_rows] = _FREE
             ids[assignment.new_rows] = assignment.new_ids
@@ -166,6 +167,7 @@ class MissCounter(TierObserver):
             for segment, with_rows in zip(before.segments, after.segments, strict=True):
                 if segment.key in each.features:
                     rows = with_rows.ids
+                    # Rows below `first_row` are those of unknown ids.
                     is_own = rows >= each.vocabulary.first_row
                     num_misses = np.count_nonzero(is_own & (ids[rows] != segment.ids))
                     self._add(each, segment.ids.size, int(num_misses))
@@ -177,7 +179,7 @@ class MissCounter(TierObserver):
 
 
 def _ids_of_rows(each: TableVocabulary) -> np.ndarray:
-    """Return the id that each row has, int64 ``[rows]``."""
+    """Return the id of each row, int64 ``[rows]``, `_FREE` for rows without one."""
     ids, rows = each.vocabulary.map.items()
     of_rows = np.full(each.vocabulary.num_rows, _FREE, np.int64)
     of_rows[rows] = ids

@@ -1,4 +1,4 @@
-"""Models with open vocabularies and with tables whose rows are mostly elsewhere."""
+"""Making models whose tables have open vocabularies, or most of their rows in a store."""
 
 from __future__ import annotations
 
@@ -35,27 +35,30 @@ Settings: TypeAlias = Mapping[str, Dynamic | Cached]
 def make(model: Model | Callable[[], Model], tables: Settings, *, seed: int | None = None) -> Model:
     """Give tables of a model open vocabularies, or keep most of their rows in a store.
 
-    The model is then called with the batches of `jaxrec.tier.ahead`; all else stays as it is. Over
-    a mesh make it in the function that `jaxrec.shard` calls:
+    Call the model with the batches of `jaxrec.tier.ahead`; the training loop stays as it is. Over a
+    mesh, call `make` in the function that `jaxrec.shard` calls:
     ``jaxrec.shard(lambda: jaxrec.tier.make(make_model, tables), plan, mesh)``.
 
     Args:
-        model: The model, changed in place; or a function that makes it, which tables with `Cached`
-            need.
-        tables: Settings by name of table. A name that several collections have means all of these
-            tables. Tables that read the same features have the same settings.
-        seed: Seed of the first rows of ids. None: a row begins as in the whole table, drawn with
-            the key of the model's ``rngs``. Copies of models, and those made within `jax.jit`,
-            have lost it: there None is 0.
+        model: The model, which is changed in place, or a function that makes it. Tables with
+            `Cached` need a function.
+        tables: Settings by name of table. If several collections have a table of one name, the
+            settings are for each of them. Tables that read the same features must have the same
+            settings.
+        seed: Seed of the first rows of ids. None: an id's row begins as in a table with all rows,
+            drawn with the key of the model's ``rngs``. A copy of a model, or a model made within
+            `jax.jit`, has lost this key; None is then 0.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: An argument has another type; the model is made already and a table has `Cached`;
+        TypeError: An argument has another type; a table has `Cached` and ``model`` is no function;
             or a table is quantized.
-        ValueError: No table has that name; tables that share a feature differ in their settings or
-            in ``num_embeddings``, or some of them have none; the model has vocabularies already.
+        ValueError: A name is not that of a table; tables that share a feature have different
+            settings or ``num_embeddings``, or one of them has no settings; two tables have the same
+            store; an optimizer changes all rows between steps; or the model has vocabularies
+            already.
 
     Example:
         >>> import jaxrec
@@ -68,6 +71,7 @@ def make(model: Model | Callable[[], Model], tables: Settings, *, seed: int | No
     _check_arguments(model, tables)
     sizes = _sizes(tables)
     if not isinstance(model, nnx.Module):
+        # The tables are made with the cache's rows: the whole ones may not fit the devices.
         with cached_tables(sizes) as whole:
             made = model()
     elif sizes:
@@ -81,7 +85,8 @@ def make(model: Model | Callable[[], Model], tables: Settings, *, seed: int | No
 
 
 def make_cached(make_model: Callable[[], Model], caches: Mapping[str, tuple[int, str]]) -> Model:
-    """Make a model with a `Cached` of ``(rows, store)`` for those of the named tables it has."""
+    """Make a model, with `Cached` of ``(rows, store)`` for each of the named tables that it has."""
+    # For `ShardingPlan.maker`: the model may lack tables of the plan, which is no error.
     sizes = {name: rows for name, (rows, _) in caches.items()}
     with cached_tables(sizes) as whole:
         made = make_model()
@@ -93,11 +98,11 @@ def make_cached(make_model: Callable[[], Model], caches: Mapping[str, tuple[int,
 def close(model: nnx.Module) -> None:
     """Close the row stores of a model, so that another model or process may open them.
 
-    Rows that are on their way to the stores arrive first. The model is not trained or evaluated
+    Rows on their way to the stores are written first. Do not train or evaluate the model
     afterwards. The end of the process closes the stores, too.
 
     Args:
-        model: A model of `jaxrec.tier.make`; one without row stores stays as it is.
+        model: A model of `jaxrec.tier.make`. A model without row stores stays as it is.
 
     Raises:
         RuntimeError: Rows could not be written.
@@ -132,6 +137,7 @@ def divide_stores(model: nnx.Module) -> None:
         tier.divide_stores()
 
 
+# `jaxrec.mesh` may not import this package, so that it is told whom to call.
 ON_SHARDED.append(divide_stores)
 
 
@@ -152,12 +158,10 @@ def _with_tiers(
 ) -> Model:
     """Give a model's tables their vocabularies and stores.
 
-    Args:
-        made: The model.
-        whole: Configurations of tables that were made with fewer rows, as the user gave them.
-        tables: Settings by name of table.
-        seed: As for `make`.
+    ``whole`` has the user's configurations of the tables that were made with fewer rows.
     """
+    # All checks come before the first store is opened: an open store would stay locked after an
+    # error.
     found = _collections(made)
     all_tables = [
         TieredTable(path, whole.get(config.name, config), _optimizer(module, config.name))
@@ -188,6 +192,7 @@ def _with_tiers(
                 for table in each.tables
                 if table.collection == path
             )
+            # Compiled and donated, so that the tables are not copied for one row each.
             set_zeros = jax.jit(with_zeros, static_argnums=1, donate_argnums=0)
             store = set_zeros(module.tables.get_value(), zeros)
             configs = tuple(table.config for table in all_tables if table.collection == path)
@@ -262,11 +267,12 @@ def _check_formats(tables: Settings, found: Mapping[str, Collection]) -> None:
 
 
 def _by_feature(all_tables: Sequence[TieredTable], tables: Settings) -> list[list[TieredTable]]:
-    """Return the tables with settings, in groups that share features.
+    """Return the tables with settings, in lists of tables that share features.
 
-    Raises:
-        ValueError: A feature is read by tables that cannot share rows.
+    Raise a ValueError where tables that read a feature cannot share its rows.
     """
+    # A batch has one row index for each id of a feature, so all tables that read it must agree on
+    # the row. Sharing is transitive: where a second feature joins two lists, they become one.
     readers: dict[str, list[TieredTable]] = collections.defaultdict(list)
     for table in all_tables:
         for feature in table.config.feature_names:
@@ -288,7 +294,7 @@ def _by_feature(all_tables: Sequence[TieredTable], tables: Settings) -> list[lis
             if parts[table] is not parts[dynamic[0]]:
                 joined = parts[dynamic[0]] + parts[table]
                 parts.update(dict.fromkeys(joined, joined))
-    return list({id(part): part for part in parts.values()}.values())
+    return list({id(part): part for part in parts.values()}.values())  # each list once
 
 
 def _check_alike(feature: str, first: TieredTable, second: TieredTable, tables: Settings) -> None:
@@ -308,13 +314,13 @@ def _check_alike(feature: str, first: TieredTable, second: TieredTable, tables: 
 
 
 def _check_stores(parts: Sequence[Sequence[TieredTable]], tables: Settings) -> None:
-    """Raise a ValueError where tables with rows of their own have one store."""
+    """Raise a ValueError where tables that do not share a vocabulary have the same store."""
     names: dict[str | RowStore, str] = {}
     for part in parts:
         name = part[0].config.name
         store = _store(tables[name].store, part)
         if store is None or store == "memory://":
-            continue
+            continue  # each open of "memory://" is a store of its own
         if (other := names.setdefault(store, name)) != name:
             raise ValueError(
                 f"tables {other!r} and {name!r} have the same store {store!r}, and the rows of an "
@@ -324,7 +330,7 @@ def _check_stores(parts: Sequence[Sequence[TieredTable]], tables: Settings) -> N
 
 
 def _store(store: str | RowStore | None, part: Sequence[TieredTable]) -> str | RowStore | None:
-    """Return the store of a vocabulary's tables in this process."""
+    """Return the store of a vocabulary's tables, with the URL of this process."""
     if not isinstance(store, str):
         return store
     return url_for(store, _name(part), jax.process_index(), jax.process_count())
@@ -375,7 +381,7 @@ def _optimizer(collection: Collection, table: str) -> RowOptimizer:
 
 
 def _first_key(collection: Collection, seed: int | None) -> np.ndarray:
-    """Return the data of the key of a collection's first rows."""
+    """Return the key of a collection's first rows, uint32 ``[2]``."""
     key = collection.first_key if seed is None else None
     return np.asarray(key_words(jax.random.key(seed or 0) if key is None else key))
 

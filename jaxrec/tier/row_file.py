@@ -30,29 +30,31 @@ def export_rows(
 ) -> int:
     """Write the ids of a table and their rows to a file.
 
-    The ids of a table with an open vocabulary are those that have a row; the ids of another one are
-    its row indices. Rows are read and written in parts, so that memory does not grow with the
-    table. Call it in the thread that trains, between two steps; with several processes, in each of
-    them: process 0 writes.
+    A table with an open vocabulary writes the ids that have a row; another table writes its row
+    indices as ids. Rows are read and written in parts, so that memory does not grow with the table.
+    Call it in the thread that trains, between two steps. With several processes, call it in each of
+    them; process 0 writes.
 
     Args:
         model: The model, or one of its collections.
         name: Name of the table.
-        path: The file, which appears when it is complete. ``.parquet``: the columns ``id``, int64
-            in ascending order, and ``row``, a list of ``embedding_dim`` numbers of the table's
-            type, bfloat16 as float32. An id from 2**63 up has its bits as int64. ``.npy``, for a
-            table without an open vocabulary: the array ``[num_embeddings, embedding_dim]``.
-        with_state: Whether the optimizer state of the rows is written too, as columns ``state_``
-            and its name.
-        with_stored: Whether the rows of evicted ids that the table's store holds follow.
+        path: The file, which appears when it is complete. ``.parquet`` has the columns ``id``,
+            int64 in ascending order, and ``row``, a list of ``embedding_dim`` numbers of the
+            table's type, bfloat16 as float32. Ids from 2**63 up are written as negative int64 of
+            the same bits. ``.npy``, for a table without an open vocabulary, is the array
+            ``[num_embeddings, embedding_dim]``.
+        with_state: Whether to write the optimizer state of the rows, too, in columns named
+            ``state_`` and the state's name.
+        with_stored: Whether to write the rows of evicted ids, which the table's store holds, after
+            the others.
 
     Returns:
         The number of ids.
 
     Raises:
-        KeyError: The model has no such table.
-        ValueError: The file's name has another ending; two tables have that name; or the table has
-            no store, with ``with_stored``.
+        KeyError: The model has no table of that name.
+        ValueError: The file's name has another ending; two tables have that name; ``with_stored``
+            is set and the table has no store; or ``with_state`` is set for ``.npy``.
         OSError: The file cannot be written.
 
     Example:
@@ -81,7 +83,9 @@ def export_rows(
     count = 0
     with contextlib.ExitStack() as stack:
         if isinstance(table, OpenTable):
+            # Batches may be planned already: their rows must move before ids and rows agree.
             stack.enter_context(table.tier.settled(model))
+        # Every process reads all parts, since reading a table over a mesh is a collective.
         parts = table.scan(with_state, with_stored)
         if jax.process_index() == 0:
             unfinished = stack.enter_context(write_atomically(path))
@@ -105,6 +109,8 @@ def _npy_writer(
     stack: contextlib.ExitStack, path: pathlib.Path, table: PublishedTable, with_state: bool
 ) -> Callable[[np.ndarray, Values], None]:
     dtype = np.dtype(table.shapes(with_state)["rows"].dtype)
+    # A mapped file, so that the array is never in memory as a whole. NumPy's format has no name for
+    # bfloat16 (its kind is not "f"): those tables are written as float32.
     rows: Any = np.lib.format.open_memmap(
         path,
         "w+",
@@ -122,29 +128,30 @@ def _npy_writer(
 def import_rows(model: nnx.Module, name: str, path: str | os.PathLike[str]) -> int:
     """Set rows of a table from a file that `export_rows` wrote.
 
-    In a table with an open vocabulary, ids that have a row keep it, and its values are overwritten.
-    Other ids get free rows without the conditions of admission; no id is evicted. For new ids,
-    other tables that read the same features get first values: import these tables too. The file of
-    another table has all of its rows.
+    In a table with an open vocabulary, ids that have a row keep it and get the file's values. Other
+    ids get free rows, whatever ``admit_after`` demands; when no row is free, they go to the table's
+    store. No id is evicted. Other tables that read the same features get first values for new ids:
+    import these tables, too. For a table without an open vocabulary the file must have all rows.
 
-    The optimizer state is read from the file. If the file has none, new rows have a fresh state and
-    the others keep theirs. The file is checked before anything changes. Call it in the thread that
-    trains, between two steps; with several processes, in each of them: each reads the file.
+    The file's optimizer state is set, too. If the file has none, new rows get a fresh state and the
+    others keep theirs. The file is checked before anything changes. Call it in the thread that
+    trains, between two steps. With several processes, call it in each of them; each reads the file.
 
     Args:
         model: The model, or one of its collections.
         name: Name of the table.
-        path: The file. Ids may have any order; columns other than ``id``, ``row`` and the state's
+        path: The file. Ids may have any order. Columns other than ``id``, ``row`` and the state's
             are ignored. Files that ``jaxrec.train.export_table`` wrote until 0.3, with the columns
-            ``row`` and ``embedding``, are read too.
+            ``row`` and ``embedding``, are read, too.
 
     Returns:
         The number of ids.
 
     Raises:
-        KeyError: As `export_rows`.
+        KeyError: The model has no table of that name.
         ValueError: The file is damaged, or its rows have another width or type; an id is null,
-            repeated or one that the table cannot have; or there are fewer free rows than new ids.
+            repeated or outside the table; or the table has no store, and fewer free rows than the
+            file has new ids.
         OSError: The file cannot be read.
     """
     path, table = pathlib.Path(path), _find(model, name)
@@ -159,7 +166,8 @@ def import_rows(model: nnx.Module, name: str, path: str | os.PathLike[str]) -> i
 
 
 def _load_open(table: OpenTable, file: RowFile) -> int:
-    """Set rows of an open vocabulary; the file is read twice, the first time to check it."""
+    """Set rows of a table with an open vocabulary."""
+    # The file is read twice, first to check it: its rows may be larger than memory.
     ids = np.concatenate([np.zeros(0, np.int64), *(part for part, _ in file.parts())])
     _check_distinct(file.path, ids)
     if (reserved := ids == RESERVED).any():
@@ -185,14 +193,14 @@ def _load_open(table: OpenTable, file: RowFile) -> int:
 
 
 def _load(table: PublishedTable, file: RowFile) -> int:
-    """Set all rows of a table, and their state if the file has it."""
+    """Set all rows of a table, and their state if the file has one."""
     count = table.config.num_embeddings
     arrays = {
         key: np.zeros((count, *shape.shape[1:]), shape.dtype) for key, shape in file.shapes.items()
     }
     all_ids = [np.zeros(0, np.int64)]
-    # In host memory, whole: the model must not change before the last row is checked, and rows are
-    # then loaded as any table is, each to its own device.
+    # The whole table in host memory: the model must not change before the last row is checked, and
+    # `load_table` then sends each row to its own device.
     for ids, values in file.parts():
         _check_range(file.path, ids, count)
         for key, array in arrays.items():
@@ -238,6 +246,7 @@ def _find(model: nnx.Module, name: str) -> PublishedTable:
             "import one"
         )
     (table,) = found
+    # A collection alone does not know the tier's other collections, whose rows move with its own.
     tier, store = tier_of(model), table.collection.tables.get_value()
     if tier is not None and not isinstance(table, OpenTable) and isinstance(store, TierStore):
         open_tables = {

@@ -1,4 +1,8 @@
-"""Row stores of a model in its checkpoints."""
+"""Saving a model's row stores in its checkpoints, and restoring them.
+
+A checkpoint has a snapshot for each vocabulary with a store: one for all processes, or one for each
+if the store is divided. An incremental checkpoint has the changed records alone.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +28,10 @@ def snapshot_stores(
     directory: pathlib.Path,
     written: Mapping[str, np.ndarray | None],
 ) -> None:
-    """Write the records of the row stores; call it within `Tier.settled`.
+    """Write the records of the row stores; call it in all processes, within `Tier.settled`.
 
-    With several processes all of them call it. Where the stores are divided each writes its part;
-    else all stores are alike, and process 0 writes.
-
-    Args:
-        vocabularies: The vocabularies of a model.
-        directory: Directory of the snapshots, made if there is a store.
-        written: Ids whose records changed since the checkpoint before, by vocabulary: only these
-            are written. All records are written for a vocabulary without an entry or with None.
-
-    Raises:
-        OSError: A snapshot cannot be written.
-        RuntimeError: Another process cannot write its part.
+    ``written`` has the ids whose records changed since the previous checkpoint, by vocabulary. All
+    records are written for a vocabulary without an entry or with None.
     """
 
     def write() -> None:
@@ -46,7 +40,7 @@ def snapshot_stores(
                 continue
             division = each.transfer.division
             if division is None and jax.process_index() != 0:
-                continue
+                continue  # stores that are not divided are equal in all processes
             directory.mkdir(exist_ok=True)
             path, store = directory / _file_name(each), each.transfer.store
             if division is not None:
@@ -60,12 +54,7 @@ def snapshot_stores(
 
 
 def vocabulary_difference(each: TableVocabulary, saved: Mapping[str, np.ndarray]) -> str:
-    """Return how the kind of a saved vocabulary differs from that of the model; "": it does not.
-
-    Args:
-        each: The vocabulary of the model.
-        saved: State of the saved vocabulary.
-    """
+    """Return how a saved vocabulary's kind differs from the model's; empty if it does not."""
     wanted, num_ids = each.num_ids or 0, int(saved["num_ids"][0])
     if num_ids == wanted:
         return ""
@@ -79,18 +68,10 @@ def vocabulary_difference(each: TableVocabulary, saved: Mapping[str, np.ndarray]
 def check_stores(
     vocabularies: Sequence[TableVocabulary], directories: Sequence[pathlib.Path]
 ) -> None:
-    """Check that a model can take over the records of stores.
+    """Raise a ValueError if a snapshot is damaged or is of other tables; call it in all processes.
 
-    With several processes all of them call it, and each checks the snapshots that it will read.
-
-    Args:
-        vocabularies: The vocabularies of the model.
-        directories: Directories of the snapshots of a full checkpoint and of the incremental ones
-            after it; they need not exist.
-
-    Raises:
-        ValueError: A snapshot is damaged, or the records of evicted rows are those of other tables.
-        RuntimeError: Another process found such a snapshot.
+    ``directories`` are those of a full checkpoint and of the incremental ones after it; they need
+    not exist. Each process checks the snapshots that it will read.
     """
 
     def check() -> None:
@@ -105,19 +86,9 @@ def check_stores(
 def load_stores(
     vocabularies: Sequence[TableVocabulary], directories: Sequence[pathlib.Path]
 ) -> None:
-    """Replace the records of all stores by those of snapshots.
+    """Replace the records of all stores by those of snapshots; call it in all processes.
 
-    With several processes all of them call it. Each takes the records that it owns, whichever
-    number of processes saved them.
-
-    Args:
-        vocabularies: The vocabularies of the model.
-        directories: As for `check_stores`.
-
-    Raises:
-        ValueError: A snapshot is damaged.
-        OSError: A record cannot be read or written.
-        RuntimeError: Another process failed.
+    Each process takes the records that it owns, whatever number of processes saved them.
     """
 
     def load() -> None:
@@ -131,27 +102,21 @@ def load_stores(
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A snapshot of the records of one process.
-
-    Attributes:
-        path: Directory of the snapshot.
-        process: Index of the process; 0 if one process had all records.
-        num_processes: Number of processes that had a part each.
-        is_changes: Whether it has the changes since the snapshot before alone.
-    """
+    """A snapshot of the records of one process."""
 
     path: pathlib.Path
-    process: int
+    process: int  # 0 if one process had all records
     num_processes: int
-    is_changes: bool
+    is_changes: bool  # whether it has only the changes since the previous snapshot
 
     def is_own(self, ids: np.ndarray, num_ids: int | None) -> np.ndarray:
-        """Return whether each of the records belongs in this part, bool ``[n]``."""
+        """Return whether the process of this part owns each id, bool ``[n]``."""
+        # A store that was undivided before may still hold records of other processes' ids.
         return Division(self.process, self.num_processes, num_ids).is_own(ids)
 
 
 def _load(transfer: RowTransfer, parts: Sequence[_Part]) -> None:
-    """Replace the records of a store by those of snapshots that it owns."""
+    """Replace the records of a store by those records of snapshots that its process owns."""
     store, division = transfer.store, transfer.division
     num_processes = 1 if division is None else division.num_processes
     whole = [part for part in parts if not part.is_changes]
@@ -163,6 +128,7 @@ def _load(transfer: RowTransfer, parts: Sequence[_Part]) -> None:
             if is_own.any():
                 yield ids[is_own], of_ids[is_own]
 
+    # With as many processes as before the snapshot is the store's: no record needs to be filtered.
     if len(whole) == 1 and whole[0].num_processes == num_processes:
         store.load_snapshot(whole[0].path)
     else:
@@ -172,15 +138,13 @@ def _load(transfer: RowTransfer, parts: Sequence[_Part]) -> None:
 
 
 def _read_parts(each: TableVocabulary, directories: Sequence[pathlib.Path]) -> list[_Part]:
-    """Return the snapshots that this process reads: whole ones, then those of changes, in order.
-
-    Raises:
-        ValueError: The snapshot of a process is missing.
-    """
+    """Return the snapshots that this process reads: whole ones, then those of changes, in order."""
     links = [parts for directory in directories if (parts := _parts(directory, each))]
+    # An incremental checkpoint may have a whole snapshot, too: those before it are obsolete.
     while len(links) > 1 and not all(part.is_changes for link in links[1:] for part in link):
         del links[0]
     division = None if each.transfer is None else each.transfer.division
+    # After a change of their number, each process reads all parts and filters them.
     return [
         part
         for link in links
@@ -215,7 +179,8 @@ def _part_name(process: int | str, num_processes: int | str) -> str:
 
 
 def _in_all_processes(vocabularies: Sequence[TableVocabulary], action: Callable[[], None]) -> None:
-    """Carry out an action; where stores are divided, raise its error in all processes."""
+    """Carry out an action; if stores are divided, raise its error in all processes."""
+    # A process that raised alone would leave the others waiting in their next collective.
     if all(each.transfer is None or each.transfer.division is None for each in vocabularies):
         action()
         return

@@ -1,4 +1,4 @@
-"""A table store whose rows a `Tier` on the host gives to ids, and tables of a cache alone."""
+"""The table store of models with a `Tier`, and tables that are made with their cache's rows."""
 
 from __future__ import annotations
 
@@ -24,17 +24,13 @@ from jaxrec.embed.wrapping_store import WrappingStore
 from jaxrec.optim.hyperparameters import Step
 from jaxrec.ragged import KeyedJaggedArray
 
-# Bytes of the largest table with a cache that is read or written as a whole.
+# Largest table with a cache that is read or written as a whole: 4 GiB. Larger ones were put in a
+# store because they do not fit the devices, and the array that is read would not fit either.
 _MAX_WHOLE_BYTES = 1 << 32
 
 
 def with_zeros(store: TableStore, tables: Sequence[str]) -> TableStore:
-    """Return a store with the first row of some tables set to zero, its state to the first; traced.
-
-    Args:
-        store: The store that has the arrays.
-        tables: Names of the tables.
-    """
+    """Set row 0 of some tables to zero, and its optimizer state to the first state. Traced."""
     first = [TableRows(name, np.zeros(1, np.int64)) for name in tables]
     for name, slots in group_slots(store, first).items():
         group = store.groups[name]
@@ -50,23 +46,21 @@ def with_zeros(store: TableStore, tables: Sequence[str]) -> TableStore:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TierStore(WrappingStore):
-    """Tables of which some have an open vocabulary; the arrays are another store's.
+    """Wraps the store of a collection of which some tables have a vocabulary.
 
     It looks up only batches in which a tier has replaced ids by rows.
-
-    Attributes:
-        tier: The `jaxrec.tier.planning.tier.Tier` of the model, its vocabularies on the host.
-        features: Features whose ids the tier replaces.
-        zero_tables: Tables whose first row stays zero, for ids without a row of their own.
-        whole: Configurations of the tables as the user gave them; ``inner`` has fewer rows of
-            those with `jaxrec.tier.Cached`.
-        path: Path of the collection in the model that the tier is of.
     """
 
+    # The model's `jaxrec.tier.planning.tier.Tier`, static: it lives on the host and has no arrays.
+    # Typed as any hashable object, since the tier's module imports this one.
     tier: Hashable = dataclasses.field(metadata={"static": True})
+    # Features whose ids the tier replaces.
     features: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    # Tables whose row 0 stays zero, for ids without a row of their own.
     zero_tables: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    # The tables as the user gave them; `inner` has fewer rows of those with `jaxrec.tier.Cached`.
     whole: tuple[TableConfig, ...] = dataclasses.field(default=(), metadata={"static": True})
+    # Path of the collection in the model.
     path: str = dataclasses.field(default="", metadata={"static": True})
 
     @property
@@ -76,6 +70,7 @@ class TierStore(WrappingStore):
     @property
     def bounds(self) -> dict[str, int]:
         bounds = self.inner.bounds
+        # Ids of open vocabularies have no bound, and those of caches are checked in planning.
         return {key: bound for key, bound in bounds.items() if key not in self.features}
 
     def route(self, features: KeyedJaggedArray) -> Routes:
@@ -99,6 +94,7 @@ class TierStore(WrappingStore):
         step: Step | int,
         is_applied: Bool[Array, ""] | None = None,
     ) -> TierStore:
+        # Ids without a row read row 0, and their gradients trained it: set it to zero again.
         updated = self.inner.update(calls, step, is_applied)
         return self.with_inner(with_zeros(updated, self.zero_tables))
 
@@ -109,6 +105,9 @@ class TierStore(WrappingStore):
                 "cannot be differentiated; look up the rows that the loss needs as a feature"
             )
         self.inner.check_dense_gradient(name)
+
+    # The general methods of `TableStore` find rows by `find_ids`, and so reach those in the row
+    # store; `inner` has the rows on the devices alone.
 
     def read(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
         if name not in self._cached:
@@ -156,12 +155,12 @@ class TierStore(WrappingStore):
 
     @property
     def _cached(self) -> dict[str, TableConfig]:
-        """Tables of which ``inner`` has a part of the rows."""
+        """Tables with most of their rows in a store, by name."""
         tier: Any = self.tier
         return {config.name: config for config in self.whole if config.name in tier.cached_tables}
 
     def _check_size(self, name: str) -> None:
-        """Raise a ValueError where a table with a cache is too large to be read as a whole."""
+        """Raise a ValueError if a table with a cache is too large to be read as a whole."""
         config = self._cached[name]
         size = config.num_embeddings * config.row_format.row_bytes(config.embedding_dim)
         if size > _MAX_WHOLE_BYTES:
@@ -172,7 +171,7 @@ class TierStore(WrappingStore):
             )
 
     def _check(self, features: KeyedJaggedArray) -> None:
-        """Raise a TypeError where ids would be taken for rows."""
+        """Raise a TypeError if a batch has ids where the tables need rows."""
         raw = [key for key in self.features if key in features.keys]
         raw = [key for key in raw if key not in features.slot_keys]
         if raw:
@@ -185,16 +184,10 @@ class TierStore(WrappingStore):
 
 @contextlib.contextmanager
 def cached_tables(rows: Mapping[str, int]) -> Iterator[dict[str, TableConfig]]:
-    """Make some tables of models with fewer rows than they are said to have, while this lasts.
+    """Within this context, make the named tables with at most ``rows`` rows each.
 
-    Args:
-        rows: Largest number of rows by table.
-
-    Yields:
-        The configurations of these tables as they were given, by name; filled as tables are made.
-
-    Raises:
-        ValueError: Two collections have tables of one name and of different sizes.
+    Yield the configurations of these tables as the user gave them, by name; the mapping fills up as
+    tables are made.
     """
     make_store = store_factory()
     whole: dict[str, TableConfig] = {}

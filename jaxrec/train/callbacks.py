@@ -96,6 +96,8 @@ class SynchronizeReplicas(Callback):
             synchronize_replicas(trainer.model)
 
     def on_train_end(self, trainer: Trainer) -> None:
+        # Local updates made the replicas differ since the last synchronization; a table has one
+        # value only after they are averaged.
         average_replicas(trainer.model)
 
 
@@ -132,6 +134,7 @@ class WriteMetrics(Callback):
             trainer.wait()
             of_step, of_model = {"loss": self._loss}, scalars(trainer.model)
             if isinstance(self.writer, BackgroundWriter):
+                # The state is copied in this thread, before the next step donates its arrays.
                 compute = trainer.metrics_so_far()
                 self.writer.write(step, lambda: {**of_step, **compute(), **of_model})
             else:
@@ -143,13 +146,7 @@ class WriteMetrics(Callback):
 
 
 class StepTrace(Callback):
-    """Traces `STEPS` steps of a run for TensorBoard's profiler or Perfetto.
-
-    Args:
-        directory: Directory of the trace; None: no trace.
-        paused: Function that returns a context, entered while steps are traced, since traced steps
-            are slower than others.
-    """
+    """Traces `STEPS` steps of a run for TensorBoard's profiler or Perfetto; None: no trace."""
 
     def __init__(
         self,
@@ -171,6 +168,7 @@ class StepTrace(Callback):
             return
         self._steps += 1
         if self._steps == FIRST_STEP:
+            # Traced steps are slower than others, and would lower the samples per second.
             self._pause.enter_context(self._paused())
             jax.profiler.start_trace(self._directory)
             self._is_on = True

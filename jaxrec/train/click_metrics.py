@@ -26,7 +26,7 @@ from jaxrec.train.placed_batches import placed_batches, put_batch
 from jaxrec.train.progress import Progress
 from jaxrec.train.trainer import Callback, StepResult, Trainer
 
-# Names of the sums in the outputs of `click_loss`, and of its arrays of samples.
+# Names of the sums in the outputs of `click_loss`, in order, and of its arrays of samples.
 SUMS = ("samples", "cross_entropy", "predictions", "positives", "weights")
 SAMPLES = ("logits", "labels", "weights")
 
@@ -36,14 +36,15 @@ AUC_WINDOW = 20
 
 
 def click_loss(model: Model, batch: ClickBatch) -> tuple[Float[Array, ""], Mapping[str, Array]]:
-    """Compute the weighted mean cross entropy of a batch.
+    """Return the weighted mean cross entropy of a batch, and the outputs for `click_metrics`.
 
-    Returns:
-        The loss; and the outputs: ``logits``, ``labels`` and ``weights``, each ``[batch]``, and
-        ``sums``, the sums over the batch that `SUMS` names.
+    The outputs are ``logits``, ``labels`` and ``weights``, each ``[batch]``, and ``sums``,
+    ``[len(SUMS)]``.
     """
     batch = with_rows(model, batch)
     labels, weights = jnp.asarray(batch.labels), jnp.asarray(batch.weights)
+    # Embeddings are looked up for the whole batch. The layers then run in chunks, whose activations
+    # stay in a CPU's caches.
     embedded = model.lookup(batch.features)
     cross_entropy, logits = sum_in_chunks(
         _cross_entropy, model, batch.dense, embedded, labels, weights
@@ -70,9 +71,7 @@ def _cross_entropy(
 
 
 def click_metrics(sums: Float[np.ndarray, " sums"]) -> dict[str, float]:
-    """Return normalized entropy, log loss and calibration from the float64 sums that `SUMS`
-    names.
-    """
+    """Return normalized entropy, log loss and calibration from float64 sums, ``[len(SUMS)]``."""
     by_name = {name: sums[[i]] for i, name in enumerate(SUMS)}
     with np.errstate(divide="ignore", invalid="ignore"):
         return {
@@ -85,12 +84,8 @@ def click_metrics(sums: Float[np.ndarray, " sums"]) -> dict[str, float]:
 class RunningMetrics(Callback):
     """Shows and records the metrics of the last steps.
 
-    Args:
-        progress: Progress bar that counts the steps.
-        record: Function of the step and of a function that computes the values by name, called
-            every ``every`` steps and after the last step; `jaxrec.metrics.BackgroundWriter.write`
-            computes them in its thread.
-        every: Number of steps between two records.
+    ``record(step, compute)`` is called every ``every`` steps and after the last; ``compute``
+    returns the values by name, and another thread may call it.
     """
 
     needs_outputs = True
@@ -102,6 +97,7 @@ class RunningMetrics(Callback):
         every: int = 100,
     ):
         self._progress, self._record, self._every = progress, record, every
+        # Sums are five numbers a step, samples a whole batch: hence the two windows.
         self._sums: collections.deque[np.ndarray] = collections.deque(maxlen=WINDOW)
         self._samples: collections.deque[list[np.ndarray]] = collections.deque(maxlen=AUC_WINDOW)
 
@@ -147,19 +143,10 @@ class RunningMetrics(Callback):
 
 
 class HeldOutEvaluation(Callback):
-    """Evaluates a model on held-out rows, every ``every`` steps and on demand.
+    """Evaluates a model on held-out rows, every ``every`` steps (None: never) and on demand.
 
-    Args:
-        model: The model.
-        dataset: The held-out rows.
-        batch_size: Number of samples of a batch, over all processes.
-        place: Function that puts a batch on the devices.
-        stop: Function that returns whether to stop; asked after each batch.
-        every: Number of steps between two evaluations in training; None: no evaluations.
-        report: Function of the step and the values by name, called after each evaluation; None:
-            no report.
-        paused: Function that returns a context for the time of an evaluation, such as
-            `Progress.paused`.
+    ``stop()`` is asked after each batch whether to end; ``report(step, values)`` gets the result.
+    ``paused()`` returns a context for an evaluation, such as `Progress.paused`.
     """
 
     def __init__(
@@ -186,7 +173,7 @@ class HeldOutEvaluation(Callback):
             self.values_at(step)
 
     def values_at(self, step: int) -> dict[str, float] | None:
-        """Return the values of the current model; they are computed once for a step."""
+        """Return the current model's values, computed once a step; None if ``stop`` ended this."""
         if self._latest is None or self._latest[0] != step:
             with self._paused():
                 values = self()
@@ -198,9 +185,9 @@ class HeldOutEvaluation(Callback):
         return self._latest[1]
 
     def __call__(self) -> dict[str, float] | None:
-        """Evaluate the current model; None if ``stop`` ended the evaluation.
+        """Evaluate the current model; return None if ``stop`` ended the evaluation.
 
-        The values are ``auc``, those of `click_metrics`, and ``best_auc``, the AUC of the true
+        The values are ``auc``, the values of `click_metrics`, and ``best_auc``, the AUC of the true
         probabilities, where they are known.
         """
         columns, sums = [], np.zeros(len(SUMS))
@@ -213,7 +200,8 @@ class HeldOutEvaluation(Callback):
                 sums += on_host(outputs["sums"])
                 if self._stop():
                     return None
-        # [batches, processes, samples] is the order of the rows.
+        # From `[processes, batches, samples]` to `[batches, processes, samples]`, the order of the
+        # rows and so of their true probabilities.
         logits, labels, weights = (
             np.moveaxis(of_all_processes(np.stack(column)), 0, 1).reshape(-1)
             for column in zip(*columns, strict=True)

@@ -324,6 +324,8 @@ def _read_options(path: pathlib.Path) -> list[str]:
 
 
 def _tokens(config: type, options: Mapping[str, Any], prefix: str) -> Iterator[list[str]]:
+    """Yield the command-line arguments of each option; ``prefix`` is the group's name and a dot."""
+    # A group's default is an instance of its class; the class of the group reads the options in it.
     known = {
         field.name: field.default if dataclasses.is_dataclass(field.default) else None
         for field in dataclasses.fields(config)
@@ -354,6 +356,8 @@ def load_config(path: pathlib.Path) -> TrainConfig:
         config = parse_options(_read_options(path))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    # Only a copy that a run has written names its schema relative to the file; a user's own file
+    # names it relative to the working directory, as on the command line.
     if config.data.schema is not None and is_written(path):
         data = dataclasses.replace(config.data, schema=path.parent / config.data.schema)
         config = dataclasses.replace(config, data=data)

@@ -49,11 +49,9 @@ class LogDataset:
     """The rows ``[start, stop)`` of a log.
 
     Attributes:
-        log: The log.
-        start, stop: First row, and row after the last.
-        shard: Number of this process and of all processes. Each has an equal part of every batch,
-            also of the last one, so that all together have the batches of one process.
-        id_bits: 64: the ids of the log are raw, for `jaxrec.tier.ahead`.
+        shard: Index of this process among all. Each process has an equal part of every batch, also
+            of the last, so that together they train on the batches of a single process.
+        id_bits: 64: the log's ids are raw, for `jaxrec.tier.ahead`.
     """
 
     log: ClickLog
@@ -72,13 +70,15 @@ class LogDataset:
     def batches(
         self, batch_size: int, first: int = 0, epoch: int = 0
     ) -> Generator[ClickBatch, None, None]:
-        """Yield this process's batches from batch ``first`` on, which a thread makes ahead.
+        """Yield this process's batches from ``first`` on; a thread makes them ahead.
 
-        The order is that of the log in every ``epoch``.
+        Every ``epoch`` has the order of the log.
         """
         chunks = self.log.chunks(self.start + first * batch_size, self.stop)
         own = _own_rows(chunks, len(self) - first * batch_size, batch_size, self.shard)
         left = self.num_batches(batch_size) - first
+        # The last batch may have no rows for some process. All take part in each step, so
+        # `at_least` gives that process a batch of padding.
         each = batch_size // self.shard.count
         stream = batches(own, each, CATEGORICAL_NAMES, at_least=left, id_bits=self.id_bits)
         # A chunk of rows makes many batches at once: four wait while the next chunk is made.
@@ -86,7 +86,7 @@ class LogDataset:
             yield from ready
 
     def probabilities(self) -> Float[np.ndarray, " rows"] | None:
-        """Return the true probability of a click in each row; None: unknown."""
+        """Return the true probability of a click in each row, ``[rows]``; None if it is unknown."""
         known = []
         for chunk in self.log.chunks(self.start, self.stop):
             if chunk.probabilities is None:
@@ -98,13 +98,15 @@ class LogDataset:
 def _own_rows(
     chunks: Iterable[Clicks], total: int, batch_size: int, shard: Shard
 ) -> Iterator[Clicks]:
-    """Yield a process's part of every batch of ``total`` rows."""
+    """Yield a process's part of each batch, of ``total`` rows in all."""
     if shard.count == 1:
         yield from chunks
         return
     first = 0
     for chunk in chunks:
         batch, sample = np.divmod(np.arange(first, first + len(chunk)), batch_size)
+        # The last batch may be short; its size counts there, so that every process still has an
+        # equal part.
         process = sample * shard.count // np.minimum(batch_size, total - batch * batch_size)
         first += len(chunk)
         yield chunk[process == shard.index]
@@ -115,11 +117,9 @@ class ParquetDataset:
     """Rows of Parquet files.
 
     Attributes:
-        groups: The rows.
-        encoder: Encoder of their columns.
         seed: Seed of the order, which differs in each epoch; None: the order of the files.
-        shard: Number of this process and of all processes. Each reads an equal range of the rows in
-            its own order.
+        shard: Index of this process among all. Each process reads an equal range of the rows, in an
+            order of its own.
     """
 
     groups: GroupRange
@@ -131,19 +131,17 @@ class ParquetDataset:
         return sum(self.groups.sizes)
 
     def num_batches(self, batch_size: int) -> int:
-        """Return the number of batches of an epoch, of the process with the most rows."""
+        """Return the number of batches of an epoch for the process with the most rows."""
         rows = -(-len(self) // self.shard.count)
         return -(-rows // (batch_size // self.shard.count))
 
     def batches(
         self, batch_size: int, first: int = 0, epoch: int = 0
     ) -> Generator[ClickBatch, None, None]:
-        """Yield this process's batches of an epoch from batch ``first`` on.
-
-        Threads make them ahead.
-        """
+        """Yield this process's batches of an epoch from ``first`` on; threads make them ahead."""
         each = batch_size // self.shard.count
         groups = EncodedGroups(self._own_groups(), self.encoder)
+        # More row groups mix rows better, but all rows of a window are in memory at once.
         window = min(MAX_WINDOW_GROUPS, max(1, MAX_WINDOW_ROWS // max(groups.sizes)))
 
         def to_batch(rows: pa.Table) -> ClickBatch:
@@ -152,6 +150,8 @@ class ParquetDataset:
         source = BatchSource(groups, each, to_batch, self.seed, epochs=epoch + 1, window=window)
         own = source.batches_per_epoch
         yield from source.from_batch(epoch * own + min(first, own))
+        # The ranges may differ by a row, and with it the numbers of batches. All processes must
+        # take part in each step, so that one with fewer batches goes on with empty ones.
         for _ in range(max(first, own), self.num_batches(batch_size)):
             yield to_batch(groups.read(0)[:0])
 
@@ -169,9 +169,7 @@ class ParquetDataset:
 def run_batches(
     dataset: LogDataset | ParquetDataset, batch_size: int, epochs: int, first: int = 0
 ) -> Iterator[ClickBatch]:
-    """Yield this process's batches of all epochs, without the ``first`` ones, which were used
-    before.
-    """
+    """Yield this process's batches of all epochs from batch ``first`` of the run on."""
     per_epoch = dataset.num_batches(batch_size)
     for epoch in range(first // per_epoch, epochs):
         yield from dataset.batches(batch_size, max(first - epoch * per_epoch, 0), epoch)
@@ -180,9 +178,9 @@ def run_batches(
 def split_datasets(
     config: TrainConfig, shard: Shard = _ALONE, encoder: TableEncoder | None = None
 ) -> tuple[LogDataset | ParquetDataset, LogDataset | ParquetDataset]:
-    """Return the training rows and the held-out rows, which are the last ones, as the latest.
+    """Return the training rows and the held-out rows, which are the last and so the latest ones.
 
-    Without an encoder, that of Parquet files is learned.
+    Without an encoder, the one for Parquet files is learned.
     """
     data = config.data
     if is_parquet(data.path):
@@ -220,14 +218,14 @@ def _split(config: TrainConfig) -> tuple[LogDataset, LogDataset]:
 
 
 def bad_lines(*parts: LogDataset | ParquetDataset) -> dict[pathlib.Path, int]:
-    """Return the number of malformed lines of each text file that has any."""
+    """Return the number of malformed lines of each text file that has some."""
     logs = {rows.log for rows in parts if isinstance(rows, LogDataset)}
     files = [log for log in logs if isinstance(log, CriteoFile)]
     return {pathlib.Path(file.path): file.bad_lines for file in files if file.bad_lines}
 
 
 def check_held_out(rows: LogDataset | ParquetDataset, config: TrainConfig) -> None:
-    """Read held-out rows that nothing has read, so that a bad value is found before training."""
+    """Read held-out rows that have not been read yet, to find bad values before training."""
     if isinstance(rows, ParquetDataset):
         # A new run has read its rows when it learned the encoder.
         if config.resume is not None and config.data.eval_path is not None:

@@ -31,11 +31,7 @@ PLAN_SECONDS = 5.0
 class Devices:
     """One device, or a mesh of several devices with a sharding plan.
 
-    Attributes:
-        mesh: The mesh; None: the first device.
-        plan: The sharding plan; None without a mesh.
-        encoder: Encoder of the batches; None: each sample has at most one id of each feature.
-        dense: Where the dense part of a model lies on a mesh; see `jaxrec.shard`.
+    Without an encoder, a sample has at most one id of each feature.
     """
 
     mesh: Mesh | None = None
@@ -50,15 +46,13 @@ class Devices:
         return shard(make, self.plan, self.mesh, dense=self.dense)
 
     def put_batch(self, batch: ClickBatch) -> ClickBatch:
-        """Put a host batch on the devices; with several processes, this process's part."""
+        """Put a host batch on the devices; each of several processes puts its own part."""
         if self.mesh is None:
             return put_batch(batch)
         return shard_batch(batch, self.mesh, capacities=self._capacities(self.mesh, batch.features))
 
     def _capacities(self, mesh: Mesh, features: KeyedJaggedArray) -> dict[str, int] | None:
-        """Return the capacity of each key on one device; None: the packer of the batch chooses
-        it.
-        """
+        """Return each key's capacity on one device; None: the packer of the batch chooses it."""
         devices = len(mesh.local_devices)
         samples = features.batch_size // devices
         if self.encoder is None:
@@ -80,7 +74,7 @@ class Devices:
 
 
 def simulate_cpus(count: int) -> None:
-    """Simulate ``count`` devices on a CPU, unless JAX is already initialized."""
+    """Simulate ``count`` devices on a CPU, unless JAX has already started."""
     if count > 1:
         try:
             jax.config.update("jax_num_cpu_devices", count)
@@ -89,7 +83,7 @@ def simulate_cpus(count: int) -> None:
 
 
 def plan_devices(count: int, tables: Sequence[TableConfig], batch_size: int) -> Devices:
-    """Plan the tables for ``count`` devices of each process."""
+    """Plan the tables for ``count`` devices of each process; one device needs no plan."""
     processes = jax.process_count()
     total = processes * count
     if total == 1:
@@ -107,12 +101,13 @@ def plan_devices(count: int, tables: Sequence[TableConfig], batch_size: int) -> 
 
 
 def _mesh(processes: int, count: int) -> Mesh:
-    """Make a mesh of ``count`` devices of each process; the planner takes a process for a host."""
+    """Make a mesh of ``count`` devices of each process."""
     devices = [
         device
         for process in range(processes)
         for device in [d for d in jax.devices() if d.process_index == process][:count]
     ]
+    # The planner takes a process for a host. One host, or hosts of one device, need no second axis.
     axes = {"host": processes, "device": count}
     if 1 in axes.values():
         axes = {"data": len(devices)}

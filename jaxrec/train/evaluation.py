@@ -29,12 +29,14 @@ Loss = Callable[..., tuple[Float[Array, ""], Outputs]]
 def call_loss(
     loss: Loss, model: nnx.Module, batch: Any, *, has_metrics: bool
 ) -> tuple[Float[Array, ""], Outputs]:
-    """Call ``loss(model, batch)``, or ``loss(model, batch, weights)`` for a `WeightedBatch`; check
-    the arguments that it takes, and the outputs if metrics read them.
+    """Call ``loss(model, batch)``, or ``loss(model, batch, weights)`` for a `WeightedBatch`.
+
+    A TypeError says what is wrong with its arguments or its result.
     """
     is_weighted = isinstance(batch, WeightedBatch)
     arguments = (model, *batch) if is_weighted else (model, batch)
     try:
+        # Checked before the call: a TypeError out of the loss itself would look the same.
         inspect.signature(loss).bind(*arguments)
     except TypeError:
         wanted = "loss(model, batch, weights)" if is_weighted else "loss(model, batch)"
@@ -60,7 +62,7 @@ def call_loss(
 
 
 def sample_count(batch: Any) -> Float[Array, ""] | int:
-    """Return the weight of a batch's loss: the sum of sample weights, or the number of samples."""
+    """Return the weight of a batch's mean loss: its sum of sample weights, or number of samples."""
     return batch.weights.sum() if isinstance(batch, WeightedBatch) else num_samples(batch)
 
 
@@ -72,7 +74,7 @@ def _shown(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """The compiled calls of a function, and the arguments that they were compiled for."""
+    """Compiled calls of a function, with the arguments for which they were compiled."""
 
     graph: Any
     loss: Loss
@@ -83,23 +85,19 @@ class Program:
 class Evaluation:
     """Evaluates models in evaluation mode; compiles once for several calls.
 
-    Over a mesh the program of a batch also routes the next one, and the measured demand of the
-    batches chooses the capacities of the exchanges, as `jaxrec.train.RoutedSteps` does in training.
-    Results are the same. A model with row stores is not routed ahead, since the rows of the next
-    batch may take the place of those of a batch that is not evaluated yet.
+    Over a mesh a batch's program also routes the next batch, as `jaxrec.train.RoutedSteps` does in
+    training; results are the same. A model with row stores is not routed ahead.
     """
 
     def __init__(self) -> None:
         self._programs: list[Program] = []
-        # Capacity factors that batches of evaluations needed; the model keeps those of training.
+        # Capacity factors that batches of evaluations needed; the model keeps its own, of training.
         self._factors: dict[GroupPath, float] = {}
 
     def __call__(
         self, model: nnx.Module, loss: Loss, group: MetricGroup | None, batches: Iterable[Any]
     ) -> dict[str, float]:
-        """Return ``loss``, the mean over all samples of the batches, and the group's metrics by
-        name.
-        """
+        """Return ``loss``, the mean over all samples, and the metrics of the group by name."""
 
         def add_batch(
             model: nnx.Module, sums: tuple[Any, Total, Total], batch: Any
@@ -112,11 +110,14 @@ class Evaluation:
             term = jnp.where(count > 0, value.astype(jnp.float32) * count, 0)
             return (state, total + term, samples + count), None
 
+        # Sums of float32 lose the small terms after some million samples; a `Total` keeps their
+        # remainders.
         zero = Total.zeros(())
         sums = (None if group is None else group.init(), zero, zero)
         number = 0
         calls = self._calls(model, loss, group, add_batch, sums, batches)
         for number, (sums, _) in enumerate(calls, 1):
+            # Dispatch runs ahead of the devices; this bounds the number of batches in memory.
             if number % MAX_PENDING_STEPS == 0:
                 sums[1].high.block_until_ready()
         if number == 0:
@@ -126,7 +127,7 @@ class Evaluation:
         return {"loss": float(total.on_host() / samples.on_host()), **values}
 
     def outputs(self, model: nnx.Module, loss: Loss, batches: Iterable[Any]) -> Iterator[Outputs]:
-        """Yield the outputs of the loss function for each batch on the devices."""
+        """Yield the loss function's outputs for each batch, on the devices."""
 
         def outputs_of(model: nnx.Module, carry: None, batch: Any) -> tuple[None, Outputs]:
             return None, call_loss(loss, model, batch, has_metrics=True)[1]
@@ -143,8 +144,10 @@ class Evaluation:
         carry: Any,
         batches: Iterable[Any],
     ) -> Iterator[tuple[Any, Any]]:
-        """Call a function for each batch; yield its carry and its result."""
+        """Call a function for each batch; yield each call's carry and result."""
         tier = tier_of(model)
+        # With row stores, the rows of the next batch may take the slots of a batch that is not
+        # evaluated yet.
         is_ahead = bool(mesh_stores(model)) and (tier is None or not tier.has_stores)
         copy = _in_evaluation_mode(model, self._factors if is_ahead else None)
         graph, _ = nnx.split(copy)
@@ -163,7 +166,7 @@ class Evaluation:
     def _compiled(
         self, graph: Any, loss: Loss, kind: Any, make: Callable[[], RoutedCalls]
     ) -> RoutedCalls:
-        """Return compiled calls, or those of an earlier evaluation with the same arguments."""
+        """Return compiled calls; an earlier evaluation's, if its arguments were the same."""
         for program in self._programs:
             if program.kind is kind and program.loss == loss and program.graph == graph:
                 return program.calls
@@ -172,10 +175,8 @@ class Evaluation:
 
 
 def _in_evaluation_mode(model: nnx.Module, factors: Mapping[GroupPath, float] | None) -> nnx.Module:
-    """Return a copy of the model in evaluation mode that shares its arrays.
-
-    With capacity factors the copy has variables of its own, so that the model keeps its factors.
-    """
+    """Return a copy of the model in evaluation mode that shares its arrays."""
+    # With capacity factors the copy has variables of its own, so that the factors of training stay.
     copy = nnx.merge(*nnx.split(model), copy=factors is not None)
     copy.eval()
     if factors is not None:

@@ -40,7 +40,7 @@ _MAGIC = b"PAR1"
 
 
 def is_parquet(path: pathlib.Path | None) -> bool:
-    """Return whether a path is a Parquet file, or a directory or pattern of Parquet files."""
+    """Return whether a path is a Parquet file, or a directory or pattern of such files."""
     if path is None or path.is_dir() or has_pattern(path):
         return path is not None
     with path.open("rb") as file:
@@ -54,9 +54,7 @@ def saved_encoder(path: str | os.PathLike[str]) -> TableEncoder | None:
 
 
 def run_encoder(config: TrainConfig, console: Console) -> TableEncoder:
-    """Load the encoder of a resumed run, or learn that of a new run; the console shows its
-    schema.
-    """
+    """Load the encoder of a resumed run, or learn a new run's encoder and print its schema."""
     data, resume, is_dynamic = config.data, config.resume, config.vocabulary.is_dynamic
     encoder = None if resume is None else saved_encoder(resume)
     if resume is None or encoder is None:
@@ -84,11 +82,10 @@ def learn_features(
     is_dynamic: bool = False,
     model: ModelConfig | None = None,
 ) -> TableEncoder:
-    """Find the schema of a run's files and learn its encoder from the training rows.
+    """Find the schema of a run's files, and learn its encoder from the training rows.
 
-    The types of all files are compared first. With several processes each of them learns the same
-    encoder. With ``is_dynamic`` columns get open vocabularies, which are not learned; with a model,
-    its demands on the columns are checked.
+    With ``is_dynamic`` columns get open vocabularies, which are not learned. The model's demands on
+    the columns are checked.
     """
     console = console or Console(quiet=True)
     schema = converted_schema(data, is_dynamic)
@@ -101,9 +98,12 @@ def learn_features(
     encoder = TableEncoder(schema, {}, {}, {})
     if is_converted:
         return encoder  # `jaxrec data criteo` has checked the values
+    # Before the pass over all rows, so that a user sees the warnings while it runs.
     for suspect in suspects(schema, training, by_name=data.schema is None):
         console.print(f"warning: {suspect}")
     assert isinstance(training.groups, ParquetGroups)
+    # With nothing to learn, the training rows are checked as they are read; held-out rows would be
+    # read only after training.
     if not needs_pass(schema, training.groups.schemas.values()):
         check_rows(encoder, held_out)
         return encoder
@@ -135,7 +135,7 @@ def split_groups(data: DataConfig, schema: Schema) -> tuple[GroupRange, GroupRan
 
 
 def held_out_rows(data: DataConfig, count: int) -> int:
-    """Return the number of held-out rows of ``count`` rows; refuse to leave none to train on."""
+    """Return how many of ``count`` rows are held out; raise a DataError if that is all of them."""
     held_out = max(1, round(count * data.eval_fraction))
     if held_out >= count:
         raise DataError(
@@ -154,14 +154,14 @@ def _with_vocabularies(schema: Schema, data: DataConfig, is_dynamic: bool) -> Sc
 
 
 def converted_schema(data: DataConfig, is_dynamic: bool = False) -> Schema | None:
-    """Return the schema of a directory that `jaxrec data criteo` has written; None: of another."""
+    """Return the schema of a directory that `jaxrec data criteo` wrote; None for other data."""
     directory = data.path
     if data.schema is not None or directory is None or not directory.is_dir():
         return None
     first = _files(directory).paths[0]
     if not ((directory / SUMMARY_FILE).exists() or is_part(first)) or first.parent != directory:
         return None
-    # The user chooses the number of rows for raw ids.
+    # Raw ids have no number of rows in the summary: the user chooses it.
     rows = read_summary(directory).table_rows
     if rows and is_dynamic:
         raise ConfigError(
@@ -172,7 +172,7 @@ def converted_schema(data: DataConfig, is_dynamic: bool = False) -> Schema | Non
 
 
 def _find_schema(data: DataConfig, console: Console, is_dynamic: bool) -> Schema:
-    """Return the given schema, or one inferred from the columns, which all files must fit."""
+    """Return the given schema, or infer one from the columns; all files must fit it."""
     files = [_files(path) for path in (data.path, data.eval_path) if path is not None]
     if data.schema is not None:
         schema = _with_vocabularies(read_schema(data.schema), data, is_dynamic)
@@ -199,9 +199,11 @@ def _inferred_schema(
     console: Console,
     is_dynamic: bool,
 ) -> Schema:
-    """Infer a schema from the types of the columns, and say what was decided."""
+    """Infer a schema from the types of the columns, and print the decisions."""
     columns = types.schema
     others = {data.label, data.weight, *data.exclude}
+    # Pandas writes integers with missing values as floats, so that a column of whole floats may be
+    # ids.
     whole = whole_floats(pa.schema([x for x in columns if x.name not in others]), groups)
     ids = are_ids(whole, types.mixed)
     schema, left_out = infer_schema(

@@ -21,11 +21,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt(Callback):
-    """Ends training after a signal.
+    """Ends training after a signal; ``signal`` is SIGINT or SIGTERM, None before it arrives.
 
-    Attributes:
-        signal: SIGINT or SIGTERM after its arrival, None before. With several processes it is set
-            once all of them know of the signal; see `is_due`.
+    With several processes it is set once all of them know of the signal; see `is_due`.
     """
 
     def __init__(self) -> None:
@@ -39,6 +37,7 @@ class Interrupt(Callback):
     def note(self, number: signal.Signals) -> None:
         """Store a signal to this process."""
         self._noted = number
+        # A process that stopped at once would leave the others waiting in a collective.
         if not jax.distributed.is_initialized():
             self.signal = number
 
@@ -49,8 +48,8 @@ class Interrupt(Callback):
     def is_due(self) -> bool:
         """Return whether to stop now.
 
-        With several processes each of them must make the same calls. All return True at the same
-        call, up to `EXCHANGE_EVERY` calls after the first process got a signal.
+        Each of several processes must make the same calls. All of them return True at the same
+        call, at most `EXCHANGE_EVERY` calls after the first got a signal.
         """
         if jax.distributed.is_initialized():
             self._asked += 1
@@ -70,11 +69,7 @@ def interruptible(announce: Callable[[str], None] = lambda name: None) -> Iterat
     """Yield an `Interrupt` that the first SIGINT or SIGTERM sets, instead of ending the program.
 
     A second signal has its usual effect. Outside of the main thread, where Python allows no signal
-    handlers, the interrupt is never set.
-
-    Args:
-        announce: Function of the name of the first signal. Another thread calls it at once: the
-            main thread may be compiling, and runs signal handlers only afterwards.
+    handlers, none is set. Another thread calls ``announce`` with the signal's name at once.
     """
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():
@@ -93,6 +88,8 @@ def interruptible(announce: Callable[[str], None] = lambda name: None) -> Iterat
     for number in _SIGNALS:
         signal.signal(number, note)
     try:
+        # Python runs signal handlers between the main thread's instructions, and a compilation is
+        # one instruction: without another thread, Ctrl-C would show no effect until it ends.
         with _announced(announce):
             yield interrupt
     finally:
@@ -101,7 +98,7 @@ def interruptible(announce: Callable[[str], None] = lambda name: None) -> Iterat
 
 @contextlib.contextmanager
 def _announced(announce: Callable[[str], None]) -> Iterator[None]:
-    """Announce the first signal from another thread."""
+    """Call ``announce`` with the first signal's name, from another thread."""
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
 

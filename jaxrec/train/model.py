@@ -45,9 +45,7 @@ def table_rows(config: TrainConfig) -> tuple[int, ...]:
 def table_configs(
     config: TrainConfig, encoder: TableEncoder | None = None
 ) -> list[EmbeddingBagConfig]:
-    """Return the configurations of the model's tables; without an encoder those of Criteo's
-    columns.
-    """
+    """Return the configurations of the model's tables, by default of Criteo's columns."""
     dtype, dim = config.model.table_dtype, config.model.embedding_dim
     if encoder is None:
         tables = [
@@ -66,6 +64,7 @@ def table_configs(
             for name, options in encoder.schema.categorical.items()
         ]
     if config.model.name == "deepfm":
+        # DeepFM's linear part is a second set of tables of one column that read the same features.
         tables += [
             dataclasses.replace(
                 table, name=f"{table.name}{_LINEAR}", embedding_dim=1, feature_names=(table.name,)
@@ -91,6 +90,8 @@ def make_model(
     features = dynamic_features(config, encoder, [table.name for table in _wide(tables)])
     dynamic = [table.name for table in tables if features.intersection(table.feature_names)]
 
+    # A function, since tables that are made within `shard` lie on the mesh from the start: whole,
+    # they may fit no single device.
     def make_on_devices() -> Model:
         model = _make(config, num_steps, encoder, nnx.Rngs(config.seed))
         if dynamic:
@@ -148,28 +149,25 @@ def _make(
 
 
 def _wide(tables: Sequence[EmbeddingBagConfig]) -> list[EmbeddingBagConfig]:
-    """Return the tables without those of DeepFM's linear part."""
+    """Return the tables without the ones of DeepFM's linear part."""
     return [table for table in tables if not table.name.endswith(_LINEAR)]
 
 
 def predict(model: Model, batch: ClickBatch) -> Float[Array, " batch"]:
-    """Compute the logits of a batch, ``[batch]``; see `with_rows`."""
+    """Return the logits of a batch, ``[batch]``; raw ids get their rows as by `with_rows`."""
     batch = with_rows(model, batch)
     return model(batch.dense, batch.features)
 
 
 def with_rows(model: Model, batch: ClickBatch) -> ClickBatch:
-    """Return a batch with rows in the place of raw ids, which it may have on the host.
-
-    The ids get their rows as in an evaluation.
-    """
+    """Return a batch whose raw ids, if it has any, are replaced by rows as in an evaluation."""
     if is_raw(batch.features.values):
         (batch,) = ahead(model, [batch], is_training=False)
     return batch
 
 
 def saved_config(path: str | os.PathLike[str]) -> TrainConfig:
-    """Return the configuration of a saved run; CheckpointError: there is none."""
+    """Return the configuration of a saved run; raise a CheckpointError if there is none."""
     config_file = pathlib.Path(path, CONFIG_FILE)
     if not config_file.exists():
         raise CheckpointError(f"{path}: there is no saved run here ({CONFIG_FILE} is missing)")
@@ -188,6 +186,7 @@ def load_model(directory: str | os.PathLike[str], step: int | None = None) -> Mo
         OSError: The model cannot be read.
     """
     config = saved_config(directory)
+    # The number of steps sets only the learning rates, which a loaded model does not use.
     model, _ = make_model(config, num_steps=1, encoder=saved_encoder(directory))
     restore(directory, model, step=step)
     return model

@@ -39,7 +39,7 @@ _OF_LEARNED_VOCABULARIES = ("min_count", "max_size", "num_unknown")
 
 
 def settings(config: VocabularyConfig) -> Dynamic:
-    """Return the settings of the tables."""
+    """Return the settings of a run's open vocabularies."""
     return Dynamic(
         eviction=ttl(batches=config.ttl_batches)
         if config.eviction == "ttl"
@@ -53,16 +53,14 @@ def settings(config: VocabularyConfig) -> Dynamic:
 def dynamic_features(
     config: TrainConfig, encoder: TableEncoder | None, names: Iterable[str]
 ) -> set[str]:
-    """Return the features whose tables have open vocabularies, of all with these names."""
+    """Return the features with open vocabularies, those of the encoder or of ``names``."""
     if encoder is not None:
         return set(encoder.schema.dynamic)
     return set(names) if config.vocabulary.is_dynamic else set()
 
 
 def with_dynamic_columns(schema: Schema, rows: int) -> Schema:
-    """Return a schema in which columns of encoding "vocabulary" are of encoding "dynamic" and have
-    ``rows`` rows.
-    """
+    """Return a schema whose columns of encoding "vocabulary" are "dynamic", of ``rows`` rows."""
     columns = {}
     for name, column in schema.categorical.items():
         if column.encoding == "vocabulary":
@@ -99,7 +97,7 @@ def check_fixed(schema: Schema) -> None:
 
 
 def scalars(model: nnx.Module) -> dict[str, float]:
-    """Return the statistics of each table by name, for a writer; empty without vocabularies."""
+    """Return each table's statistics by name, for a writer; empty without open vocabularies."""
     if tier_of(model) is None:
         return {}
     return {
@@ -110,9 +108,9 @@ def scalars(model: nnx.Module) -> dict[str, float]:
 
 
 def describe(model: nnx.Module) -> str:
-    """Return a text with the hit rate, evictions and load of all tables; empty without any.
+    """Return a text on hits, evictions and load of all tables; empty without open vocabularies.
 
-    With row stores it also has the milliseconds a step that training waited for rows.
+    With row stores it adds the milliseconds a step that training waited for rows.
     """
     if tier_of(model) is None:
         return ""
@@ -126,7 +124,7 @@ def describe(model: nnx.Module) -> str:
 
 
 def describe_stores(model: nnx.Module) -> str:
-    """Return a text with the rows of all tables that went to row stores and back; empty without."""
+    """Return a text on the rows that went to row stores and back; empty without row stores."""
     if tier_of(model) is None or "stall_ms" not in (values := totals(model)):
         return ""
     moved = (

@@ -1,4 +1,4 @@
-"""Batches on the devices: the copy of one, and many ahead of the steps that take them."""
+"""Placing batches on the devices: one at a time, or ahead of the steps that take them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxrec.tier.planning.tier import tier_of
 # Number of batches whose ids get their rows ahead of the steps.
 _LOOK_AHEAD = 2
 
-# Bytes; XLA on a CPU copies arrays with another alignment.
+# XLA on a CPU uses host memory in place if it begins at a multiple of these bytes.
 ALIGNMENT = 64
 
 # Types that need no check.
@@ -66,6 +66,7 @@ def _copied(leaf: Any) -> Any:
     """Copy a host array to memory that XLA uses in place."""
     if isinstance(leaf, jax.Array):
         return leaf
+    # NumPy aligns to 16 bytes, and XLA would copy the copy.
     memory = np.empty(leaf.nbytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     copy = memory[start : start + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape)
@@ -75,7 +76,7 @@ def _copied(leaf: Any) -> Any:
 
 @jax.jit
 def _on_device(batch: Any) -> Any:
-    """Convert to device arrays, in a third of the time of `jax.device_put`."""
+    """Convert to device arrays, in a third of the time that `jax.device_put` takes."""
     return batch
 
 
@@ -88,15 +89,17 @@ def placed_batches(
     accumulate: int = 1,
     empty: Callable[[Any], Any] | None = None,
 ) -> AbstractContextManager[Iterator[Any]]:
-    """Return a context with the batches on the devices, which threads process and place ahead.
+    """Return a context with the batches on the devices; threads process and place them ahead.
 
-    Each stage is a function of a host batch with a thread of its own. Ids get rows if the model has
-    open vocabularies (`jaxrec.tier.ahead`). If the model is on devices of several processes, these
-    have equally many batches (`jaxrec.mesh.even_batches`, to which ``empty`` goes).
+    Each of ``stages`` is a function of a host batch, with a thread of its own. Open vocabularies
+    give rows to ids (`jaxrec.tier.ahead`). Processes that share a model get equally many batches
+    (`jaxrec.mesh.even_batches`, which takes ``empty``).
     """
     is_shared, tier = spans_processes(model), tier_of(model)
     if tier is None and not is_shared:
         return Pipeline(batches, *stages, place)
+    # Without stages this needs no thread of its own: `ahead` or the pipeline below reads the
+    # batches.
     host_batches: Iterable[Any] = Pipeline(batches, *stages) if stages else each_batch(batches)
     if is_shared:
         host_batches = even_batches(host_batches, empty=empty)

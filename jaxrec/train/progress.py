@@ -1,4 +1,4 @@
-"""What a run shows: its progress on the standard output, and a picture of its curves at the end."""
+"""Progress of a run on the standard output, and a picture of its curves at the end."""
 
 from __future__ import annotations
 
@@ -50,11 +50,7 @@ _LOST = (
 class Progress:
     """Shows the step, samples per second and the running normalized entropy (NE).
 
-    Args:
-        console: The console.
-        num_steps: Number of steps of the whole run.
-        done: Number of steps made before.
-        clock: Function that returns a time in seconds.
+    ``num_steps`` counts the whole run, of which ``done`` steps were made before.
     """
 
     def __init__(
@@ -103,7 +99,7 @@ class Progress:
 
     @property
     def samples_per_second(self) -> float:
-        """Rate from the end of the first step to that of the last, without pauses; 0: unknown."""
+        """Rate between the ends of the first and the last step, without pauses; 0 if unknown."""
         seconds = self._end - self._start
         return self._samples / seconds if self._samples and seconds > 0 else 0.0
 
@@ -157,7 +153,7 @@ class Progress:
 
 @contextlib.contextmanager
 def counted(console: Console, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal while this lasts; yield a function that counts some more rows."""
+    """Show a bar on a terminal within the block; yield a function that counts more rows."""
     bar = Bar(
         TextColumn(title),
         BarColumn(),
@@ -177,19 +173,14 @@ def _fixed(width: int) -> Column:
 
 
 class Output:
-    """A text file whose loss is no error: what is written afterwards is dropped.
-
-    Args:
-        file: The file, such as `sys.stdout`.
-        report: File of the message that the output is lost.
-    """
+    """A text file that may be lost: later text is dropped, and ``report`` gets a message once."""
 
     def __init__(self, file: TextIO, report: TextIO):
         self._file, self._report = file, report
         self._is_lost = False
 
     def write(self, text: str) -> int:
-        """Write a text, or drop it."""
+        """Write a text, or drop it if the file is lost."""
         if not self._is_lost:
             try:
                 return self._file.write(text)
@@ -198,7 +189,7 @@ class Output:
         return len(text)
 
     def flush(self) -> None:
-        """Write what is buffered, or drop it."""
+        """Write the buffer, or drop it if the file is lost."""
         if not self._is_lost:
             try:
                 self._file.flush()
@@ -207,7 +198,8 @@ class Output:
 
     def _lose(self, error: OSError) -> None:
         self._is_lost = True
-        # The file still has a buffer, which Python writes when it ends.
+        # Python flushes the file's buffer once more when it ends, and would fail again; that text
+        # goes to the null device.
         with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), self._file.fileno())
         message = _LOST.format(error=error.strerror, pid=os.getpid())
@@ -224,15 +216,13 @@ def standard_output() -> Output:
 
 
 def read_history(path: pathlib.Path) -> dict[int, dict[str, float]]:
-    """Return the values that `jaxrec.metrics.JSONLinesWriter` wrote, by step and name.
-
-    The last value counts: a resumed run writes the steps after its checkpoint again. An incomplete
-    line of a killed run is left out.
-    """
+    """Return the values that `jaxrec.metrics.JSONLinesWriter` wrote, by step and name."""
+    # The last value of a step counts: a resumed run writes the steps after its checkpoint again.
     history: dict[int, dict[str, float]] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             record = json.loads(line)
+        # A killed run leaves an incomplete line.
         except json.JSONDecodeError:
             continue
         step = record.pop("step")
@@ -247,7 +237,7 @@ def draw_summary(
     results: Mapping[str, float | None],
     path: pathlib.Path,
 ) -> None:
-    """Draw the curves of a run, by step and name, and its final held-out results as lines."""
+    """Draw a run's curves, ``history[step][name]``, and its final held-out results as lines."""
     figure = require_matplotlib()(figsize=(10, 7), layout="constrained")
     for axes, (name, title, result) in zip(figure.subplots(2, 2).flat, CURVES, strict=True):
         steps = [step for step, values in history.items() if name in values]

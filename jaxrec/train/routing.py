@@ -39,14 +39,10 @@ def route_in_turn(
     route: Callable[[Any], None],
     capacities: Capacities,
 ) -> Iterator[tuple[Any, Any]]:
-    """Call a function for each batch, which also routes the next batch; yield batch and result.
+    """Yield each batch with the result of ``call(batch, next batch)``, which routes the next batch.
 
-    Args:
-        batches: One batch or more, of which the first is routed.
-        call: Called with each batch and the one to route; returns its result and the demand of the
-            batch that it routed.
-        route: Routes a batch by itself, where no call could.
-        capacities: Chooses the capacities of the exchanges by the demands.
+    ``call`` returns its result and the demand of the batch that it routed; ``route`` routes a batch
+    by itself where no call could. The demands choose the capacities of the exchanges.
     """
     batches = iter(batches)
     batch = next(batches)
@@ -59,12 +55,14 @@ def route_in_turn(
         yield batch, result
         if following is None:
             return
+        # Before the next call, so that this loop keeps no arrays of the batch that is done.
         batch = following
         unread.append(demand)
         # To read a demand is to wait for its call, so it is read when the call is likely over.
         is_changed = len(unread) > _MAX_UNREAD and capacities.observe(
             jax.tree.map(on_host, unread.popleft())
         )
+        # Routes of other capacities, or of another batch, do not fit the next call.
         if is_changed or not is_alike:
             route(batch)
 
@@ -72,11 +70,11 @@ def route_in_turn(
 class RoutedSteps:
     """Training steps over a mesh, each of which also routes the next batch.
 
-    The program of a step sends the ids of the next batch to the owners of their rows, so that the
+    A step's program sends the ids of the next batch to the owners of their rows, so that the
     compiler can overlap this exchange with the computation. (TorchRec's
-    ``TrainPipelineSparseDist``.) The measured demand of the batches chooses the capacities of
-    the exchange (`jaxrec.mesh.ahead`). Results are the same bits as without routing ahead. On
-    one device there is no routing, and the steps are those of `jaxrec.train.compile_step`.
+    ``TrainPipelineSparseDist``.) The measured demand of the batches chooses the capacities of the
+    exchange (`jaxrec.mesh.ahead`). Results are bit for bit those without routing ahead. On one
+    device nothing is routed, and the steps are those of `jaxrec.train.compile_step`.
 
     Args:
         step: Function ``step(*modules, batch)``, as for `jaxrec.train.compile_step`.
@@ -120,6 +118,8 @@ class RoutedSteps:
         self._model = modules[0]
         self._ahead: nnx.Variable[Any] = nnx.Variable(None)
         self._capacities = Capacities(self._model)
+        # Which of the two programs is needed shows only with the first batch; neither is compiled
+        # before.
         self._alone = compile_step(step, *modules)
         self._routed = compile_step(self._step_and_route, *modules, self._ahead)
         self._route_now = jax.jit(
@@ -131,7 +131,7 @@ class RoutedSteps:
         """Dispatch a step for each batch.
 
         Args:
-            batches: Batches on the devices. The iterator is one batch ahead of the steps.
+            batches: Batches on the devices. The steps run one batch behind this iterator.
 
         Yields:
             Each batch and the result of its step, which the devices may still compute.
@@ -173,11 +173,8 @@ class RoutedCalls:
     """A compiled function of a model, a carry and a batch, with the next batch routed ahead.
 
     The model does not change, as in an evaluation, and its arrays are not donated.
-
-    Args:
-        graph: Graph of the model (``nnx.split(model)[0]``).
-        function: ``function(model, carry, batch)`` returns the new carry and a result.
-        forward: ``forward(model, batch)`` makes all lookups of the function, in the same order.
+    ``function(model, carry, batch)`` returns the new carry and a result; ``forward(model, batch)``
+    makes all of its lookups, in the same order.
     """
 
     def __init__(
@@ -194,17 +191,10 @@ class RoutedCalls:
     def __call__(
         self, model: nnx.Module, carry: Any, batches: Iterable[Any], *, is_ahead: bool
     ) -> Iterator[tuple[Any, Any]]:
-        """Call the function for each batch.
+        """Call the function for each batch; yield each call's carry and result.
 
-        Args:
-            model: A model of the graph. With ``is_ahead`` the capacities of its exchanges change.
-            carry: The first carry.
-            batches: Batches on the devices.
-            is_ahead: Whether batches are routed ahead, for models over a mesh; the iterator of the
-                batches is then one batch ahead of the calls.
-
-        Yields:
-            The carry and the result of each call, which the devices may still compute.
+        ``is_ahead`` is for models over a mesh: the calls then run one batch behind ``batches``, and
+        the capacities of the model's exchanges change.
         """
         batches = iter(batches)
         _, state = nnx.split(model)
@@ -261,6 +251,6 @@ class RoutedCalls:
 
 
 def _shape(batch: Any) -> tuple[Any, list[Any]]:
-    """Return the structure of a batch and the shapes and types of its arrays."""
+    """Return the structure of a batch, and the shapes and types of its arrays."""
     leaves, tree = jax.tree.flatten(batch)
     return tree, list(map(jax.typeof, leaves))

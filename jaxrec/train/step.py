@@ -12,6 +12,7 @@ from flax import nnx
 from jaxrec.mesh.call_checks import batch_facts, check_call, table_facts
 
 # Number of dispatched steps after which a loop waits for the result of the oldest.
+# Two keep the devices busy; more would hold the batches of more steps in memory.
 MAX_PENDING_STEPS = 2
 
 
@@ -69,6 +70,8 @@ class CompiledStep:
 
     def __call__(self, *batch: Any) -> Any:
         """Run the step; return the result of the step function."""
+        # A user may have replaced a variable or a layer between calls. Comparing identities is far
+        # cheaper than splitting the modules again.
         if not _identical(_contents(self._nodes), self._seen):
             self._take_apart()
         check_call(
@@ -93,17 +96,14 @@ class CompiledStep:
         self._variables = _variables(state)
         self._nodes = [node for _, node in nnx.iter_graph(self._modules) if _can_change(node)]
         self._seen = _contents(self._nodes)
+        # New variables alone need no new program; a static attribute or a layer that changed does.
         if graph != self._graph:
             self._graph = graph
             self._compiled = jax.jit(_pure(self._step, graph, state), donate_argnums=0)
 
 
 def check_step(step: Any, modules: tuple[Any, ...]) -> None:
-    """Check the types of a step function and its modules.
-
-    Raises:
-        TypeError: A type is wrong.
-    """
+    """Raise a TypeError unless ``step`` is a function and the modules can be split."""
     if not callable(step) or isinstance(step, nnx.Pytree):
         raise TypeError(
             "the step must be a function step(*modules, *batch), followed by its modules, got "
@@ -123,7 +123,7 @@ def check_step(step: Any, modules: tuple[Any, ...]) -> None:
 
 
 def _pure(step: Callable[..., Any], graph: Any, template: Any) -> Callable[..., Any]:
-    """Return ``step`` as a pure function from values and batch to values and result."""
+    """Return ``step`` as a pure function from values and batch to new values and the result."""
     paths = _paths(template)
 
     def pure(values: list[Any], *batch: Any) -> tuple[list[Any], Any]:
@@ -134,6 +134,7 @@ def _pure(step: Callable[..., Any], graph: Any, template: Any) -> Callable[..., 
         modules = nnx.merge(graph, state)
         result = step(*modules, *batch)
         graph_after, state = nnx.split(modules)
+        # This runs while the step is traced, once for each shape of a batch.
         if (paths_after := _paths(state)) != paths or graph_after != graph:
             changed = sorted(set(paths_after) ^ set(paths)) or "attributes that are not variables"
             raise ValueError(

@@ -22,12 +22,10 @@ from jaxrec.train.routing import RoutedSteps
 
 
 class DeviceResult(NamedTuple):
-    """Result of a step, on the devices.
+    """Result of a step, on the devices; ``skipped_in_a_row`` counts this step if it was skipped.
 
-    Attributes:
-        loss: Mean loss of the batches.
-        skipped_in_a_row: Number of steps skipped since the last update, this one included.
-        outputs: Outputs of the loss function for each batch; empty if they are not returned.
+    ``outputs`` has the loss function's outputs for each batch, and is empty if they are not
+    returned.
     """
 
     loss: Float[Array, ""]
@@ -37,12 +35,9 @@ class DeviceResult(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class _TrainSteps:
-    """Base of synchronous and semi-synchronous steps.
+    """Base of synchronous and semi-synchronous steps; its fields are those of `Trainer`.
 
-    Attributes:
-        model, optimizer, loss, metrics: As of `Trainer`.
-        metric_state: State of the metrics, which each step updates.
-        returns_outputs: Whether steps return the outputs of the loss function.
+    ``metric_state`` is updated by each step.
     """
 
     model: nnx.Module
@@ -67,8 +62,9 @@ class _TrainSteps:
         loss: Float[Array, ""],
         outputs: list[Outputs],
     ) -> DeviceResult:
-        """Restore the metrics' state from before a skipped step, and return the step's result."""
+        """Return the step's result; a skipped step gets the metrics' state from before."""
         skipped = optimizer.skipped_in_a_row.get_value()
+        # Chosen on the devices: whether a step is skipped is known there alone until it has ended.
         state = jax.tree.map(
             lambda new, old: jnp.where(skipped > 0, old, new), metric_state.get_value(), before
         )
@@ -90,7 +86,7 @@ class SynchronousSteps(_TrainSteps):
     ) -> Iterator[tuple[tuple[Any, ...], DeviceResult]]:
         """Dispatch a step for each ``accumulate`` batches; yield these and the step's result.
 
-        A last step takes the batches that are left.
+        The last step may have fewer batches.
         """
 
         def parts() -> Iterator[tuple[Any, ...]]:
@@ -110,7 +106,8 @@ class SynchronousSteps(_TrainSteps):
         metric_state: nnx.Variable,
         batches: tuple[Any, ...],
     ) -> DeviceResult:
-        # The mean of the gradients divides by the number of batches, not by their samples.
+        # `mean_gradients` divides by the number of batches. Scaled by their shares of the samples,
+        # the losses make it the mean over samples.
         counts = [sample_count(batch) for batch in batches] if len(batches) > 1 else [1]
         losses, gradients, outputs, before = [], [], [], metric_state.get_value()
         for batch, count in zip(batches, counts, strict=True):
@@ -140,12 +137,8 @@ Pair: TypeAlias = tuple[Any, Any]
 class _PairSteps(RoutedSteps):
     """Steps on pairs of batches that look up the embeddings of the second batch.
 
-    Each step routes the second batch of the next pair, unless the step between them changes the ids
-    that the model looks up in it.
-
-    Args:
-        step, forward, *modules: As of `RoutedSteps`. The last module is a variable with the
-            embeddings of the first batch.
+    Each step routes the second batch of the next pair, unless calls change the ids that are looked
+    up. The last of ``modules`` is a variable with the embeddings of the first batch.
     """
 
     def __init__(self, step: Any, forward: Any, *modules: Any) -> None:
@@ -154,10 +147,12 @@ class _PairSteps(RoutedSteps):
         self._is_routed = bool(mesh_stores(self._model)) and not changes_ids(self._model)
 
     def _route(self, batch: Pair) -> None:
-        """Route both batches: the embeddings may come with routes of other capacities."""
+        """Route both batches of a pair, since capacities may have changed since the last step."""
         if not self._is_routed:
             self._ahead.set_value(None)
             return
+        # `_forward` reads the second batch of a pair, so that the first is passed as the second
+        # here. Its embeddings stay valid: only the routes that carry its gradients back are new.
         super()._route((batch[0], batch[0]))
         routes: dict[str, list[Ahead]] = self._ahead.get_value()
         looked_up: dict[str, list[Ahead]] = self._embeddings.get_value()
@@ -178,7 +173,8 @@ class SemiSynchronousSteps(_TrainSteps):
     """Steps that look up the embeddings of the next batch before they update the tables.
 
     Over a mesh a step also routes the batch after the next one, so that no lookup waits for the
-    exchange of its ids. It does not where calls change ids (`jaxrec.mesh.ahead.changes_ids`).
+    exchange of its ids. Models whose calls change ids are not routed ahead
+    (`jaxrec.mesh.ahead.changes_ids`).
     """
 
     def __post_init__(self) -> None:
@@ -228,7 +224,9 @@ class SemiSynchronousSteps(_TrainSteps):
             (loss, outputs), gradients = value_and_grad(self.call_loss, has_aux=True)(model, batch)
         self.update_metrics(metric_state, outputs)
         next_embeddings = self._lookup(model, following)
-        # The update must write the tables after these lookups have read them.
+        # The update writes the donated tables in place, which must not happen before these lookups
+        # have read them. XLA orders by data alone, so the gradients are made to depend on what was
+        # read.
         looked_up = [call.activations for calls in next_embeddings.values() for call in calls]
         read = sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(looked_up))
         gradients = gradients.tied_to(jnp.asarray(read, jnp.float32))

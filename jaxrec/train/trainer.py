@@ -108,6 +108,7 @@ class Callback:
         """Act after the last step has ended without an error."""
 
 
+# Python checks no annotations, and a wrong argument would fail deep inside a trace.
 # For each argument its type, and how the error describes it.
 _KINDS: dict[str, tuple[Any, str]] = {
     "model": (nnx.Module, "a Flax module (flax.nnx.Module)"),
@@ -139,30 +140,32 @@ class Trainer:
         place: Function that puts a batch on the devices; with a mesh
             ``lambda batch: jaxrec.mesh.shard_batch(batch, mesh)``.
         stages: Functions that process a batch before ``place``, each in its own thread.
-        accumulate: Number of batches of one update. The update takes the mean of their gradients,
-            weighted by their numbers of samples. The last update of each call of `train` takes the
-            batches that are left.
+        accumulate: Number of batches of one update, which takes the mean of their gradients,
+            weighted by their numbers of samples. The last update of a call of `train` may have
+            fewer batches.
         semi_synchronous: Whether a step looks up the embeddings of the next batch before it updates
-            the tables. Lookups then do not wait for the update, and their embeddings lack it.
-            (TorchRec's ``TrainPipelineSemiSync``.) Dense layers lack no update. Over a mesh, a
-            module of your own that computes ids from variables that its calls change must say so,
-            by a class attribute ``changes_ids = True``.
+            the tables. Lookups then do not wait for the update, and their embeddings are one update
+            old; dense layers have all updates. (TorchRec's ``TrainPipelineSemiSync``.) Over a mesh,
+            set the class attribute ``changes_ids = True`` on a module of your own that computes ids
+            from variables which its calls change.
         max_skipped: Number of steps in a row that may be skipped because their loss or a gradient
             is not finite. A skipped step changes neither the model nor the metrics. One more in a
-            row ends training; 0: the first one does.
-        uneven: What several processes do when some have fewer batches than others. "stop": all stop
-            after the last batch that each has. "empty": those without data go on with empty batches
-            until all have ended, so that each sample counts once; batches then have weights, by
-            ``batch_size`` or their own. See `jaxrec.mesh.even_batches`.
-        callbacks: Actions besides the steps, such as `SaveCheckpoints` and `WriteMetrics`.
-        packer: Chooses the capacities of batches that no `jaxrec.Packer` made, so that few steps
-            compile (`jaxrec.Packer.fit`); also on a mesh, by `jaxrec.mesh.shard_batch`.
+            row ends training; with 0 the first does.
+        uneven: Behavior if some processes have fewer batches than others. "stop": all stop after
+            the last batch that every process has. "empty": a process without data goes on with
+            empty batches until all have ended, so that each sample counts once. Batches then need
+            weights: their own, or the ones that ``batch_size`` adds. See
+            `jaxrec.mesh.even_batches`.
+        callbacks: Actions between the steps, such as `SaveCheckpoints` and `WriteMetrics`.
+        packer: Chooses the capacities of batches that no `jaxrec.Packer` made
+            (`jaxrec.Packer.fit`), so that few steps compile. Also on a mesh: ``place`` gets the
+            fitted batch.
         should_stop: Set by a callback to end training after the current step.
 
     Raises:
         TypeError: An argument has another type, such as an optax optimizer.
         ValueError: A number is below 1, ``semi_synchronous`` comes with ``accumulate``, or
-            ``uneven`` is another word.
+            ``uneven`` is another text.
 
     Example:
         >>> import optax, jaxrec
@@ -244,8 +247,8 @@ class Trainer:
                 checkpoint that it is writing.
             step: The checkpoint's step; None: the newest.
             partial: Whether the model, its optimizer and the metrics may differ from the saved
-                ones: what fits is loaded, all else stays as it is, and ``differences`` of the
-                result lists it (`jaxrec.train.restore`).
+                ones. Parts that fit are loaded, other parts stay as they are, and ``differences``
+                of the result lists them (`jaxrec.train.restore`).
 
         Returns:
             The checkpoint's metadata; training continues with batch number ``metadata.batches``.
@@ -258,6 +261,8 @@ class Trainer:
             checkpoints.wait_until_finished()
             checkpoints = checkpoints.directory
         path = open_checkpoint(checkpoints, step)
+        # The state of the metrics first: it only reads, and a refusal must leave the model as it
+        # was.
         state, differences = self._metric_state.get_value(), []
         try:
             state = load_state(path, state)
@@ -314,8 +319,8 @@ class Trainer:
         Raises:
             NotFiniteError: The loss or a gradient of more than ``max_skipped`` steps in a row is
                 not finite; the error names an id outside its table if there is one. Up to two later
-                steps are under way by then; those that are finite are applied and counted.
-            TypeError: The loss takes or returns something else, or a batch has no numbers.
+                steps are dispatched by then; a finite one among them is applied and counted.
+            TypeError: The loss has other arguments or results, or a batch has no numbers.
             ValueError: There are no batches, or a batch has more samples than ``batch_size``.
             Exception: Any exception of the batches, the stages or a callback.
         """
@@ -337,6 +342,8 @@ class Trainer:
                 if self.should_stop:
                     break
         self.wait()
+        # A restored run may have used all of its batches; without a checkpoint an empty epoch is
+        # most likely a generator that an earlier epoch has used up.
         if number == first and steps != 0 and not self._is_restored:
             raise ValueError(
                 "there are no batches to train on; an iterator gives its batches once, so make a "
@@ -356,9 +363,11 @@ class Trainer:
         self._finish_steps(0)
 
     def _finish_steps(self, num_pending: int) -> None:
-        """Wait for results until at most the given number of steps is under way."""
+        """Wait for results until at most ``num_pending`` steps are under way."""
         while len(self._pending) > num_pending:
             step, result, batches = self._pending.popleft()
+            # `float` waits for the devices, hence only for the oldest step: later ones keep them
+            # busy.
             loss, skipped = float(result.loss), int(result.skipped_in_a_row)
             if skipped > self.max_skipped:
                 raise _not_finite_error(self.model, step, loss, batches, skipped)
@@ -375,11 +384,12 @@ class Trainer:
     def metrics_so_far(self) -> Callable[[], dict[str, float]]:
         """Return a function that computes the metrics of the steps so far.
 
-        The function has a copy of their state: any thread may call it during later steps, such as
-        that of `jaxrec.metrics.BackgroundWriter`. It makes no calls between processes.
+        The function has a copy of the metrics' state, so that any thread may call it during later
+        steps, as `jaxrec.metrics.BackgroundWriter` does. It makes no calls between processes.
         """
         if self.metrics is None:
             return dict
+        # The next step donates the arrays of the state, so that a thread needs its own.
         state = jax.tree.map(jnp.copy, self._metric_state.get_value())
         return functools.partial(self.metrics.compute, state)
 
@@ -389,13 +399,13 @@ class Trainer:
         """Measure the metrics and the mean loss over the samples of other batches.
 
         It evaluates a copy of the model in evaluation mode (``nnx.Module.eval``: no dropout,
-        running statistics in batch normalization); the model itself does not change. The loss of a
-        batch has the sum of its sample weights as its weight, or its number of samples. A second
-        call compiles nothing.
+        running statistics in batch normalization); the model itself does not change. A batch's loss
+        is weighted by the sum of its sample weights, or by its number of samples. A second call
+        compiles nothing.
 
         Args:
             batches: Host batches.
-            metrics: The metrics; None: those of training.
+            metrics: The metrics; None: the trainer's.
 
         Returns:
             ``loss`` and the metrics by name.
@@ -411,7 +421,7 @@ class Trainer:
     def _placed(
         self, batches: Iterable[Any], *, is_training: bool
     ) -> AbstractContextManager[Iterator[Any]]:
-        """Process batches ahead of the steps, and put them on the devices with full size."""
+        """Process, pad and place batches ahead of the steps that take them."""
         stages = self.stages
         if self.batch_size is not None:
             stages = (*stages, functools.partial(pad_batch, batch_size=self.batch_size))
@@ -452,15 +462,8 @@ class Trainer:
 def _not_finite_error(
     model: nnx.Module, step: int, loss: float, batches: tuple[Any, ...], skipped: int
 ) -> NotFiniteError:
-    """Return the error of a skipped step.
-
-    Args:
-        model: The model.
-        step: Number of the step.
-        loss: Loss of the step.
-        batches: Batches of the step, which are searched for ids outside their tables.
-        skipped: Number of steps skipped in a row, this one included.
-    """
+    """Return the error of a skipped step; its batches are searched for ids outside their tables."""
+    # A finite loss was skipped for its gradients; only a debugging optimizer knows which.
     subject = "a gradient is not finite" if np.isfinite(loss) else f"the loss is {loss}"
     where = f"{subject} at step {step}"
     if skipped > 1:

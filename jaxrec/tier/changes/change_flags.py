@@ -8,27 +8,22 @@ import numpy as np
 
 MAX_CONSUMERS = 64
 
-# Rows whose flags are searched together, and blocks that are searched at a time.
+# Number of rows of a block, and of blocks that are searched at a time.
 _BLOCK = 1 << 12
 _BLOCKS = 1 << 8
 
-# Number of added ids above which they are merged with those before.
+# Number of added ids above which they are merged with the earlier ones.
 _PENDING = 1 << 16
 
 
 class RowFlags:
-    """A bit for each row and consumer: whether the row changed since the consumer last asked.
-
-    Takes a byte a row for up to eight consumers. The system gives memory to rows that were marked.
-
-    Args:
-        num_rows: Number of rows.
-        num_consumers: Number of consumers.
-    """
+    """A bit for each row and consumer: whether the row changed since the consumer last asked."""
 
     def __init__(self, num_rows: int, num_consumers: int) -> None:
         self.num_rows = num_rows
         num_blocks = -(-num_rows // _BLOCK)
+        # A byte a row for up to eight consumers. `np.zeros` takes memory only for pages that are
+        # marked.
         self._flags = np.zeros((num_blocks, _BLOCK), flag_type(num_consumers))
         self._is_marked = np.zeros(num_blocks, np.bool_)
 
@@ -38,17 +33,13 @@ class RowFlags:
         return self._flags.nbytes + self._is_marked.nbytes
 
     def mark(self, rows: np.ndarray, bits: int | np.ndarray) -> None:
-        """Set bits of some rows.
-
-        Args:
-            rows: Row indices, ``[n]``; with repeats where all get the same bits.
-            bits: The bits, one number or ``[n]``.
-        """
+        """Set bits, one number or ``[n]``, of rows ``[n]``."""
+        # NumPy writes a repeated row once, which is right only if all get the same bits.
         self._flags.reshape(-1)[rows] |= np.asarray(bits, self._flags.dtype)
         self._is_marked[rows // _BLOCK] = True
 
     def rows(self, bit: int) -> np.ndarray:
-        """Return the rows with a bit in ascending order, int64."""
+        """Return the rows with a bit, int64, ascending."""
         found = [np.zeros(0, np.int64)]
         for blocks in self._marked_blocks():
             block, column = np.nonzero(self._flags[blocks] & self._flags.dtype.type(bit))
@@ -56,7 +47,7 @@ class RowFlags:
         return np.concatenate(found)
 
     def clear(self, bit: int) -> None:
-        """Take a bit from all rows."""
+        """Clear a bit of all rows."""
         kept = ~self._flags.dtype.type(bit)
         for blocks in self._marked_blocks():
             flags = self._flags[blocks] & kept
@@ -64,19 +55,21 @@ class RowFlags:
             self._is_marked[blocks] = flags.any(axis=1)
 
     def take(self, rows: np.ndarray) -> np.ndarray:
-        """Take all bits from distinct rows and return them, ``[n]``."""
+        """Clear all bits of distinct rows, and return them, ``[n]``."""
         flags = self._flags.reshape(-1)
         bits = flags[rows]
         flags[rows] = 0
         return bits
 
     def _marked_blocks(self) -> Iterator[np.ndarray]:
+        """Yield indices of blocks with marked rows, up to `_BLOCKS` at a time."""
+        # A table of a billion rows with few changes is not searched whole.
         blocks = np.flatnonzero(self._is_marked)
         return (blocks[start : start + _BLOCKS] for start in range(0, blocks.size, _BLOCKS))
 
 
 class IdFlags:
-    """The same for 64-bit ids, in memory that grows with the number of ids with a bit."""
+    """A bit for each 64-bit id and consumer, in memory that grows with the ids that have one."""
 
     def __init__(self, num_consumers: int) -> None:
         dtype = flag_type(num_consumers)
@@ -89,20 +82,21 @@ class IdFlags:
         return self._ids.size
 
     def mark(self, ids: np.ndarray, bits: int | np.ndarray) -> None:
-        """Set bits of some ids, ``[n]``; the bits are one number or ``[n]``."""
+        """Set bits, one number or ``[n]``, of ids ``[n]``."""
         flags = np.broadcast_to(np.asarray(bits, self._flags.dtype), ids.shape)
         self._added.append((ids[flags != 0], flags[flags != 0]))
         self._num_added += self._added[-1][0].size
+        # As many added as merged ids before the next sort: each id is sorted a few times in all.
         if self._num_added > max(_PENDING, self._ids.size):
             self._merge()
 
     def ids(self, bit: int) -> np.ndarray:
-        """Return the ids with a bit in ascending order, int64."""
+        """Return the ids with a bit, int64, ascending."""
         self._merge()
         return self._ids[self._flags & self._flags.dtype.type(bit) != 0]
 
     def clear(self, bit: int) -> None:
-        """Take a bit from all ids."""
+        """Clear a bit of all ids."""
         self._merge()
         self._flags &= ~self._flags.dtype.type(bit)
         is_kept = self._flags != 0

@@ -43,9 +43,9 @@ class ChangedRows:
     """Rows that changed.
 
     Attributes:
-        ids: Sorted distinct ids, int64 ``[n]``; an id from 2**63 up has its bits as int64.
-        rows: The rows as they are now, ``[n, embedding_dim]``; None: they were not asked for.
-        state: Their optimizer state by name, ``[n, ...]``; None: it was not asked for.
+        ids: Sorted distinct ids, int64 ``[n]``; an id of 2**63 or more has its bits as int64.
+        rows: The present rows, ``[n, embedding_dim]``; None: not requested.
+        state: Their optimizer state by name, ``[n, ...]``; None: not requested.
     """
 
     ids: np.ndarray
@@ -55,11 +55,11 @@ class ChangedRows:
 
 @dataclasses.dataclass(frozen=True)
 class TableChanges(ChangedRows):
-    """Changes of a table. ``ids``, ``rows`` and ``state`` are those of ids with a row.
+    """Changes of a table; ``ids``, ``rows`` and ``state`` are those of ids with a row.
 
     Attributes:
-        removed: Ids of an open vocabulary that lost their rows, sorted, int64 ``[m]``. The consumer
-            may never have got some of them.
+        removed: Ids of an open vocabulary that lost their rows, sorted, int64 ``[m]``. Some of them
+            may never have been among the consumer's changes.
         unknown: Changed rows that ids without a row of their own read
             (`jaxrec.tier.Dynamic.unknown`); its ``ids`` are row indices of the table.
     """
@@ -73,9 +73,10 @@ class HandOver:
     """Changes that a consumer takes over.
 
     Attributes:
-        ids: Changed ids by the path of the table's collection and its name.
-        position: Name that the consumer gave the state of the model in which the last hand-over
-            ended, and gives the present one; None: it gave none, or read changes otherwise since.
+        ids: Changed ids by the collection's path and the table's name.
+        position: Name of the model's state at the consumer's last hand-over. The consumer sets the
+            name of the present state for the next one. None: it set none, or has called `changes`
+            since.
     """
 
     ids: dict[tuple[str, str], ChangedIds]
@@ -85,32 +86,31 @@ class HandOver:
 class ChangeTracker(TierObserver):
     """Tracks which rows of which tables changed, for several consumers.
 
-    It works on the host with the ids of batches; the compiled step is not concerned. The ids are a
-    superset of those whose rows changed: the step of a batch may be skipped, and a gradient may be
-    zero. Frozen tables are left out. Memory is a byte for each row of a table with up to eight
-    consumers, and eight bytes more for each row of an open vocabulary.
+    It reads the ids of batches on the host; the compiled step does not change. The ids are a
+    superset of those whose rows changed: a batch's step may be skipped, and a gradient may be zero.
+    Frozen tables are left out. With up to eight consumers it takes a byte for each row of a table,
+    and eight bytes more for each row of an open vocabulary.
 
-    Batches do not show all changes. Record by `mark` which rows ``load_rows``, ``load_table`` or
-    `jaxrec.tier.import_rows` overwrote, that a loss reads a whole table, and that a checkpoint was
+    Batches do not show all changes. Call `mark` after ``load_rows``, ``load_table`` or
+    `jaxrec.tier.import_rows`, for a table that a loss reads whole, and after a checkpoint was
     restored into plain tables.
 
-    With several processes and tables on a mesh all of them call `changes`, `state` and
-    `load_state`, and each gets the changes by the batches of all.
+    With several processes and tables on a mesh, every process calls `changes`, `state` and
+    `load_state`, and gets the changes by the batches of all processes.
 
     Args:
-        model: The model. With open vocabularies its batches are recorded as `jaxrec.tier.ahead`
-            yields them; else by `watch` or `record`.
-        consumers: Names of the consumers, up to 64. Each begins with nothing to read.
-        ahead: Largest number of batches that are recorded while the step of an earlier one is not
-            yet dispatched, because something between the tracker and the step reads batches ahead.
-            The changes of the last ``ahead`` batches are given once more with the next ones, so
-            that none is lost. 0: each step follows its batch at once, as in a plain loop.
-            `jaxrec.train.Trainer` needs 4, twice the number of its stages and twice its
-            ``accumulate``.
+        model: The model. With open vocabularies, its batches are recorded when `jaxrec.tier.ahead`
+            yields them; otherwise by `watch` or `record`.
+        consumers: Names of the consumers, up to 64. Each begins without changes.
+        ahead: Largest number of batches that are recorded before the step of an earlier one is
+            dispatched, because a pipeline between the tracker and the step reads ahead. The changes
+            of the last ``ahead`` batches are returned once more with the next ones, so that none is
+            lost. 0: each step follows its batch at once, as in a plain loop. `jaxrec.train.Trainer`
+            needs 4, twice the number of its stages and twice its ``accumulate``.
 
     Raises:
         TypeError: The model has no tables, or gives rows to ids in its compiled step.
-        ValueError: A name is repeated, there is none, or there are too many; ``ahead`` is negative.
+        ValueError: Names are repeated, missing or too many, or ``ahead`` is negative.
 
     Example:
         >>> import jaxrec
@@ -144,6 +144,7 @@ class ChangeTracker(TierObserver):
         if self._tier is None:
             self._model = TrackedModel.of(model, None, len(self._bits))
             return
+        # Until the tracker observes the tier, no row may move between ids.
         with self._tier.settled(model):
             self._model = TrackedModel.of(model, self._tier, len(self._bits))
             self._tier.observers.add(self)
@@ -164,11 +165,7 @@ class ChangeTracker(TierObserver):
         return () if self._tier is None else self._tier.vocabularies
 
     def check_model(self, model: nnx.Module) -> None:
-        """Check that this tracks the changes of a model.
-
-        Raises:
-            ValueError: It tracks those of another one.
-        """
+        """Raise a ValueError if this tracks the changes of another model."""
         found = {
             path: module.configs
             for path, module in tapped_modules(model).items()
@@ -186,9 +183,9 @@ class ChangeTracker(TierObserver):
     def watch(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Iterate over host batches and record each before it is yielded.
 
-        Iterate over this in the loop that trains, with nothing between that reads ahead, or give
-        the tracker ``ahead``. The batches of a model with open vocabularies, which
-        `jaxrec.tier.ahead` yields, pass through.
+        Iterate over this in the training loop itself, or give the tracker ``ahead`` if a pipeline
+        between them reads ahead. With open vocabularies `jaxrec.tier.ahead` records the batches,
+        which pass through here.
 
         Args:
             batches: The batches.
@@ -202,7 +199,7 @@ class ChangeTracker(TierObserver):
             yield batch
 
     def record(self, batch: Any) -> None:
-        """Record the rows that a training step with a batch changes, before the step.
+        """Record the rows that a batch's training step changes; call it before the step.
 
         Args:
             batch: A pytree with `KeyedJaggedArray`s on the host. Keys that no table reads are
@@ -225,7 +222,7 @@ class ChangeTracker(TierObserver):
         Args:
             table: Name of the table, one of `tables`, or a frozen one, whose marks
                 `jaxrec.tier.publish` reads.
-            ids: The ids whose rows changed, as for ``collection.rows``; None: those of all rows.
+            ids: The ids whose rows changed, as for ``collection.rows``; None: all ids.
 
         Raises:
             KeyError: No tracked table has that name.
@@ -250,6 +247,7 @@ class ChangeTracker(TierObserver):
                     "ChangeTracker reads ids on the host, but the batch is on a device; give it "
                     "the batch as it was before shard_batch or put_batch"
                 )
+        # All ids are read before the lock is taken, which the training thread may wait for.
         marks = [
             (table, segment.ids)
             for segment in HostBatch.of(batch).segments
@@ -258,6 +256,8 @@ class ChangeTracker(TierObserver):
         with self._lock:
             for table, rows in marks:
                 table.mark(rows, self._all_bits)
+            # A batch that is read ahead of its step would be cleared before the step changes its
+            # rows, so that the marks of the last batches are kept to be set again.
             self._recent.append(marks)
 
     def taken(self, batch: Any) -> None:
@@ -281,19 +281,19 @@ class ChangeTracker(TierObserver):
     def changes(
         self, consumer: str, *, with_rows: bool = False, with_state: bool = False
     ) -> dict[str, TableChanges]:
-        """Return what changed since a consumer last asked, and move its position.
+        """Return a consumer's changes since its last call, which then count as read.
 
-        Call it in the thread that trains, when the step of the last batch is dispatched. If it
-        raises, the consumer's position stays.
+        Call it in the training thread, after the step of the last batch is dispatched. If it
+        raises, no change counts as read.
 
         Args:
             consumer: Name of the consumer.
-            with_rows: Whether the rows are read too. They are in host memory at once; to read them
-                in parts give some of the ids to ``collection.rows``.
+            with_rows: Whether the rows are read too, all at once into host memory. To read them in
+                parts, pass some of the ids to ``collection.rows``.
             with_state: Whether their optimizer state is read too.
 
         Returns:
-            The changes of each of `tables`.
+            The changes by table, for each of `tables`.
 
         Raises:
             KeyError: There is no such consumer.
@@ -310,10 +310,10 @@ class ChangeTracker(TierObserver):
 
     @contextlib.contextmanager
     def hand_over(self, consumer: str) -> Iterator[HandOver]:
-        """Give a consumer the ids that changed; if the block raises, they are not read.
+        """Yield a consumer's changed ids, which count as read unless the block raises.
 
-        The block may set `HandOver.position`, to be found by the next one. Frozen tables are among
-        the tables. Call it where `changes` may be called.
+        The block may set `HandOver.position` for the next one to find. Frozen tables are among the
+        tables. Call it where `changes` may be called.
 
         Raises:
             KeyError: There is no such consumer.
@@ -327,6 +327,7 @@ class ChangeTracker(TierObserver):
         handed_over = HandOver(ids, position := self._positions.pop(consumer, None))
         try:
             yield handed_over
+        # Marks of batches recorded during the block stay; these are added to them.
         except BaseException:
             with self._lock:
                 for table, each in changed:
@@ -338,6 +339,7 @@ class ChangeTracker(TierObserver):
             self._positions[consumer] = handed_over.position
 
     def _clear(self, bit: int, tables: Iterable[TrackedTable]) -> None:
+        """Clear a bit of tables, but not of the batches whose steps may be still to come."""
         for table in tables:
             table.clear(bit)
         for marks in self._recent:
@@ -374,7 +376,7 @@ class ChangeTracker(TierObserver):
     # State, for checkpoints.
 
     def state(self) -> dict[str, dict[str, dict[str, np.ndarray]]]:
-        """Return what each consumer has not read: arrays by consumer, table and kind."""
+        """Return the unread changes: arrays by consumer, table and field."""
         with self._lock:
             return {
                 consumer: {
@@ -385,10 +387,10 @@ class ChangeTracker(TierObserver):
             }
 
     def load_state(self, state: Mapping[str, Mapping[str, Mapping[str, np.ndarray]]]) -> None:
-        """Take over what `state` returned, in the place of all changes recorded so far.
+        """Replace all recorded changes by a `state`.
 
-        Consumers and tables that are not in the state have nothing to read; those that are in the
-        state alone are ignored.
+        Consumers and tables that the state lacks have no changes. Consumers and tables that only
+        the state has are ignored.
         """
         with self._lock:
             self._recent.clear()

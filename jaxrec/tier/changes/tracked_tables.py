@@ -23,12 +23,9 @@ from jaxrec.tier.vocabulary.vocabulary import Assignment, Vocabulary
 
 @dataclasses.dataclass(frozen=True)
 class ChangedIds:
-    """Ids of a table that changed, each sorted and distinct, int64.
+    """Ids of a table that changed, lost their rows, and indices of changed rows of unknown ids.
 
-    Attributes:
-        ids: Ids whose rows changed.
-        removed: Ids that lost their rows.
-        unknown: Indices of changed rows that ids without a row of their own read.
+    Each array is sorted, distinct and int64.
     """
 
     ids: np.ndarray
@@ -37,20 +34,14 @@ class ChangedIds:
 
 
 class TrackedTable:
-    """The changes of a plain table, whose ids are its row indices.
-
-    Args:
-        collection: Path of the table's collection.
-        config: The table.
-        num_consumers: Number of consumers.
-    """
+    """The changes of a plain table, whose ids are its row indices."""
 
     def __init__(self, collection: str, config: TableConfig, num_consumers: int) -> None:
         self.collection, self.config = collection, config
         self.flags = RowFlags(config.num_embeddings, num_consumers)
 
     def mark(self, rows: np.ndarray, bits: int) -> None:
-        """Record changes of rows, with repeats; indices outside the table are skipped."""
+        """Record changes of rows, which may repeat; indices outside the table are skipped."""
         if rows.size and (rows.min() < 0 or rows.max() >= self.flags.num_rows):
             rows = rows[(rows >= 0) & (rows < self.flags.num_rows)]
         self.flags.mark(rows, bits)
@@ -69,20 +60,15 @@ class TrackedTable:
         self.flags.clear(bit)
 
     def load(self, changed: ChangedIds, bit: int) -> None:
-        """Record the changes that `changes` returned."""
+        """Record changes that `changes` returned."""
         self.mark(changed.ids, bit)
 
 
 class TrackedOpenTable(TrackedTable):
-    """The changes of a table with an open vocabulary, whose rows come and go.
+    """The changes of a table with an open vocabulary, whose rows move between ids.
 
-    Args:
-        collection: Path of the table's collection.
-        config: The table.
-        num_consumers: Number of consumers.
-        of: The vocabulary.
-        ids_of_rows: The id of each row, int64 ``[num_embeddings]``, -1 where it has none; the
-            tables of a vocabulary share the array.
+    ``ids_of_rows``, int64 ``[num_embeddings]``, has each row's id, -1 where it has none; the tables
+    of a vocabulary share it.
     """
 
     def __init__(
@@ -96,18 +82,20 @@ class TrackedOpenTable(TrackedTable):
         super().__init__(collection, config, num_consumers)
         self._unknown = of.vocabulary.settings.unknown
         self._has_store, self._ids_of_rows = of.transfer is not None, ids_of_rows
-        # Changed ids without a row in the table: their rows are in the store, or lost.
+        # Changed ids without a row in the table: their rows are in the store or lost.
         self._gone = IdFlags(num_consumers)
 
     def move(self, assignment: Assignment, bits: int) -> None:
-        """Record rows that were evicted and given to other ids, before the ids of rows change."""
+        """Record evictions and new ids of rows, before ``ids_of_rows`` changes."""
         rows = assignment.evicted_rows
+        # Flags are of rows, so that they must leave a row together with its id. With a store only
+        # changed rows are news; without one, each evicted id has lost its row.
         changed = self.flags.take(rows)
         self.mark_gone(assignment.evicted_ids, changed if self._has_store else bits)
         self.flags.mark(assignment.new_rows, bits)
 
     def mark_gone(self, ids: np.ndarray, bits: int | np.ndarray) -> None:
-        """Record changes of ids whose rows are in the store, or lost."""
+        """Record changes of ids whose rows are in the store or lost."""
         self._gone.mark(ids, bits)
 
     def mark_all(self, bits: int) -> None:
@@ -139,13 +127,9 @@ class TrackedOpenTable(TrackedTable):
 
 @dataclasses.dataclass(frozen=True)
 class TrackedVocabulary:
-    """The ids that the rows of a vocabulary's tables have now, and these tables.
+    """A vocabulary and its tables; ``ids_of_rows``, int64 ``[rows]``, is -1 where a row has no id.
 
-    Attributes:
-        vocabulary: The vocabulary; what it has may be ahead of the tables.
-        has_store: Whether evicted rows are kept.
-        ids_of_rows: The id of each row, int64 ``[rows]``, -1 where it has none.
-        tables: The tables.
+    The vocabulary's map may be ahead of ``ids_of_rows``, which follows the tables.
     """
 
     vocabulary: Vocabulary
@@ -154,14 +138,16 @@ class TrackedVocabulary:
     tables: tuple[TrackedOpenTable, ...]
 
     def move(self, assignment: Assignment, bits: int) -> None:
-        """Record rows that were evicted and given to other ids."""
+        """Record evictions and new ids of rows."""
         for table in self.tables:
             table.move(assignment, bits)
         self.ids_of_rows[assignment.evicted_rows] = RESERVED
         self.ids_of_rows[assignment.new_rows] = assignment.new_ids
 
     def restore(self, bits: int) -> None:
-        """Record that all may have changed, after the vocabulary took the ids of a checkpoint."""
+        """Record that everything may have changed, after a checkpoint's ids were loaded."""
+        # Ids that the checkpoint does not have have lost their rows, so that the old ids count as
+        # changed, too.
         old_ids = self.ids_of_rows[self.ids_of_rows != RESERVED]
         self.read_ids()
         for table in self.tables:
@@ -169,7 +155,7 @@ class TrackedVocabulary:
             table.mark_all(bits)
 
     def read_ids(self) -> None:
-        """Take the ids of rows from the vocabulary, when the tables agree with it."""
+        """Copy the ids of rows from the vocabulary, when the tables agree with it."""
         ids, rows = self.vocabulary.map.items()
         self.ids_of_rows[:] = RESERVED
         self.ids_of_rows[rows] = ids
@@ -177,14 +163,10 @@ class TrackedVocabulary:
 
 @dataclasses.dataclass(frozen=True)
 class TrackedModel:
-    """The tables of a model.
+    """The tables of a model, by name, or by path and name if several have one name.
 
-    Attributes:
-        collections: Its collections by path.
-        tables: The trained tables by name, or by path and name where several have one name.
-        all_tables: The trained tables and the frozen ones, likewise.
-        vocabularies: The vocabularies of the model's `Tier`, in its order.
-        readers: The tables that read each feature.
+    ``tables`` are the trained ones, ``all_tables`` also the frozen ones; ``readers`` has the tables
+    that read each feature.
     """
 
     collections: dict[str, Collection]

@@ -1,1 +1,1 @@
-"""Versions of a model in a folder, each after the first as the changes since the one before."""
+"""Versions of a model in a folder: full ones, and the changes since the version before."""

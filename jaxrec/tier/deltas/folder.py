@@ -1,8 +1,8 @@
 """The folder of versions: on a disk, or in an object store that PyArrow reaches.
 
 A version is a folder of files and a manifest beside it, both named after its number and a random
-token. The manifest is moved to its name last, so that a version is whole or not there. Folders
-without a manifest are what killed publishers left.
+token. The manifest is moved to its name last, so that a version is whole or not there. A killed
+publisher leaves a folder without a manifest.
 """
 
 from __future__ import annotations
@@ -36,12 +36,7 @@ class VersionError(ValueError):
 
 @dataclasses.dataclass(frozen=True, order=True)
 class VersionName:
-    """Name of a version.
-
-    Attributes:
-        version: Its number.
-        token: Its token.
-    """
+    """Number and random token of a version, which name its files."""
 
     version: int
     token: str
@@ -50,22 +45,15 @@ class VersionName:
         return f"{self.version:012d}-{self.token}"
 
 
-# Versions that lead to another one, in order, and whether each is taken as a full one.
+# The versions to take over, in order, and whether each is taken as a full one.
 Chain: TypeAlias = list[tuple[VersionName, bool]]
 
 
 class VersionFolder:
-    """A folder of versions.
+    """A folder of versions: a path, or a URL of `pyarrow.fs.FileSystem.from_uri`.
 
-    Where a file is damaged or was removed, methods that read raise a `VersionError`; where the
-    folder cannot be read or written, methods raise an OSError.
-
-    Args:
-        url: A path, ``file:///data/versions``, or a URL of `pyarrow.fs.FileSystem.from_uri` such as
-            ``s3://bucket/versions`` and ``gs://bucket/versions``.
-
-    Raises:
-        ValueError: No file system has that URL.
+    Methods raise a `VersionError` if a file is damaged or was removed, and an OSError if the folder
+    cannot be read or written.
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
@@ -100,7 +88,7 @@ class VersionFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other publishers of this machine from a folder on a disk."""
+        """Exclude other publishers of this machine, if the folder is on a disk."""
         with contextlib.nullcontext() if self.local is None else locked(self.local):
             yield
 
@@ -167,9 +155,9 @@ class VersionFolder:
     # Writing.
 
     def begin(self, name: VersionName) -> None:
-        """Make the folder of a version, and remove those that killed publishers left."""
-        # The random token keeps two publishers, where a folder has no lock, out of one another's
-        # files; what has no manifest cannot be a version that somebody reads.
+        """Make a version's folder, and remove the folders that killed publishers left."""
+        # Object stores have no locks: random tokens keep two publishers out of each other's files.
+        # Readers start from manifests, so that a folder without one is never read.
         complete = set(self.names())
         for other, path in self._entries():
             if other not in complete:
@@ -179,18 +167,14 @@ class VersionFolder:
 
     @contextlib.contextmanager
     def writing(self, path: str) -> Iterator[CheckedStream]:
-        """Write a file of a version whose folder is there.
-
-        Args:
-            path: Its path in this folder.
-        """
+        """Write a file of a version whose folder exists; ``path`` is relative to this folder."""
         with self._files.open_output_stream(self._at(path), compression=None) as stream:
             yield CheckedStream(stream)
         if self.local is not None:
             sync(self.local / path)
 
     def commit(self, name: VersionName, manifest: Manifest) -> None:
-        """Make a version appear, whole."""
+        """Make a version appear, complete."""
         unfinished = f"{name}/manifest{_MANIFEST}"
         with self.writing(unfinished) as stream:
             stream.write(manifest.to_json())
@@ -201,14 +185,15 @@ class VersionFolder:
             sync(self.local)
 
     def remove_before(self, version: int) -> None:
-        """Remove the versions before one, their manifests first."""
+        """Remove the versions before a number."""
         for name in self.names():
             if name.version < version:
+                # Manifests first: a version without all of its files must not be found.
                 self._files.delete_file(self._at(f"{name}{_MANIFEST}"))
                 self._files.delete_dir(self._at(str(name)))
 
     def _entries(self) -> list[tuple[VersionName, str]]:
-        """Return the versions' manifests and folders by their path in this folder."""
+        """Return the names and paths of the versions' manifests and folders."""
         selector = pafs.FileSelector(self._path, allow_not_found=True)
         entries = []
         for info in self._files.get_file_info(selector):
@@ -223,11 +208,7 @@ class VersionFolder:
 
 
 class Follower:
-    """What follows the versions of a folder, each after the one before or from a full one on.
-
-    Args:
-        url: The folder, as for `VersionFolder`.
-    """
+    """Follows the versions of a folder, by deltas or from a full version on."""
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
         self._folder = VersionFolder(url)
@@ -239,13 +220,13 @@ class Follower:
         return 0 if self._name is None else self._name.version
 
     def _chains(self, names: Sequence[VersionName]) -> Iterator[Chain]:
-        """Yield ways to the newest version: by deltas, then from each full version, newest first.
+        """Yield chains to the newest version: by deltas, then from each full version, newest first.
 
-        Each is from the version that is reached when the way before turned out to be damaged.
+        Each chain begins at the version that was reached when the chain before it failed.
         """
         if newer := [name for name in names if 0 < self.version < name.version]:
             yield [(name, False) for name in newer]
-        # Without its version there, any can be the first: the folder may be another one.
+        # If its version is gone, any full one can be the first: the folder may be a new one.
         after = self.version if self._name in names else 0
         for index in reversed(range(len(names))):
             if names[index].version <= after:
@@ -257,15 +238,10 @@ class Follower:
     def _read_version(
         self, name: VersionName, is_full: bool, before: str
     ) -> tuple[Manifest, Files]:
-        """Return a version's manifest, and the files of its tables that lead to it.
+        """Return a version's manifest and its files, of all rows if ``is_full``, else of the delta.
 
-        Args:
-            name: The version.
-            is_full: Whether it is taken as a full one.
-            before: Token of the version before.
-
-        Raises:
-            VersionError: It is damaged, or does not follow that version.
+        ``before`` is the token of the version before. A VersionError is raised if the version is
+        damaged or does not follow that one.
         """
         manifest = self._folder.read_manifest(name)
         files = manifest.full if is_full else manifest.delta
@@ -277,7 +253,7 @@ class Follower:
         return manifest, files
 
     def _no_way(self, damage: VersionError | None) -> VersionError:
-        """Return the error where no way leads to the newest version."""
+        """Return the error if no chain leads to the newest version."""
         return VersionError(
             f"{damage or f'{self._folder}: there is no full version to begin with'}; publish a "
             "full version, by jaxrec.tier.publish with full_every=1"
@@ -285,7 +261,7 @@ class Follower:
 
 
 def _without_user(url: str) -> str:
-    """Return a URL without what may be a password."""
+    """Return a URL without its user, password and options."""
     scheme, separator, rest = url.partition("://")
     place, mark, _ = rest.partition("?")
     _, at, place = place.rpartition("@")

@@ -10,28 +10,28 @@ from jaxrec.files.manifest import seal, unseal
 
 FORMAT = "jaxrec version 1"
 
-# Contents of a table's file: its rows, the ids that lost theirs, the rows that unknown ids read.
+# Contents of a table's file: rows by id, ids that lost their rows, and rows that unknown ids read.
 ROWS, REMOVED, UNKNOWN = "rows", "removed", "unknown"
 
-# Half of a random key.
+# Half of a random key's data.
 _Word = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
 class TableFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A table as its readers need it.
+    """Description of a table for its readers.
 
     Attributes:
-        num_embeddings: Number of rows; of ids, if the vocabulary is fixed.
+        num_embeddings: Number of rows; with a fixed vocabulary, the number of ids.
         embedding_dim: Number of columns.
         dtype: Type of the rows, such as "float32".
-        is_open: Whether ids are any 64-bit integers, which get and lose rows; otherwise they are
-            0 to ``num_embeddings`` - 1.
+        is_open: Whether any 64-bit integers are ids, which get and lose rows; otherwise ids are 0
+            to ``num_embeddings`` - 1.
         unknown: Rows that ids without a row read: "zeros", "default" or "shared", and their number;
-            ("none", 0) where each id has a row.
-        seed: Data of the random key of the first values of ids that a full version leaves out
-            (`jaxrec.tier.Cached`); None: it has all ids. A number: an earlier jaxrec published
-            them, by which they begin in another way.
-        initializer: Initializer of these values, if it has a name.
+            ("none", 0) if each id has a row.
+        seed: Data of the random key for first values of ids that a full version leaves out
+            (`jaxrec.tier.Cached`); None: a full version has all ids. An int is the seed of an
+            earlier jaxrec, whose first values differ.
+        initializer: Name of the initializer of these values; empty for a function.
         state: Type and width of each array of the optimizer state; None: it is not published.
     """
 
@@ -46,14 +46,7 @@ class TableFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of a version.
-
-    Attributes:
-        name: Its path in the folder of versions.
-        bytes: Its size.
-        crc32: Its checksum.
-        rows: Number of rows in it.
-    """
+    """A file of a version; ``name`` is its path in the folder of versions."""
 
     name: str
     bytes: int
@@ -62,7 +55,7 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Files = dict[str, dict[str, File]]
-"""Files by table and by what they hold; a table without any does not change."""
+"""Files by table and content (`ROWS`, `REMOVED`, `UNKNOWN`); tables without files do not change."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,18 +63,18 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         version: Its number, from 1.
-        token: A random text that no other version has.
+        token: Random text that identifies this version.
         step: Number of training steps, if the publisher gave it.
         seconds: Time of publication, in seconds since 1970.
-        tables: The tables, by the path of their collection and their name.
+        tables: The tables, by "collection path/table name".
         dense: File of the variables outside the tables.
-        delta: Changes since the version before; None: they are not known.
+        delta: Changes since the version before; None: unknown.
         base: Token of the version before, which ``delta`` follows.
-        full: All rows; None: this version has changes alone.
+        full: All rows; None: this version has only changes.
         full_versions: Numbers of the full versions that are kept, ascending.
         delta_bytes: Bytes of the deltas since the last full version.
         full_bytes: Bytes of the tables of that version.
-        deltas: Number of the deltas since that version.
+        deltas: Number of deltas since that version.
     """
 
     version: int
@@ -99,12 +92,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deltas: int
 
     def to_json(self) -> bytes:
-        """Return the content of the file, which holds its own checksum."""
+        """Return the content of the file, which holds a checksum of itself."""
         return seal({"format": FORMAT, **msgspec.to_builtins(self)})
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
-        """Read the content of the file."""
+        """Read the content of the file; raise a ValueError if it is not a manifest."""
         try:
             manifest = msgspec.convert(unseal(text, FORMAT), cls)
         except (TypeError, RecursionError, msgspec.MsgspecError) as error:
@@ -118,13 +111,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.version:012d}-{self.token}"
 
     def check(self) -> None:
-        """Raise a ValueError where an entry cannot be that of a version."""
+        """Raise a ValueError if an entry cannot be that of a version."""
         files = [self.dense]
         for of_kind in (self.delta, self.full):
             for table, of_table in (of_kind or {}).items():
                 if table not in self.tables:
                     raise ValueError(f"it has files of table {table!r}, which is not listed")
                 files += of_table.values()
+        # A folder from elsewhere must not make a reader open files outside of it.
         for file in files:
             folder, _, name = file.name.partition("/")
             if folder != self.folder or "/" in name or "\0" in name or name in ("", ".", ".."):

@@ -1,4 +1,4 @@
-"""Publishing a model: versions in a folder, which copies of the model take over."""
+"""Publishing a model as versions in a folder, from which copies of it are updated."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class PublishedVersion:
 
     Attributes:
         version: Its number, from 1.
-        is_full: Whether it has all rows, for copies that begin.
+        is_full: Whether it has all rows, so that a new copy can begin with it.
         is_delta: Whether it has the changes since the version before.
         rows: Number of rows that changed, over all tables; 0 without a delta.
-        removed: Number of ids that lost their rows since the version before, likewise.
+        removed: Number of ids that lost their rows, over all tables; 0 without a delta.
         bytes: Bytes of all its files.
     """
 
@@ -62,19 +62,19 @@ def publish(
 ) -> PublishedVersion:
     """Publish a model as the next version of a folder, for copies that serve.
 
-    The first version is full: it has all rows. Each later one has what changed since the one
-    before, by the tracker: rows by id, ids that lost their rows (tombstones), the rows that ids
-    without one of their own read, and always all other variables of the model. Copies take the
-    versions over by `Subscriber`, and are then equal to the model bit for bit.
+    The first version is full: it has all rows. Each later version has the changes that the tracker
+    recorded since the one before: rows by id, ids that lost their rows (tombstones), and rows that
+    ids without a row of their own read. Every version has all variables outside the tables. A
+    `Subscriber` brings a copy to a version, and the copy is then equal to the model bit for bit.
 
-    A version appears when it is whole. If publishing fails, or the process is killed, the folder
-    has the versions before, and the next version has all changes since these. The first version of
-    each run is full, and so is every version without a tracker, after other publishers, and after
-    the tables changed their form.
+    A version appears when it is complete. If publishing fails or the process is killed, the folder
+    keeps the earlier versions, and the next version has all changes since these. A version is also
+    full if it is the first of a run, if there is no tracker, or after another publisher's version
+    or a change of the tables' shapes.
 
-    Call it in the thread that trains, between two steps. It reads rows in parts, so that memory
-    does not grow with the tables. With several processes all of them call it, and process 0 writes.
-    A folder has one publisher at a time.
+    Call it in the training thread, between two steps. It reads rows in parts, so that memory does
+    not grow with the tables. Every process calls it, and process 0 writes. A folder has one
+    publisher at a time.
 
     Args:
         model: The model: plain, over a mesh, with open vocabularies or caches.
@@ -86,10 +86,11 @@ def publish(
         with_state: Whether the optimizer state of rows is published too, for copies that train.
         step: Number of training steps, for readers.
         full_every: Number of versions from one full version to the next. None: the next is full
-            when the deltas since the last full version have as many bytes as it, so that a new copy
-            reads at most about twice the tables, and publishing writes at most twice the deltas.
-        keep: Number of full versions that are kept, with all versions after them. Older versions
-            are removed.
+            when the deltas since the last full version have as many bytes as that version. A new
+            copy then reads at most about twice the tables, and publishing writes at most twice the
+            deltas.
+        keep: Number of full versions to keep, with all versions after the oldest of them. Older
+            versions are removed.
 
     Returns:
         The published version.
@@ -100,7 +101,7 @@ def publish(
             model's.
         KeyError: The tracker has no such consumer.
         BlockingIOError: Another process publishes to the folder.
-        OSError: The folder cannot be read or written; the changes are in the next version.
+        OSError: The folder cannot be read or written; the next version has the changes.
 
     Example:
         >>> import jaxrec, tempfile
@@ -126,6 +127,8 @@ def publish(
     folder, tables, tier = VersionFolder(url), published_tables(model), tier_of(model)
     facts = {name: _facts(table, with_state) for name, table in tables.items()}
     with contextlib.ExitStack() as stack:
+        # Lock, settle, then take the changes: errors up to here must leave the changes unread, and
+        # rows must not move while they are read.
         on_process_zero(lambda: stack.enter_context(folder.locked()))
         if tier is not None:
             stack.enter_context(tier.settled(model))
@@ -167,26 +170,23 @@ def publish(
             )
             folder.commit(plan.name, manifest)
             if plan.is_full:
-                # The version is there: what cannot be removed now is removed with the next ones.
+                # The new version is complete: old versions that cannot be removed now are removed
+                # with later ones.
                 with contextlib.suppress(OSError):
                     folder.remove_before(manifest.full_versions[0])
             return dataclasses.asdict(_summary(manifest))
 
         version = PublishedVersion(**on_process_zero(commit))
         if changes is not None:
+            # Only after the commit. If the block raises before, the hand-over gives the changes
+            # back.
             changes.position = plan.token
     return version
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Plan of the next version, and the totals of the versions before it.
-
-    Attributes:
-        version, token, base: As in its `Manifest`; ``base`` is None without a delta.
-        is_full: Whether it is full.
-        full_versions, delta_bytes, full_bytes, deltas: As in the `Manifest` before.
-    """
+    """Plan of the next version, and totals of the `Manifest` before it."""
 
     version: int
     token: str
@@ -208,7 +208,7 @@ def _plan(
     facts: dict[str, TableFacts],
     full_every: int | None,
 ) -> dict[str, Any]:
-    """Decide what the next version is, and make its folder; return the fields of `_Plan`."""
+    """Plan the next version and make its folder; return the fields of `_Plan`."""
     names = folder.names()
     newest: Manifest | None = None
     if names:
@@ -218,6 +218,8 @@ def _plan(
     version, token = (names[-1].version if names else 0) + 1, secrets.token_hex(8)
     plan = _Plan(version, token, None, True, [], 0, 0, 0)
     if newest is not None:
+        # Another publisher, or an earlier run, wrote the newest version if its token is not the one
+        # at which this run's last changes ended.
         follows = position == newest.token and newest.tables == facts
         is_due = (
             newest.delta_bytes >= newest.full_bytes

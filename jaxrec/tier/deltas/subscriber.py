@@ -1,4 +1,4 @@
-"""Copies of a model that take over its versions."""
+"""Copies of a model that follow its published versions."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from jaxrec.tier.deltas.manifest import (
 from jaxrec.tier.deltas.tables import PublishedTable, published_tables
 from jaxrec.tier.planning.tier import tier_of
 
-# Errors that processes agree on, the special ones first.
+# Errors that all processes raise alike, special ones first: a VersionError is a ValueError.
 _KINDS = (VersionError, OSError, ValueError)
 
 
 class Subscriber(Follower):
-    """Takes over the versions that `publish` wrote, into a copy of the model.
+    """Brings a copy of a model to the versions that `publish` wrote.
 
-    The copy is made as the model was. Its tables may lie elsewhere: on one device or any mesh, in
-    a cache (`jaxrec.tier.Cached`) or whole, with or without a store of evicted rows. A copy with
-    an open vocabulary and no store has room for all ids of the model.
+    Make the copy as the model was made. Its tables may be placed otherwise: on one device or any
+    mesh, in a cache (`jaxrec.tier.Cached`) or whole, with or without a store of evicted rows. A
+    copy with an open vocabulary and no store needs room for all ids of the model.
 
-    After `update` the copy is equal to the model when it was published, bit for bit: each id reads
-    the same row, ids that lost their rows read what unknown ids read, and all other variables are
-    the same. The optimizer state of rows is taken over where it is asked for; else rows that are
-    new to an open vocabulary have a fresh state, and others keep theirs.
+    After `update` the copy equals the published model bit for bit: each id reads the same row, ids
+    that lost their rows read what unknown ids read, and all other variables are the same. The
+    optimizer state of rows is loaded if ``with_state``; otherwise rows that are new to an open
+    vocabulary get a fresh state, and others keep theirs.
 
     Args:
         copy: The copy.
         url: The folder of the versions, as for `publish`.
-        with_state: Whether the optimizer state of rows is taken over.
+        with_state: Whether the optimizer state of rows is loaded.
 
     Attributes:
-        step: Number of training steps of that version, if its publisher gave it.
+        step: Number of training steps of the copy's version, if its publisher gave it.
 
     Raises:
         TypeError: The copy is no Flax module.
@@ -81,11 +81,11 @@ class Subscriber(Follower):
 
     @property
     def copy(self) -> nnx.Module:
-        """The copy that takes over versions."""
+        """The copy that is brought to new versions."""
         return self._copy
 
     def has_new(self) -> bool:
-        """Return whether there is a version that the copy is not; nothing is read but names.
+        """Return whether the folder's newest version is another than the copy's; reads names only.
 
         Raises:
             OSError: The folder cannot be read.
@@ -95,13 +95,11 @@ class Subscriber(Follower):
 
     @contextlib.contextmanager
     def into(self, staged: nnx.Module) -> Iterator[None]:
-        """Let `update` change another copy, which has the version of the copy, in a context.
+        """Let `update` change another copy, ``staged``, within this context.
 
-        For a copy that other threads read: its variables are replaced by those of the other copy
-        before the context ends. If an error ends it, the version is the one before.
-
-        Args:
-            staged: The other copy.
+        For a copy that other threads read. ``staged`` is at the copy's version, and the caller
+        replaces the copy's variables by those of ``staged`` before the context ends. If the block
+        raises, the version is the one before.
         """
         before = self._copy, self._name, self.step
         self._copy = staged
@@ -116,21 +114,20 @@ class Subscriber(Follower):
     def update(self) -> int:
         """Bring the copy to the newest version.
 
-        Versions are taken over in order, each after all its files are compared with their
-        checksums. If a version is missing or damaged, the next full version takes its place. Call
-        it in the thread that uses the copy, between two batches; with several processes in each of
-        them: each reads the files.
+        Versions are loaded in order, each after all its files are compared with their checksums. If
+        a version is missing or damaged, the next full version takes its place. Call it in the
+        thread that uses the copy, between two batches. Every process calls it and reads the files.
 
         Returns:
-            The number of versions that were taken over; 0 if there is no new one.
+            The number of versions that were loaded; 0 if there is no new one.
 
         Raises:
-            VersionError: A version is damaged or missing, and no full one takes its place. The
-                copy stays at the last version that was whole. Only where a file was removed while
-                it was read, the copy holds rows of two versions until an `update` succeeds.
+            VersionError: A version is damaged or missing, and no full one takes its place. The copy
+                stays at the last whole version. Only if a file was removed while it was read does
+                the copy have rows of two versions, until an `update` succeeds.
             ValueError: A version is of another model, or does not fit the copy.
             OSError: A file cannot be read. If that is in the middle of a version, the next `update`
-                takes the version over again.
+                loads the version again.
             RuntimeError: A training loop over the copy has planned batches with rows of ids that
                 lost theirs.
         """
@@ -163,13 +160,14 @@ class Subscriber(Follower):
                     count += 1
                 return count
             except VersionError as error:
+                # The first damage is the cause; later chains may be incomplete because of it.
                 damage = damage or error
                 if chain[0][1] and self._name != reached:
                     break  # it is newer than all other full versions
         raise self._no_way(damage)
 
     def _take_over(self, name: VersionName, is_full: bool) -> None:
-        """Check a version, and bring the copy from the version before, or from any, to it."""
+        """Check a version and load it, from the version before or, if it is full, from any."""
         with contextlib.ExitStack() as stack:
             tier = tier_of(self._copy)
             if tier is not None:
@@ -187,8 +185,9 @@ class Subscriber(Follower):
                 for table_name, table in tables.items():
                     self._load(table, files.get(table_name, {}), facts[table_name], is_full)
             except VersionError as error:
-                # Removed since it was checked. The other processes are at other rows by now, and
-                # cannot begin another version together with this one.
+                # A file was removed since it was checked. The other processes are at other rows by
+                # now and cannot begin another version together with this one, so that the error is
+                # not a VersionError.
                 if jax.process_count() > 1:
                     raise OSError(str(error)) from error
                 raise
@@ -201,9 +200,13 @@ class Subscriber(Follower):
     def _load(
         self, table: PublishedTable, files: dict[str, File], facts: TableFacts, is_full: bool
     ) -> None:
+        # A full version of a plain table has all of its rows; the other tables first drop the ids
+        # that it leaves out.
         if is_full and (facts.is_open or facts.seed is not None):
             assert not isinstance(facts.seed, int)  # `_check_tables` refuses it
             table.forget_others(self._ids(files.get(ROWS)), facts.seed)
+        # Before the rows are written: a copy without a store needs the room of removed ids for new
+        # ones.
         table.forget(self._ids(files.get(REMOVED)))
         for ids, values in self._rows(files.get(ROWS), table):
             table.write(ids, values)
@@ -213,6 +216,8 @@ class Subscriber(Follower):
     def _checked(
         self, name: VersionName, is_full: bool, tables: dict[str, PublishedTable]
     ) -> _Incoming:
+        # All checks come before the first row is written: a copy that serves must never be half of
+        # a damaged version.
         manifest, files = self._read_version(name, is_full, self._token)
         _check_tables(tables, manifest.tables, self._with_state)
         for of_table in files.values():
@@ -246,7 +251,7 @@ class Subscriber(Follower):
                 yield from read_rows(source, table.shapes(self._with_state))
 
     def _ids(self, file: File | None) -> np.ndarray:
-        """Return all ids of a file; none without a file."""
+        """Return all ids of a file, int64 ``[n]``; empty without a file."""
         if file is None:
             return np.zeros(0, np.int64)
         with self._folder.reading(file) as source:
@@ -254,7 +259,7 @@ class Subscriber(Follower):
             return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def _check_ids(self, file: File, kind: str, facts: TableFacts) -> None:
-        """Raise a VersionError where a file has ids that its table cannot have."""
+        """Raise a VersionError if a file has ids that its table cannot have."""
         ids = self._ids(file)
         bound = facts.unknown[1] if kind == UNKNOWN else facts.num_embeddings
         is_bounded = kind == UNKNOWN or not facts.is_open
@@ -277,13 +282,7 @@ class Subscriber(Follower):
 
 @dataclasses.dataclass(frozen=True)
 class _Incoming:
-    """A version that was checked.
-
-    Attributes:
-        manifest: Its manifest.
-        files: Files of its tables, of the delta or of all rows.
-        dense: Its other variables.
-    """
+    """A version that was checked: its manifest, its tables' files, and its variables."""
 
     manifest: Manifest
     files: Files
@@ -293,7 +292,7 @@ class _Incoming:
 def _check_tables(
     tables: dict[str, PublishedTable], published: dict[str, TableFacts], with_state: bool
 ) -> None:
-    """Check that the tables of a copy can take over those that were published."""
+    """Raise a ValueError if a copy's tables cannot load the published ones."""
     _require_same_names("table", tables.keys(), published.keys())
     for name, table in tables.items():
         mine, theirs = table.facts, published[name]
@@ -332,7 +331,7 @@ def _require_same(table: str, field: str, mine: object, theirs: object) -> None:
 
 
 def _check_dense(copy: nnx.Module, published: dict[str, np.ndarray]) -> None:
-    """Check that a copy has the variables that were published."""
+    """Raise a ValueError if a copy does not have the published variables."""
     mine = {name: plain(x.get_raw_value()) for name, x in dense_variables(copy).items()}
     _require_same_names("variable", mine.keys(), published.keys())
     for name, value in mine.items():

@@ -1,7 +1,7 @@
-"""The tables of a model as versions and files of rows see them: rows by id, wherever they are.
+"""The tables of a model as versions and files of rows see them: rows by id, wherever the rows are.
 
-While tables are used the model is settled (`jaxrec.tier.tier.Tier.settled`): they agree with their
-vocabularies, and all evicted rows are in their stores.
+The model is settled while tables are used (`jaxrec.tier.planning.tier.Tier.settled`): tables agree
+with their vocabularies, and stores have all evicted rows.
 """
 
 from __future__ import annotations
@@ -26,15 +26,10 @@ from jaxrec.tier.rows.first_rows import NewRows, first_rows, reset
 
 
 class PublishedTable(abc.ABC):
-    """A table that is published, or that takes over what was published.
+    """A table that is published, or into which published rows are loaded.
 
-    Ids are int64 and distinct. `Values` are rows ``[n, embedding_dim]`` under ``"rows"``, and
-    optimizer state ``[n, ...]`` by name.
-
-    Args:
-        path: Path of the table's collection in the model.
-        collection: The collection.
-        config: The table as the user gave it.
+    Ids are int64 ``[n]`` and distinct. `Values` are rows ``[n, embedding_dim]`` under ``"rows"``,
+    and optimizer state ``[n, ...]`` by name.
     """
 
     def __init__(self, path: str, collection: Collection, config: TableConfig) -> None:
@@ -45,7 +40,7 @@ class PublishedTable(abc.ABC):
 
     @property
     def name(self) -> str:
-        """Path of its collection and its name."""
+        """The collection's path and the table's name."""
         return f"{self.path}/{self.config.name}" if self.path else self.config.name
 
     @property
@@ -57,7 +52,7 @@ class PublishedTable(abc.ABC):
     def scan(
         self, with_state: bool, with_stored: bool = True
     ) -> Iterator[tuple[np.ndarray, Values]]:
-        """Iterate over all ids that have a row, here or in the store, and their values."""
+        """Yield all ids that have a row, here or in the store, with their values."""
 
     @abc.abstractmethod
     def read(self, ids: np.ndarray, with_state: bool) -> tuple[np.ndarray, Values]:
@@ -65,19 +60,19 @@ class PublishedTable(abc.ABC):
 
     @abc.abstractmethod
     def write(self, ids: np.ndarray, values: Values) -> None:
-        """Set the values of ids, which get rows where they have none."""
+        """Set the values of ids; ids without a row get one."""
 
     @abc.abstractmethod
     def forget(self, ids: np.ndarray) -> None:
-        """Take the rows of ids away; ids without one are skipped."""
+        """Remove the rows of ids; ids without one are skipped."""
 
     @abc.abstractmethod
     def forget_others(self, ids: np.ndarray, key: tuple[int, int] | None) -> None:
-        """Take the rows of all other ids away; ``key``: the `TableFacts.seed` they begin with."""
+        """Remove the rows of all other ids, which begin anew by ``key``, of `TableFacts.seed`."""
 
     @abc.abstractmethod
     def find_shortage(self, ids: np.ndarray, removed: np.ndarray | None) -> str:
-        """Return why ids would not fit after others are removed, None: all; empty if they fit."""
+        """Return why ids would not fit once others are removed (None: all); empty if they fit."""
 
     @property
     def initializer(self) -> str:
@@ -85,16 +80,16 @@ class PublishedTable(abc.ABC):
         return self.config.initializer if isinstance(self.config.initializer, str) else ""
 
     def shapes(self, with_state: bool) -> Shapes:
-        """Return shapes and types of `Values`."""
+        """Return the shapes and types of `Values`."""
         return {"rows": self._rows} | (self._state if with_state else {})
 
     def parts(self, ids: np.ndarray) -> Iterator[np.ndarray]:
-        """Return ids in parts that fit the memory."""
+        """Yield ids in parts whose rows fit the memory."""
         size = self.rows_at_once
         return (ids[start : start + size] for start in range(0, ids.size, size))
 
     def read_rows(self, rows: np.ndarray, with_state: bool) -> Values:
-        """Return the values of rows of the devices' table by their indices."""
+        """Return the values of the devices' rows at some indices."""
         if not rows.size:
             return {
                 name: np.zeros((0, *shape.shape[1:]), shape.dtype)
@@ -105,7 +100,7 @@ class PublishedTable(abc.ABC):
         return read(placed, requests, with_state=with_state).to_host()[0]
 
     def write_rows(self, rows: np.ndarray, values: Values) -> None:
-        """Set the values of rows of the devices' table by their indices."""
+        """Set the values of the devices' rows at some indices."""
         if not rows.size:
             return
         store = self.collection.tables.get_value()
@@ -169,12 +164,7 @@ class PlainTable(PublishedTable):
 class OpenTable(PublishedTable):
     """A table whose rows a vocabulary gives to ids (`jaxrec.tier.Dynamic`, `jaxrec.tier.Cached`).
 
-    Args:
-        path, collection, config: As for `PublishedTable`.
-        model: The model.
-        tier: Its vocabularies.
-        of: The vocabulary.
-        number: Number of the table among those of the vocabulary.
+    ``number`` is the table's index in the vocabulary ``of``.
     """
 
     def __init__(
@@ -207,7 +197,7 @@ class OpenTable(PublishedTable):
         if not with_stored or (transfer := self.of.transfer) is None:
             return
         for ids, records in transfer.scan(self.rows_at_once):
-            # A row that has come back from the store may still be there, as it was.
+            # A row that came back to the devices may still have its old record in the store.
             is_gone = self._rows_of(ids) < 0
             values = transfer.layout.unpack(records[is_gone])[self._number]
             yield ids[is_gone], {name: values[name] for name in self.shapes(with_state)}
@@ -218,6 +208,7 @@ class OpenTable(PublishedTable):
         values = self.read_rows(rows[has_row], with_state)
         if self.of.transfer is None or has_row.all():
             return has_row, values
+        # In a cache every id has a row: an id that the store lacks has its first values.
         is_found, stored = self._stored(ids[~has_row], begin=self.of.num_ids is not None)
         mine = stored[self._number]
         has_value = has_row.copy()
@@ -238,6 +229,8 @@ class OpenTable(PublishedTable):
         self.write_rows(rows[is_here], _taken(values, is_here))
         if transfer is not None and not is_here.all():
             outside = ids[~is_here]
+            # A record has a row of each table of the vocabulary: the other tables' values stay as
+            # they are.
             tables = self._stored(outside, begin=True)[1]
             tables[self._number] |= _taken(values, ~is_here)
             transfer.put(outside, tables)
@@ -248,7 +241,7 @@ class OpenTable(PublishedTable):
             self.tier.give_rows(self._model, self.of, part)
 
     def without_row(self, ids: np.ndarray) -> np.ndarray:
-        """Return the ids that have no row in the table."""
+        """Return the ids that have no row on the devices."""
         return ids[self._rows_of(ids) < 0]
 
     def forget(self, ids: np.ndarray) -> None:
@@ -262,6 +255,7 @@ class OpenTable(PublishedTable):
         resident, _ = self.of.vocabulary.map.items()
         self.forget(np.setdiff1d(resident, kept, assume_unique=True))
         if self.of.transfer is not None:
+            # Listed first, since deleting during a scan may skip records.
             for stored in [ids for ids, _ in self.of.transfer.scan(1 << 16)]:
                 self.forget(np.setdiff1d(stored, kept, assume_unique=True))
 
@@ -284,10 +278,9 @@ class OpenTable(PublishedTable):
         return self.of.vocabulary.map.find(ids)
 
     def _stored(self, ids: np.ndarray, begin: bool) -> tuple[np.ndarray, list[Values]]:
-        """Return whether the store has ids, and the values of the vocabulary's tables.
+        """Return whether the store has ids, and the values of each of the vocabulary's tables.
 
-        With ``begin``, ids that it has not are given first values, and count as found; otherwise
-        their values are zeros.
+        With ``begin``, ids without a record get first values and count as found; otherwise zeros.
         """
         transfer = self.of.transfer
         assert transfer is not None

@@ -24,13 +24,8 @@ from jaxrec.tier.deltas.tables import PublishedTable
 class VersionWriter:
     """Writes the files of one version.
 
-    With several processes all of them call its methods, which read rows together; process 0 writes.
-    An error of process 0 is raised by `finish`, after all processes have read the rows.
-
-    Args:
-        folder: The folder of versions.
-        name: Name of the version.
-        with_state: Whether optimizer state is written.
+    Every process calls its methods, which read rows together; process 0 writes. `finish` raises an
+    error of process 0 once all processes have read the rows.
     """
 
     def __init__(self, folder: VersionFolder, name: VersionName, with_state: bool) -> None:
@@ -39,7 +34,7 @@ class VersionWriter:
         self._error: BaseException | None = None
 
     def write_dense(self, model: nnx.Module) -> File:
-        """Write the variables of a model outside its tables."""
+        """Write a model's variables outside its tables."""
         arrays = {name: _on_host(x.get_value()) for name, x in dense_variables(model).items()}
         path = f"{self._name}/dense.arrow"
         file = File(path, 0, 0, len(arrays))
@@ -63,12 +58,13 @@ class VersionWriter:
         return _written(rows, self._write_unknown(table, "full", unknown))
 
     def write_delta(self, table: PublishedTable, changed: ChangedIds) -> dict[str, File]:
-        """Write the rows of a table that changed, and the ids that lost theirs."""
+        """Write the changed rows of a table, and the ids that lost theirs."""
         removed = [changed.removed]
         with _TableFile(self, table, "delta", ROWS) as rows:
             for ids in table.parts(changed.ids):
                 has_row, values = table.read(ids, self._with_state)
                 rows.write(ids[has_row], values)
+                # Changed ids that have no row now are tombstones, too.
                 removed.append(ids[~has_row])
         with _TableFile(self, table, "delta", REMOVED) as tombstones:
             tombstones.write(np.unique(np.concatenate(removed)), {})
@@ -90,24 +86,21 @@ class VersionWriter:
         return rows
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Do what process 0 alone does."""
+        """Do something in process 0, and keep its error for `finish`."""
         if not self._is_writer or self._error is not None:
             return
         try:
             action()
         except (OSError, pa.ArrowException) as error:
+            # Later rows are still read after an error: the other processes take part in these
+            # reads, and would wait for this one for ever.
             if jax.process_count() == 1:
                 raise
             self._error = error
 
 
 class _TableFile:
-    """A file of a table, which begins with its first row.
-
-    Attributes:
-        kind: Content of the file: `ROWS`, `REMOVED` or `UNKNOWN`.
-        file: The file, when it is complete; None: there were no rows.
-    """
+    """A file of a table that is made with its first row; ``file`` stays None without rows."""
 
     def __init__(
         self, writer: VersionWriter, table: PublishedTable, section: str, kind: str

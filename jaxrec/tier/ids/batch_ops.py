@@ -14,11 +14,7 @@ _MAX_SIZE = 2**31 - 1
 def distinct(
     ids: Int64[np.ndarray, " n"],
 ) -> tuple[Int64[np.ndarray, " m"], Int32[np.ndarray, " n"], Int32[np.ndarray, " m"]]:
-    """Return the distinct ids in the order of their first occurrence.
-
-    Returns:
-        The distinct ids, the position of each id among them, and how often each of them occurs.
-    """
+    """Return distinct ids in order of first occurrence, each id's index among them, and counts."""
     ids = checked(ids, np.int64, "ids")
     _check_size(ids, "ids")
     return implementation.current().distinct(ids)
@@ -29,16 +25,14 @@ def smallest(
     eligible: Bool[np.ndarray, " n"] | UInt8[np.ndarray, " n"] | None,
     k: int,
 ) -> Int32[np.ndarray, " m"]:
-    """Return the indices of the smallest keys, ordered by key, and equal keys by index.
+    """Return the indices of the ``k`` smallest eligible keys, ordered by key, then index.
 
-    Args:
-        keys: The keys.
-        eligible: Whether each key may be chosen; None: each may.
-        k: Number of indices; there are fewer where fewer keys are eligible.
+    There are fewer than ``k`` if fewer keys are eligible.
     """
     keys = checked(keys, np.uint64, "keys")
     _check_size(keys, "keys")
     if eligible is not None:
+        # The native code reads bytes of 0 and 1, which NumPy's bool is without a copy.
         is_flags = isinstance(eligible, np.ndarray) and eligible.dtype == np.bool_
         eligible = checked(eligible, np.bool_ if is_flags else np.uint8, "eligible", keys.size)
     if k < 0:
@@ -54,11 +48,8 @@ def mark_eligible(
 ) -> tuple[Bool[np.ndarray, " slots"], int]:
     """Return whether each slot may be evicted, and the number of those that may.
 
-    Args:
-        born: 0 or more where the slot has an id.
-        last_use: Number of the last batch that used the slot. It must be below ``bound``.
-        bound: Number of a batch.
-        hits: Slots that stay; negative ones are skipped.
+    An eligible slot has an id (``born`` of 0 or more), was last used before batch ``bound``, and is
+    not in ``hits``, whose negative items are skipped.
     """
     born = checked(born, np.int64, "born")
     last_use = checked(last_use, np.int64, "last_use", born.size)
@@ -74,19 +65,15 @@ def record_uses(
     counts: UInt32[np.ndarray, " slots"],
     last_use: Int64[np.ndarray, " slots"],
 ) -> None:
-    """Record the use of slots by a batch, in place.
+    """Add 1 to ``counts`` for each use of a slot, and set its ``last_use`` to ``batch``, in place.
 
-    Args:
-        slots: The slots; they may repeat, and negative ones are skipped.
-        batch: Number of the batch.
-        counts: Number of uses of each slot, to which each use adds 1. They stop at the largest
-            uint32.
-        last_use: The last batch that used each slot, which becomes ``batch``.
+    Slots may repeat; negative ones are skipped. Counts stop at the largest uint32.
     """
     slots = checked(slots, np.int32, "slots")
     checked(counts, np.uint32, "counts")
     checked(last_use, np.int64, "last_use", counts.size)
     for name, array in (("counts", counts), ("last_use", last_use)):
+        # `checked` may return a contiguous copy, and the changes would be lost in it.
         if not array.flags.carray:
             raise ValueError(f"{name} must be contiguous and writeable, since they change in place")
     recorded = implementation.current().record_uses(slots, batch, counts, last_use)
@@ -102,10 +89,10 @@ def _check_size(array: np.ndarray, name: str) -> None:
 
 
 def mix(numbers: np.ndarray, seed: int) -> np.ndarray:
-    """Return well-mixed uint64 bits of 64-bit integers.
+    """Return a hash of 64-bit integers, uint64; different seeds give independent hashes.
 
-    The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
-    generators", 2014) of the numbers plus a multiple of its increment.
+    Source: the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+    generators", 2014), of the numbers plus ``seed + 1`` times its increment.
     """
     offset = np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
     bits = numbers.view(np.uint64) + offset

@@ -1,4 +1,4 @@
-"""Maps from 64-bit ids to slots, the changes of a batch to them, and places in arrays that grow."""
+"""Maps from 64-bit ids to slots, batch lookups and changes, and a map that assigns slots."""
 
 from __future__ import annotations
 
@@ -16,19 +16,14 @@ MAX_CAPACITY = 2**31 - 1
 
 
 class IdMap:
-    """Map from 64-bit ids to slots, for whole batches of ids.
+    """Map from 64-bit ids to int32 slots of 0 or more, for whole batches of ids.
 
-    Slots are int32 from 0 on; several ids may have the same slot. The map may be used by several
-    threads: methods that change it wait for the others.
-
-    Args:
-        capacity: Number of ids that the map has room for. Its memory is taken at once.
-        threads: Number of threads that search for the ids of a large batch; default: one for each
-            processor core of this process.
-        num_ids: Ids are 0 to ``num_ids`` - 1; other ids are absent. If they are at most 16 times
-            as many as there is room for, the map is an array that they index. None: any int64 but
-            -1.
+    Several ids may have the same slot. Threads may share a map. Ids are 0 to ``num_ids`` - 1, or
+    any int64 but -1 where ``num_ids`` is None.
     """
+
+    # The memory for `capacity` ids is taken at once. If `num_ids` is at most 16 times the capacity,
+    # the map is an array indexed by ids, otherwise a hash map.
 
     def __init__(self, capacity: int, threads: int | None = None, num_ids: int | None = None):
         if not 0 <= capacity <= MAX_CAPACITY:
@@ -49,15 +44,15 @@ class IdMap:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the map."""
+        """Bytes of memory."""
         return self._map.nbytes
 
     def find(self, ids: Int64[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
-        """Return the slot of each id, -1 where it is absent. Ids may repeat."""
+        """Return the slot of each id, -1 for absent ids. Ids may repeat."""
         return self._map.find(checked(ids, np.int64, "ids"), self.threads)
 
     def insert(self, ids: Int64[np.ndarray, " n"], slots: Int32[np.ndarray, " n"]) -> None:
-        """Add ids with their slots; where one is refused, none is added."""
+        """Add ids with their slots, all of them or none."""
         ids = checked(ids, np.int64, "ids")
         slots = checked(slots, np.int32, "slots", ids.size)
         inserted = self._map.insert(ids, slots)
@@ -66,6 +61,8 @@ class IdMap:
                 f"no room for {ids.size:,} ids: the map has {len(self):,} of {self.capacity:,}"
             )
         if inserted < ids.size:
+            # The map says only which id it refused, so that the usual call costs nothing; find out
+            # why here.
             if self.num_ids is None and ids[inserted] == -1:
                 raise ValueError(f"id -1 at position {inserted}: maps cannot hold it")
             if self.num_ids is not None and not 0 <= ids[inserted] < self.num_ids:
@@ -81,7 +78,7 @@ class IdMap:
             raise ValueError(f"id {ids[inserted]} at position {inserted} {why}")
 
     def remove(self, ids: Int64[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
-        """Remove ids and return the slots that they had; where one is absent, none is removed."""
+        """Remove ids, all of them or none, and return the slots that they had."""
         ids = checked(ids, np.int64, "ids")
         slots, removed = self._map.remove(ids)
         if removed < ids.size:
@@ -90,35 +87,22 @@ class IdMap:
         return slots
 
     def items(self) -> tuple[Int64[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
-        """Return all ids in ascending order, and the slot of each."""
+        """Return all ids in ascending order, and their slots."""
         return self._map.items()
 
 
 class Lookup(NamedTuple):
-    """Slots of the ids of a batch, and the ids that are absent from a map.
+    """Slots of the ids of a batch, and the ids that are absent from a map."""
 
-    Attributes:
-        slots: Slot of each id, int32 ``[n]``; -1 where it is absent.
-        misses: Positions of the absent ids, int32 ``[k]``.
-        absent: The distinct absent ids in the order of their first occurrence, int64 ``[m]``.
-        inverse: Place in ``absent`` of the id at each of ``misses``, int32 ``[k]``.
-        counts: How often each of ``absent`` occurs, int32 ``[m]``.
-    """
-
-    slots: np.ndarray
-    misses: np.ndarray
-    absent: np.ndarray
-    inverse: np.ndarray
-    counts: np.ndarray
+    slots: np.ndarray  # int32 [n], -1 for absent ids
+    misses: np.ndarray  # int32 [k], positions of absent ids in the batch
+    absent: np.ndarray  # int64 [m], the distinct absent ids in order of first occurrence
+    inverse: np.ndarray  # int32 [k], index in `absent` of the id at each of `misses`
+    counts: np.ndarray  # int32 [m], occurrences of each of `absent`
 
 
 def look_up(maps: Sequence[IdMap], ids: Sequence[Int64[np.ndarray, " _"]]) -> list[Lookup]:
-    """Look up the ids of a batch in several maps, each in its own.
-
-    Args:
-        maps: The maps.
-        ids: The ids of each map, with repeats.
-    """
+    """Look up the ids of a batch in several maps; ``ids`` has an array for each map."""
     if not maps:
         return []
     lookups = implementation.current().look_up(
@@ -130,76 +114,62 @@ def look_up(maps: Sequence[IdMap], ids: Sequence[Int64[np.ndarray, " _"]]) -> li
 
 
 def _repeats(ids: np.ndarray, position: int) -> bool:
-    """Return whether the id at a position occurs before."""
+    """Return whether the id at a position occurs earlier, too."""
     return bool((ids[:position] == ids[position]).any())
 
 
 def num_cores() -> int:
     """Return the number of processor cores that this process may use."""
+    # Containers and batch systems often grant a process a part of the machine's cores; macOS does
+    # not tell.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class MapChange(NamedTuple):
-    """Changes of a batch to one map and the records of its slots.
-
-    Attributes:
-        ids: The map.
-        records: The `jaxrec.tier.Records`, of which ``ids``, ``born``, ``count`` and ``power``
-            change.
-        victims: Slots whose ids are removed, int32 ``[e]``.
-        new_ids: Ids that are added, int64 ``[m]``.
-        new_slots: Their slots, int32 ``[m]``; those of victims are free already.
-        slots: Slot of each id of the batch, int32 ``[n]``, contiguous; changed.
-        misses: Positions in ``slots`` of the ids that had no slot, int32 ``[k]``.
-        inverse: For each of ``misses`` the index of its id in ``absent_slots``, int32 ``[k]``.
-        absent_slots: Slot of each absent id, -1 for none, int32.
-    """
+    """Changes of a batch to one map and the records of its slots."""
 
     ids: IdMap
-    records: Any
-    victims: np.ndarray
-    new_ids: np.ndarray
-    new_slots: np.ndarray
+    records: Any  # `jaxrec.tier.Records`: `ids`, `born`, `count` and `power` change
+    victims: np.ndarray  # int32 [e], slots whose ids are removed first
+    new_ids: np.ndarray  # int64 [m]
+    new_slots: np.ndarray  # int32 [m], which may be among the victims
+    # As in `Lookup`; `slots` is filled in at `misses`, from the slots of the absent ids.
     slots: np.ndarray
     misses: np.ndarray
     inverse: np.ndarray
-    absent_slots: np.ndarray
+    absent_slots: np.ndarray  # int32 [absent], -1 for ids that were not admitted
 
 
 def commit(changes: Sequence[MapChange], batch: int, power: int) -> list[np.ndarray]:
-    """Carry out the changes of a batch.
+    """Carry out the changes of a batch; return for each map the ids of its victims, int64 ``[e]``.
 
-    Args:
-        changes: The changes of each map. Arrays have the types that `MapChange` names.
-        batch: Number of the batch: ``born`` of new ids.
-        power: Frequency class of new ids; their count is 0.
-
-    Returns:
-        For each map the ids of its victims, int64 ``[e]``.
+    Records of new ids get ``born`` of ``batch``, the frequency class ``power`` and a count of 0.
     """
     if not changes:
         return []
     maps: list[Any] = [each.ids._map for each in changes]
     done, evicted = implementation.current().commit(maps, changes, batch, power)
     if done < len(changes):
-        changes[done].ids.insert(changes[done].new_ids, changes[done].new_slots)  # raises its error
+        # Insert again, for the error that says which id was refused.
+        changes[done].ids.insert(changes[done].new_ids, changes[done].new_slots)
         raise AssertionError("a map lacks an id that its records have")
     return evicted
 
 
 class Places:
-    """Map of ids to places 0 to ``room`` - 1, with a list of the free ones.
+    """Map that gives ids places from 0 on, reuses freed places, and grows beyond ``room``.
 
-    Args:
-        room: Number of places at first.
-        num_ids: Ids are 0 to ``num_ids`` - 1; None: any int64 but -1.
+    Ids are 0 to ``num_ids`` - 1, or any int64 but -1 where ``num_ids`` is None.
     """
+
+    # For stores, whose rows lie in arrays. A vocabulary has a fixed number of rows and chooses
+    # their order itself.
 
     def __init__(self, room: int, num_ids: int | None = None) -> None:
         self._map = IdMap(room, num_ids=num_ids)
-        self._next = 0  # This place and those after it were never taken.
+        self._next = 0  # this place and those after it were never taken
         self._freed = np.zeros(0, np.int32)
 
     def __len__(self) -> int:
@@ -207,18 +177,15 @@ class Places:
 
     @property
     def room(self) -> int:
-        """Number of places."""
+        """Number of places before the map must grow."""
         return self._map.capacity
 
     def find(self, ids: np.ndarray) -> np.ndarray:
-        """Return the place of each id, int32, -1 where it has none."""
+        """Return the place of each id, int32 ``[n]``, -1 for none."""
         return self._map.find(ids)
 
     def assign(self, ids: np.ndarray) -> np.ndarray:
-        """Return the place of each of distinct ids; those without one get one.
-
-        The room doubles where it is too small.
-        """
+        """Return the place of each of distinct ids, int32 ``[n]``; ids without a place get one."""
         places = self._map.find(ids)
         is_new = places < 0
         count = int(is_new.sum())
@@ -239,7 +206,7 @@ class Places:
         return places
 
     def load(self, ids: np.ndarray, places: np.ndarray, room: int) -> None:
-        """Set the map to given ids and their places."""
+        """Replace the map by given ids and places."""
         self._map = IdMap(room, num_ids=self._map.num_ids)
         self._map.insert(ids, places)
         self._next = int(places.max(initial=-1)) + 1
@@ -248,13 +215,13 @@ class Places:
         self._freed = np.flatnonzero(is_free).astype(np.int32)
 
     def remove(self, ids: np.ndarray) -> np.ndarray:
-        """Free the places of distinct ids, and return them; ids without one are skipped."""
+        """Free and return the places of distinct ids; skip ids without one."""
         places = self._map.remove(ids[self._map.find(ids) >= 0])
         self._freed = np.concatenate([self._freed, places])
         return places
 
     def items(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return all ids in ascending order, and the place of each."""
+        """Return all ids in ascending order, and their places."""
         return self._map.items()
 
     def _grow(self, room: int) -> None:

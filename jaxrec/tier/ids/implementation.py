@@ -1,4 +1,4 @@
-"""Choice of the code for id maps and batch operations, C++ or NumPy, and checks of its arrays."""
+"""Choice between C++ and NumPy for id maps and batch operations, and checks of their arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxrec.tier.ids import library, reference
 
 
 def current() -> ModuleType:
-    """Return the module that computes them: `library`, or `reference` where there is none."""
+    """Return the module to call: `library`, or `reference` where the library is missing."""
     reason = library.missing()
     if reason is None:
         return library
@@ -29,7 +29,8 @@ def _warn(reason: str) -> None:
 
 
 def checked(array: np.ndarray, dtype: DTypeLike, name: str, size: int | None = None) -> np.ndarray:
-    """Return an array as one that native code can read: of a type, flat, contiguous and aligned."""
+    """Check an array's type, shape and size; return it contiguous and aligned for native code."""
+    # Native code reads bare addresses: an unchecked array would be read past its end.
     if not isinstance(array, np.ndarray) or array.dtype != dtype:
         wanted = np.dtype(dtype)
         given = array.dtype if isinstance(array, np.ndarray) else type(array).__name__

@@ -1,7 +1,7 @@
 """Id maps and batch operations in C++, by a library that is built with the package.
 
-`jaxrec.tier.ids.reference` has the same functions and classes; its docstrings say what they do.
-ctypes releases the GIL while the library computes.
+`jaxrec.tier.ids.reference` has the same functions and classes, with docstrings. ctypes releases the
+GIL while the library computes, so that planning runs beside the training loop.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ import numpy as np
 from jaxrec.tier.ids.reference import RecordArray
 
 _LIBRARY = pathlib.Path(__file__).parents[1] / "native" / "libjaxrec_tier.so"
-_INTERFACE = 5  # of native/library.cc
+# Version of the functions in native/library.cc: both change together.
+_INTERFACE = 5
 
 _COUNT, _HANDLE = ctypes.c_int64, ctypes.c_void_p
 
 
 # ctypes calls `from_param` itself, so that the calls below can name arrays, not their addresses.
 class _Array:
-    """Type of an argument that is a NumPy array, or None; the library gets its address."""
+    """Argument type of a NumPy array or None, which the library gets as an address."""
 
     @staticmethod
     def from_param(array: np.ndarray | None) -> ctypes.c_void_p | None:
@@ -36,8 +37,7 @@ class _Array:
 # The first arguments of functions on records: `RecordArray`'s `bytes`, and numbers.
 _FILE = (_Array, *[_COUNT] * 5, _Array, _COUNT)
 
-# By function of the library, the types of its arguments. Those that are not listed under _RESULTS
-# return a count.
+# Argument types of the library's functions. A function that is not in _RESULTS returns a count.
 _ARGUMENTS = {
     "id_map_new": (_COUNT, ctypes.c_uint64, _COUNT),
     "id_map_delete": (_HANDLE,),
@@ -61,7 +61,7 @@ _ARGUMENTS = {
     "erase_records": (_Array, _COUNT, _COUNT, _COUNT, _Array, _COUNT),
 }
 
-# Whether `read_records` sets the bits of the pages that it reads.
+# Whether `read_records` sets bits in `RecordArray.pages` for the pages that it reads.
 MARKS_PAGES = True
 
 _RESULTS = {
@@ -109,7 +109,9 @@ def _library() -> ctypes.CDLL:
 
 
 def _seed() -> int:
-    """Draw the seed of a map's hash. Results do not depend on it."""
+    """Draw the seed of a map's hash."""
+    # From the operating system, so that ids cannot be chosen to collide. Results do not depend on
+    # it: `items` sorts, and slots come from the caller.
     return secrets.randbits(64)
 
 
@@ -118,7 +120,7 @@ _PASSING_SEED = _seed()
 
 
 class Map:
-    """See `jaxrec.tier.ids.reference.Map`."""
+    """Map from ids to slots, in native memory."""
 
     def __init__(self, capacity: int, num_ids: int | None = None):
         handle = _library().jaxrec_id_map_new(capacity, _seed(), num_ids or 0)
@@ -162,7 +164,8 @@ class Map:
 def look_up(
     maps: Sequence[Map], ids: Sequence[np.ndarray], threads: int
 ) -> list[tuple[np.ndarray, ...]]:
-    """See `jaxrec.tier.ids.reference.look_up`."""
+    # The library writes the absent ids of all maps one after the other into arrays that are large
+    # enough for any batch; `sizes` says where each map's part ends.
     slots = [np.empty(each.size, np.int32) for each in ids]
     counts = np.array([each.size for each in ids], np.int64)
     total = int(counts.sum())
@@ -198,31 +201,28 @@ def look_up(
 
 
 def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """See `jaxrec.tier.ids.reference.distinct`."""
     unique, inverse = np.empty(ids.size, np.int64), np.empty(ids.size, np.int32)
     counts = np.empty(ids.size, np.int32)
     size = _checked(
         _library().jaxrec_distinct(ids, ids.size, _PASSING_SEED, unique, inverse, counts)
     )
+    # Copies, so that a batch with few distinct ids does not hold memory for all of its ids.
     return unique[:size].copy(), inverse, counts[:size].copy()
 
 
 def smallest(keys: np.ndarray, eligible: np.ndarray | None, k: int) -> np.ndarray:
-    """See `jaxrec.tier.ids.reference.smallest`."""
     indices = np.empty(k, np.int32)
     size = _checked(_library().jaxrec_smallest(keys, eligible, keys.size, k, indices))
     return indices[:size]
 
 
 def record_uses(slots: np.ndarray, batch: int, counts: np.ndarray, last_use: np.ndarray) -> int:
-    """See `jaxrec.tier.ids.reference.record_uses`."""
     return _library().jaxrec_record_uses(slots, slots.size, batch, counts, last_use, counts.size)
 
 
 def mark_eligible(
     born: np.ndarray, last_use: np.ndarray, bound: int, hits: np.ndarray
 ) -> tuple[np.ndarray, int]:
-    """See `jaxrec.tier.ids.reference.mark_eligible`."""
     eligible = np.empty(born.size, np.bool_)
     count = _library().jaxrec_mark_eligible(
         born, last_use, born.size, bound, hits, hits.size, eligible
@@ -233,8 +233,8 @@ def mark_eligible(
 def commit(
     maps: Sequence[Map], changes: Sequence[Any], batch: int, power: int
 ) -> tuple[int, list[np.ndarray]]:
-    """See `jaxrec.tier.ids.reference.commit`."""
     evicted = [np.empty(each.victims.size, np.int64) for each in changes]
+    # One row per map: the fields of `Change` in native/batch_ops.h, in their order, 8 bytes each.
     fields = np.array(
         [
             (
@@ -262,7 +262,6 @@ def commit(
 
 
 def fingerprint(lists: Sequence[np.ndarray]) -> np.ndarray:
-    """See `jaxrec.tier.ids.reference.fingerprint`."""
     sums = np.empty((len(lists), 2), np.uint64)
     sizes = np.array([each.size for each in lists], np.int64)
     starts = np.array(_addresses(lists), np.uintp)
@@ -271,22 +270,20 @@ def fingerprint(lists: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def take_rows(array: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """See `jaxrec.tier.ids.reference.take_rows`."""
     rows = np.empty((places.size, array.shape[1]), np.uint8)
     _library().jaxrec_take_rows(array, array.shape[1], places, places.size, rows)
     return rows
 
 
 def put_rows(array: np.ndarray, places: np.ndarray, rows: np.ndarray) -> None:
-    """See `jaxrec.tier.ids.reference.put_rows`."""
     _library().jaxrec_put_rows(array, array.shape[1], places, places.size, rows)
 
 
 def read_records(
     file: RecordArray, slots: np.ndarray, ids: np.ndarray | None, threads: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """See `jaxrec.tier.ids.reference.read_records`."""
     found, out = np.empty(slots.size, bool), np.empty((slots.size, file.width), np.uint8)
+    # The library fills in ids only where the file has them and the caller does not know them.
     found_ids = slots if ids is None else ids
     if file.has_id and ids is None:
         found_ids = np.empty(slots.size, np.int64)
@@ -313,7 +310,6 @@ def write_records(
     through_map: bool,
     threads: int,
 ) -> int:
-    """See `jaxrec.tier.ids.reference.write_records`."""
     return _library().jaxrec_write_records(
         *_file(file),
         file.pages if through_map else None,
@@ -327,7 +323,6 @@ def write_records(
 
 
 def erase_records(file: RecordArray, slots: np.ndarray) -> int:
-    """See `jaxrec.tier.ids.reference.erase_records`."""
     return _library().jaxrec_erase_records(
         file.bytes, file.start, file.stride, file.descriptor, slots, slots.size
     )

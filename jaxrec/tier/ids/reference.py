@@ -1,7 +1,7 @@
-"""Id maps and batch operations in NumPy, and records in a mapped file.
+"""Id maps, batch operations and records of a mapped file in NumPy.
 
-They define what `jaxrec.tier.ids.library` computes, and serve where the library is missing. The
-callers checked the arguments: `jaxrec.tier.ids.id_map` and `jaxrec.tier.ids.batch_ops`.
+They define what `jaxrec.tier.ids.library` computes in C++, and replace it where it is missing.
+Callers check the arguments: `jaxrec.tier.ids.id_map` and `jaxrec.tier.ids.batch_ops`.
 """
 
 from __future__ import annotations
@@ -21,36 +21,28 @@ _WORD = 8
 
 @dataclasses.dataclass(frozen=True)
 class RecordArray:
-    """Records one after another in a mapped file.
+    """Records of equal size, one after another, in a mapped file.
 
-    A record starts with its tag, 8 bytes: 0 if it is absent, otherwise its checksum, which is never
-    0. A hole of a sparse file is therefore full of absent records, and a record that was written in
-    part counts as absent. Then come the id (8 bytes, if ``has_id``; otherwise the slot is the id),
-    the bytes of the record, and zeros up to a multiple of 8.
-
-    Attributes:
-        bytes: The whole file, uint8; shared with the file.
-        pages: Bits of the pages of 4,096 bytes that surely exist in the file, uint64. Only
-            these are written through ``bytes``: the process is killed if it writes to a new page
-            when the disk is full.
-        seeks_data: Whether ``lseek`` with SEEK_DATA finds further pages that exist.
-        descriptor: The open file.
-        start: Position of the first record in the file.
-        width: Bytes of a record.
-        has_id: Whether records have their id.
+    A record is a tag (8 bytes, 0 if the record is absent, otherwise its checksum), the id (8 bytes,
+    if ``has_id``; otherwise the slot is the id), ``width`` bytes, and zeros up to a multiple of 8.
     """
 
-    bytes: np.ndarray
+    # The checksum is never 0. A hole of a sparse file, which reads as zeros, is thus full of absent
+    # records. A record that was written in part has a wrong checksum and counts as absent, so that
+    # a crash loses the record but never returns half of one.
+    bytes: np.ndarray  # uint8, the whole file, mapped and shared
+    # Bits of the pages of 4,096 bytes that surely exist in the file, uint64. Only these are written
+    # through `bytes`: a write to a new page on a full disk kills the process.
     pages: np.ndarray
-    seeks_data: bool
+    seeks_data: bool  # whether `lseek` with SEEK_DATA finds further pages that exist
     descriptor: int
-    start: int
+    start: int  # position of the first record in the file
     width: int
     has_id: bool
 
     @property
     def head(self) -> int:
-        """Bytes before those of the record."""
+        """Bytes of the tag and the id."""
         return 2 * _WORD if self.has_id else _WORD
 
     @property
@@ -60,27 +52,28 @@ class RecordArray:
 
 
 def stride(width: int, has_id: bool) -> int:
-    """Return the bytes that a record of some width takes in the file."""
+    """Return the bytes from one record of some width to the next."""
     whole = width + (2 * _WORD if has_id else _WORD)
     return (whole + _WORD - 1) // _WORD * _WORD
 
 
 _MAX_COUNT = np.iinfo(np.uint32).max
 
-# Constants of the checksum of a record.
+# Constants of the checksum, as in native/row_records.cc. Four independent sums let the processor
+# multiply words in parallel.
 _LANES = 4
 _FACTOR, _STEP = np.uint64(0xD6E8FEB86659FD93), np.uint64(0x9E3779B97F4A7C15)
 
-# Whether `read_records` sets the bits of the pages that it reads.
+# Whether `read_records` sets bits in `RecordArray.pages` for the pages that it reads.
 MARKS_PAGES = False
 
 
 class Map:
-    """Map from ids to slots: the ids in ascending order, and the slot of each."""
+    """Map from ids to slots: sorted ids and their slots."""
 
     def __init__(self, capacity: int, num_ids: int | None = None):
         self._capacity, self._num_ids = capacity, num_ids
-        # Replaced as one, so that a reader in another thread sees both of one state.
+        # Replaced together, so that a reader in another thread sees both arrays of one state.
         self._items = np.empty(0, np.int64), np.empty(0, np.int32)
         self._changing = threading.Lock()
 
@@ -92,16 +85,14 @@ class Map:
         return sum(array.nbytes for array in self._items)
 
     def find(self, ids: np.ndarray, threads: int) -> np.ndarray:
-        """Return the slot of each id, -1 where it is absent."""
+        """Return the slot of each id, int32 ``[n]``, -1 for absent ids."""
         return _find(*self._items, ids)
 
     def insert(self, ids: np.ndarray, slots: np.ndarray) -> int:
-        """Add ids with their slots.
+        """Add ids and return their number; on failure change nothing.
 
-        Returns:
-            The number of ids; or the position of the first id that the map has, that occurs before,
-            that the map cannot hold or whose slot is negative; or -1 without room. The map is as
-            before in these cases.
+        Return -1 without room, or the position of the first id that is in the map, occurs twice,
+        cannot be held or has a negative slot.
         """
         with self._changing:
             if ids.size > self._capacity - len(self):
@@ -123,11 +114,9 @@ class Map:
             return ids.size
 
     def remove(self, ids: np.ndarray) -> tuple[np.ndarray, int]:
-        """Remove ids.
+        """Remove ids; return the slots that they had and the number of ids.
 
-        Returns:
-            The slots that they had and the number of ids; or, in its place, the position of the
-            first id that is absent or occurs before. The map is as before in this case.
+        If an id is absent or occurs twice, return its position instead and change nothing.
         """
         with self._changing:
             slots = _find(*self._items, ids)
@@ -140,7 +129,7 @@ class Map:
             return slots, ids.size
 
     def items(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids in ascending order, and the slot of each."""
+        """Return all ids in ascending order, and their slots."""
         ids, slots = self._items
         return ids.copy(), slots.copy()
 
@@ -153,7 +142,7 @@ def _find(sorted_ids: np.ndarray, slots: np.ndarray, ids: np.ndarray) -> np.ndar
 
 
 def _occurs_before(ids: np.ndarray) -> np.ndarray:
-    """Return whether each id repeats an earlier one."""
+    """Return whether each id repeats an earlier one, bool ``[n]``."""
     repeats = np.ones(ids.size, bool)
     repeats[np.unique(ids, return_index=True)[1]] = False
     return repeats
@@ -162,7 +151,7 @@ def _occurs_before(ids: np.ndarray) -> np.ndarray:
 def look_up(
     maps: Sequence[Map], ids: Sequence[np.ndarray], threads: int
 ) -> list[tuple[np.ndarray, ...]]:
-    """Return for each map the fields of `jaxrec.tier.ids.id_map.Lookup`."""
+    """Return the fields of `jaxrec.tier.ids.id_map.Lookup` for each map."""
     lookups: list[tuple[np.ndarray, ...]] = []
     for each, of_map in zip(maps, ids, strict=True):
         slots = each.find(of_map, threads)
@@ -172,7 +161,8 @@ def look_up(
 
 
 def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the distinct ids, the position of each id among them, and their counts."""
+    """Return distinct ids in order of first occurrence, each id's index among them, and counts."""
+    # `np.unique` sorts by id; `order` sorts its results by first occurrence.
     unique, first, inverse, counts = np.unique(
         ids, return_index=True, return_inverse=True, return_counts=True
     )
@@ -183,23 +173,22 @@ def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def smallest(keys: np.ndarray, eligible: np.ndarray | None, k: int) -> np.ndarray:
-    """Return the indices of the k smallest keys among the eligible, ordered by (key, index)."""
+    """Return the indices of the k smallest eligible keys, ordered by key, then index."""
     indices = np.arange(keys.size) if eligible is None else np.flatnonzero(eligible)
     order = np.argsort(keys[indices], kind="stable")[:k]
     return indices[order].astype(np.int32)
 
 
 def record_uses(slots: np.ndarray, batch: int, counts: np.ndarray, last_use: np.ndarray) -> int:
-    """Add 1 to the count of each slot, up to the largest uint32, and set its last use.
+    """Count a use of each slot and set its last use; return the number of slots.
 
-    Returns:
-        The number of slots; or the position of the first slot without a count. Nothing is recorded
-        in this case.
+    If a slot is outside ``counts``, return its position instead and record nothing.
     """
     outside = slots >= counts.size
     if outside.any():
         return int(outside.argmax())
     used = slots[slots >= 0]
+    # In int64, so that a count at the largest uint32 stays there and does not wrap.
     sums = counts + np.bincount(used, minlength=counts.size)
     np.minimum(sums, _MAX_COUNT, out=counts, casting="unsafe")
     last_use[used] = batch
@@ -209,10 +198,10 @@ def record_uses(slots: np.ndarray, batch: int, counts: np.ndarray, last_use: np.
 def mark_eligible(
     born: np.ndarray, last_use: np.ndarray, bound: int, hits: np.ndarray
 ) -> tuple[np.ndarray, int]:
-    """Return whether each slot may be evicted, bool ``[slots]``, and the number of those.
+    """Return whether each slot may be evicted, bool ``[slots]``, and the number of those that may.
 
-    They have an id (``born`` is 0 or more), were last used before batch ``bound``, and are not
-    among ``hits``, int32 slots, of which negative ones are skipped.
+    An eligible slot has an id (``born`` of 0 or more), was last used before batch ``bound``, and is
+    not in ``hits``, whose negative items are skipped.
     """
     eligible = (born >= 0) & (last_use < bound)
     eligible[hits[hits >= 0]] = False
@@ -222,11 +211,10 @@ def mark_eligible(
 def commit(
     maps: Sequence[Map], changes: Sequence[Any], batch: int, power: int
 ) -> tuple[int, list[np.ndarray]]:
-    """Carry out the changes of a batch, map by map (`jaxrec.tier.ids.id_map.commit`).
+    """Carry out a batch's changes, map by map; return the number of maps and all victims' ids.
 
-    Returns:
-        The number of maps, or the index of the first one that refuses a new id or lacks the id of a
-        victim: maps after it are as before. And for each map the ids of its victims.
+    If a map refuses a new id or lacks a victim's id, return its index instead; later maps are
+    unchanged. See `jaxrec.tier.ids.id_map.commit`.
     """
     evicted = [each.records.ids[each.victims] for each in changes]
     for number, (ids, each) in enumerate(zip(maps, changes, strict=True)):
@@ -252,29 +240,20 @@ def fingerprint(lists: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def take_rows(array: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Return rows of an array, uint8 ``[n, width]``: those at some places, zeros for negative ones.
-
-    Args:
-        array: uint8 ``[rows, width]``.
-        places: int32 ``[n]``.
-    """
+    """Gather rows of an array, uint8 ``[rows, width]``; return zeros for negative places."""
+    # "clip" takes row 0 for negative places; the default would take rows from the end.
     rows = array.take(places, axis=0, mode="clip")
     rows[places < 0] = 0
     return rows
 
 
 def put_rows(array: np.ndarray, places: np.ndarray, rows: np.ndarray) -> None:
-    """Set the rows of an array at some distinct places."""
+    """Set the rows of an array at distinct places."""
     array[places] = rows
 
 
 def record_tags(ids: np.ndarray, records: np.ndarray) -> np.ndarray:
-    """Return the checksums of records, uint64 ``[n]``, never 0.
-
-    Args:
-        ids: int64 ``[n]``.
-        records: uint8 ``[n, width]``.
-    """
+    """Return the checksums of records and their ids, uint64 ``[n]``, never 0."""
     count, width = records.shape
     words = np.zeros((count, -(-width // 8)), np.uint64)
     words.view(np.uint8)[:, :width] = records
@@ -296,17 +275,10 @@ def _hash(hashes: np.ndarray, words: np.ndarray) -> np.ndarray:
 def read_records(
     file: RecordArray, slots: np.ndarray, ids: np.ndarray | None, threads: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Read the records of some slots.
+    """Read the records of slots, int64 ``[n]``; a negative slot has no record.
 
-    Args:
-        file: The records.
-        slots: int64 ``[n]``; a negative slot has no record.
-        ids: The ids of the slots, int64 ``[n]``; None: any ids.
-        threads: Number of threads.
-
-    Returns:
-        Whether each slot has a record, bool ``[n]``; the ids that these have, int64 ``[n]``; and
-        the records, uint8 ``[n, width]``, zeros where there is none.
+    Return whether each slot has a record (of the given id, unless ``ids`` is None), the ids of the
+    records, int64 ``[n]``, and the records, uint8 ``[n, width]``, zeros for absent ones.
     """
     rows = _rows(file)[np.maximum(slots, 0)]
     tags = rows[:, :8].copy().view(np.uint64)[:, 0]
@@ -328,19 +300,11 @@ def write_records(
     through_map: bool,
     threads: int,
 ) -> int:
-    """Write records.
+    """Write records, uint8 ``[n, width]``, at distinct slots; return 0 or the error's number.
 
-    Args:
-        file: The records.
-        slots: Distinct slots, int64 ``[n]``.
-        ids: int64 ``[n]``.
-        records: uint8 ``[n, width]``.
-        through_map: Whether pages that exist may be written through the map; not done here.
-        threads: Number of threads.
-
-    Returns:
-        0, or the number of the error of a record that could not be written.
+    ``through_map`` allows the library to write existing pages through the map.
     """
+    # `pwrite` reports a full disk as an error; a write through the map would kill the process.
     rows = np.zeros((slots.size, file.stride), np.uint8)
     rows[:, :8] = record_tags(ids, records)[:, None].view(np.uint8)
     if file.has_id:
@@ -356,11 +320,8 @@ def write_records(
 
 
 def erase_records(file: RecordArray, slots: np.ndarray) -> int:
-    """Remove the records of some slots.
-
-    Returns:
-        0, or the number of the error of a record that could not be removed.
-    """
+    """Remove the records of some slots; return 0 or the error's number."""
+    # Slots without a record are skipped: to write their tag would fill a hole of the file.
     has_record = (_rows(file)[slots, :8] != 0).any(axis=1)
     for start in (file.start + slots[has_record] * file.stride).tolist():
         try:

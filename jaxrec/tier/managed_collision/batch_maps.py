@@ -1,4 +1,4 @@
-"""Maps of ids to slots for the features of a batch."""
+"""Replacement of a batch's ids by slots, on one device or over a mesh."""
 
 from __future__ import annotations
 
@@ -28,23 +28,16 @@ IdMap: TypeAlias = SortedMap | MultiProbeMap
 
 @dataclasses.dataclass(frozen=True)
 class MappedTables:
-    """Tables that share a map of ids to slots.
-
-    Attributes:
-        tables: Names of the tables.
-        features: Features that they read, in the order in which their ids are counted.
-        num_slots: Number of rows of each table.
-        config: Settings of the map.
-    """
+    """Tables that share a map of ids to slots, and the features that they read."""
 
     tables: tuple[str, ...]
-    features: tuple[str, ...]
-    num_slots: int
+    features: tuple[str, ...]  # the map takes their ids in this order
+    num_slots: int  # rows of each table
     config: MapConfig
 
     @property
     def name(self) -> str:
-        """Name of the map."""
+        """Names of the tables, joined by "+"."""
         return "+".join(self.tables)
 
     @property
@@ -61,16 +54,13 @@ class MappedTables:
         hour: Int32[Array, ""],
         key: Array,
     ) -> tuple[IdMap, Int32[Array, " n"], EvictedSlots]:
-        """Return the map after a batch, the slots of the ids, and the evicted slots.
+        """Return the map after a batch, the slot of each id, and the evicted slots.
 
-        Args:
-            id_map: The map.
-            ids: Ids of all features, one feature after the other.
-            is_valid: False at padding.
-            hours: Time to live of each id; None without one.
-            hour: The hour of the batch.
-            key: Random key of the batch.
+        ``ids`` are those of the first feature, then of the second, and so on; ``hours`` are their
+        times to live, None if ids do not expire.
         """
+        # The two kinds of map differ in what they give ids: a sorted map is updated first and then
+        # looked up, a multi-probe map finds slots while it is updated.
         if isinstance(id_map, SortedMap):
             updated, evicted = id_map.update(ids, is_valid, key)
             return updated, updated.remap(ids), evicted
@@ -82,18 +72,11 @@ class MappedTables:
 
 
 class Mapped(NamedTuple):
-    """Result of maps for a batch.
-
-    Attributes:
-        maps: The maps after the batch.
-        features: The batch with slots in the place of ids of mapped features, and without ids that
-            were dropped.
-        evicted: The evicted slots of each map.
-    """
+    """A batch with slots in place of ids, and the maps after it."""
 
     maps: tuple[IdMap, ...]
-    features: KeyedJaggedArray
-    evicted: tuple[EvictedSlots, ...]
+    features: KeyedJaggedArray  # without ids that were dropped
+    evicted: tuple[EvictedSlots, ...]  # of each map; empty in evaluation
 
 
 def map_batch(
@@ -105,20 +88,13 @@ def map_batch(
     is_training: bool,
     store: MeshStore | None = None,
 ) -> Mapped:
-    """Replace the ids of a batch by slots; in training, update the maps by it.
+    """Replace the ids of a batch by slots; in training, update the maps by the batch.
 
-    Over a mesh every device has all maps, gathers the ids of all devices in training, and computes
-    the same update. The ids have the order of the whole batch, so that maps and slots equal those
-    on one device.
-
-    Args:
-        mapped: The tables of each map.
-        maps: The maps.
-        batch: The batch.
-        key: Random key of the batch.
-        is_training: Whether the maps change.
-        store: The tables over a mesh; None: on one device.
+    ``store`` has the tables over a mesh; None: they are on one device.
     """
+    # Every device has all maps. In training it gathers the ids of all devices, in the order of the
+    # whole batch, and computes the same update. So maps and slots equal those on one device, and a
+    # checkpoint does not depend on the mesh.
     if store is None:
         return _map_part(mapped, maps, batch, key, is_training, lambda values: values[None], 0)
     channel = store.channel_over(store.batch_axes)
@@ -149,12 +125,9 @@ def _map_part(
     gather: Callable[[Array], Array],
     device: Int32[Array, ""] | int,
 ) -> Mapped:
-    """Map the part of a batch that one device has.
+    """Map one device's part of a batch; ``gather`` stacks an array of all devices.
 
-    Args:
-        mapped, maps, batch, key, is_training: See `map_batch`.
-        gather: Returns an array of each device, ``[devices, ...]``.
-        device: This device's number.
+    It returns ``[devices, ...]``, where this device's array is at ``device``.
     """
     segments, is_valid = batch.segments, batch.is_valid
     ids = WideIds(jnp.asarray(batch.ids.high), jnp.asarray(batch.ids.low))
@@ -178,6 +151,7 @@ def _map_part(
         evicted.append(dropped)
         ends = np.cumsum([block.shape[0] for block in blocks])
         for part, of_feature in zip(parts, jnp.split(slots, ends[:-1]), strict=True):
+            # [devices * capacity] slots of the feature: this device's samples need its own.
             own = of_feature.reshape(all_ids.shape[0], -1)[device]
             values = values.at[part].set(own)
     lengths, weights = jnp.asarray(batch.features.lengths), batch.features.weights
@@ -195,7 +169,7 @@ def _map_part(
 
 
 def _hours(mapped: MappedTables, counts: Sequence[int]) -> Int32[Array, " n"] | None:
-    """Return the time to live of each id; None without one."""
+    """Return the hours to live of each id, given the ids of each feature; None for ever."""
     if isinstance(mapped.config, SortedMapConfig) or mapped.config.eviction is None:
         return None
     hours = mapped.config.eviction.hours_to_live(mapped.features)
@@ -205,8 +179,10 @@ def _hours(mapped: MappedTables, counts: Sequence[int]) -> Int32[Array, " n"] | 
 
 
 def _rolls(is_valid: Bool[Array, " n"], key: Array) -> Int32[Array, " n"]:
-    """Return a random number from 0 to 99 for each id; padding between ids has no influence."""
+    """Return a random number from 0 to 99 for each id."""
     seed = jax.random.key_data(key)
+    # An id's number hangs on its rank among the valid ids. `jax.random.randint` would draw by
+    # position, and padding, which differs between one device and a mesh, would change the draws.
     place = jnp.cumsum(is_valid, dtype=jnp.uint32)
     hashes = murmur_hash3(jnp.stack([jnp.broadcast_to(seed[0], place.shape), seed[1] ^ place], -1))
     return WideIds.of_words(hashes) % 100
@@ -215,7 +191,8 @@ def _rolls(is_valid: Bool[Array, " n"], key: Array) -> Int32[Array, " n"]:
 def _drop(
     batch: IdBatch, values: Int32[Array, " n"], is_kept: Bool[Array, " n"]
 ) -> tuple[Int32[Array, " n"], Int32[Array, " bags"], Array | None]:
-    """Return values, lengths and weights without some ids."""
+    """Return values, lengths and weights without the ids that are not kept."""
+    # Kept ids move up to the start of their key's segment, whose capacity stays.
     features = batch.features
     bags = bag_ids(features.lengths, features.strides, features.capacities)
     lengths = jnp.zeros(sum(features.strides), jnp.int32)

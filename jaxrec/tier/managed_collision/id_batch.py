@@ -28,10 +28,10 @@ class IdBatch:
     """A batch of 64-bit ids for a training step, made by `id_words`.
 
     Attributes:
-        features: The batch, whose values are `jaxrec.ragged.WideIds`; over a mesh with an axis over
-            the devices in front of its arrays.
-        hour: int32, the hour of the batch since 1970, by which maps with a time to live evict ids;
-            -1 without a clock.
+        features: The batch, with `jaxrec.ragged.WideIds` as values. Over a mesh, the first axis of
+            its arrays is over the devices.
+        hour: int32 hour of the batch since 1970, by which maps with a time to live evict ids; -1 if
+            the hour is not known.
     """
 
     features: KeyedJaggedArray
@@ -39,12 +39,12 @@ class IdBatch:
 
     @property
     def ids(self) -> WideIds:
-        """The ids."""
+        """The ids, each as two 32-bit words."""
         return cast(WideIds, self.features.values)
 
     @property
     def segments(self) -> dict[str, slice]:
-        """Positions of each key's ids."""
+        """Range of each key's ids in ``ids``, padding included."""
         keys, capacities = self.features.keys, self.features.capacities
         ends = itertools.accumulate(capacities)
         pairs = zip(keys, ends, capacities, strict=True)
@@ -52,7 +52,7 @@ class IdBatch:
 
     @property
     def is_valid(self) -> Bool[Array, " capacity"]:
-        """False at padding; of a batch on one device."""
+        """Whether each position has an id, False at padding; only for a batch on one device."""
         parts, bag = [], 0
         for capacity, stride in zip(self.features.capacities, self.features.strides, strict=True):
             of_key = jnp.asarray(self.features.lengths[bag : bag + stride])
@@ -71,15 +71,16 @@ def id_words(
 ) -> IdBatch:
     """Turn a host batch of raw ids into a batch that a training step takes.
 
-    JAX has no 64-bit integers unless ``jax_enable_x64`` is set; two words of 32 bits arrive whole.
+    Each 64-bit id becomes two 32-bit words, since JAX has no 64-bit integers unless
+    ``jax_enable_x64`` is set.
 
     Args:
-        features: A batch on the host, of ``id_bits=64`` or of 32-bit ids.
-        mesh: Puts the batch on a mesh, as `jaxrec.mesh.shard_batch` does, under whose conditions.
-        capacities: Capacity of each key on a device; see `jaxrec.mesh.shard_batch`. Only for a
+        features: A batch on the host, with 64-bit ids (``id_bits=64``) or 32-bit ids.
+        mesh: Mesh on which `jaxrec.mesh.shard_batch` puts the batch; None: one device.
+        capacities: Capacity of each key on a device, as for `jaxrec.mesh.shard_batch`; only with a
             mesh.
         hour: Hour of the batch, for maps with a time to live; None: hours since 1970, by the host's
-            clock. With several processes, give all the same.
+            clock. Several processes must give the same hour.
 
     Raises:
         TypeError: The batch is not a `KeyedJaggedArray` on the host.
@@ -106,7 +107,7 @@ def id_words(
 
 
 def as_id_batch(features: KeyedJaggedArray | IdBatch) -> IdBatch:
-    """Return a batch of any kind as an `IdBatch`."""
+    """Return a batch as an `IdBatch`: one already, raw ids on the host, or 32-bit ids."""
     if isinstance(features, IdBatch):
         return features
     if not isinstance(features, KeyedJaggedArray):

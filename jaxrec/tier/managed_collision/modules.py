@@ -33,18 +33,14 @@ Maps: TypeAlias = Mapping[str | tuple[str, ...], MapConfig]
 
 
 class MapVariable(nnx.Variable):
-    """An array of a map of ids to slots."""
+    """An array of a map, which optax and parameter filters pass over."""
 
 
 class ManagedCollisions(nnx.Module):
     """Base of the two collections with maps.
 
-    Attributes:
-        maps: Arrays of each map, by its tables and by name.
-        key: Random key of fresh rows and of maps.
-        num_batches: Number of batches in training mode.
-        deterministic: Whether the module is in evaluation mode, in which nothing changes;
-            ``nnx.Module.eval`` and ``train`` set it.
+    Maps change in each call in training mode; ``nnx.Module.eval`` sets ``deterministic``, in which
+    nothing changes.
     """
 
     changes_ids = True  # see `jaxrec.mesh.ahead.changes_ids`
@@ -64,6 +60,7 @@ class ManagedCollisions(nnx.Module):
                 f"{type(collection).__name__}"
             )
         self._mapped = _mapped_tables(collection, managed_collisions)
+        # One variable for each array, not one for a map, so that checkpoints name the arrays.
         self.maps = nnx.Dict(
             {
                 each.name: nnx.Dict(
@@ -75,6 +72,7 @@ class ManagedCollisions(nnx.Module):
                 for each in self._mapped
             }
         )
+        # The key of all first rows never changes; draws of maps fold `num_batches` into it.
         self.key = MapVariable(rngs.params())
         self.num_batches = MapVariable(jnp.int32(0))
         self.return_remapped_features = return_remapped_features
@@ -83,22 +81,22 @@ class ManagedCollisions(nnx.Module):
     @property
     @abc.abstractmethod
     def _collection(self) -> EmbeddingBagCollection | EmbeddingCollection:
-        """The collection that has the tables."""
+        """The collection that holds the tables."""
 
     @property
     def bounds(self) -> dict[str, int]:
-        """Number of ids of the features without a map; packing checks ids against it."""
+        """Number of ids of each feature without a map, against which packing checks ids."""
         mapped = {feature for each in self._mapped for feature in each.features}
         bounds = self._collection.bounds
         return {feature: bound for feature, bound in bounds.items() if feature not in mapped}
 
     @property
     def open_slots(self) -> dict[str, Int32[Array, ""]]:
-        """Number of slots without an id, of each map."""
+        """Number of slots without an id, by map."""
         return {each.name: self._map(each).open_slots for each in self._mapped}
 
     def id_map(self, table: str) -> IdMap:
-        """Return the map of a table."""
+        """Return the map of ids to slots of a table."""
         for each in self._mapped:
             if table in each.tables:
                 return self._map(each)
@@ -119,6 +117,8 @@ class ManagedCollisions(nnx.Module):
             is_training=is_training,
             store=None if store.devices.mesh is None else cast(MeshStore, store.placed),
         )
+        # A pass that only computes routes for a later step must leave maps and rows as they are:
+        # the step itself will count the batch.
         if is_training and not self._is_routed_ahead():
             for each, id_map, evicted in zip(
                 self._mapped, result.maps, result.evicted, strict=True
@@ -132,7 +132,7 @@ class ManagedCollisions(nnx.Module):
         return (embeddings, result.features) if self.return_remapped_features else embeddings
 
     def _is_routed_ahead(self) -> bool:
-        """Return whether this call only computes routes, for a step that comes later."""
+        """Return whether this call only computes routes for a later step."""
         probe = self._collection.probe
         if isinstance(probe, LookupProbe):
             raise TypeError(
@@ -180,23 +180,23 @@ class ManagedCollisionEmbeddingBagCollection(ManagedCollisions):
     """An `EmbeddingBagCollection` for ids of any size, by maps that change in the step.
 
     TorchRec's class of this name (``mc_embedding_modules.py``). In training mode a call counts the
-    ids of the batch, gives new ids slots, resets the rows and the optimizer state of slots that
-    changed hands, and then looks rows up. All of this happens on the devices, in the compiled
-    step. Call it once in a step: an id that loses its slot between two calls of one step would
-    leave its gradient to the id that follows.
+    ids of the batch, gives slots to new ids, resets the rows and the optimizer state of slots that
+    got another id, and then looks rows up. All of this happens on the devices, in the compiled
+    step. Call it once in a step: if an id lost its slot between two calls of one step, its gradient
+    would train the next id of the slot.
 
-    Maps are saved with the model by `jaxrec.train.CheckpointManager`. Over a mesh
-    (`jaxrec.shard`), each device has all maps and in training gathers the ids of the whole batch,
-    8 bytes an id: results equal those on one device.
+    `jaxrec.train.CheckpointManager` saves maps with the model. Over a mesh (`jaxrec.shard`) each
+    device has all maps, and in training it gathers the ids of the whole batch, 12 bytes an id.
+    Results equal those on one device.
 
     Args:
-        embedding_bag_collection: The tables.
-        managed_collisions: `SortedMapConfig` or `MultiProbeConfig` of the map of each table, by
-            name. A tuple of names is for tables that share a map, which have equally many rows. A
-            feature that several tables read has one map. Tables without a map take their ids as
-            row indices.
-        return_remapped_features: Whether calls return the batch of slots, too.
-        rngs: Gives the random key of fresh rows.
+        embedding_bag_collection: The collection of the tables.
+        managed_collisions: `SortedMapConfig` or `MultiProbeConfig` of each table's map, by name. A
+            tuple of names gives several tables one map; they must have equally many rows. Tables
+            that read the same feature must share a map. Tables without a map take their ids as row
+            indices.
+        return_remapped_features: Whether calls also return the batch with slots in place of ids.
+        rngs: Source of the random key of fresh rows.
 
     Raises:
         TypeError: An argument has another type.
@@ -242,18 +242,18 @@ class ManagedCollisionEmbeddingBagCollection(ManagedCollisions):
         """Return the pooled embeddings of a batch.
 
         Args:
-            features: The batch: the result of `id_words`, a raw batch on the host (outside of
-                `jax.jit`), or one of 32-bit ids.
+            features: The result of `id_words`, a raw batch on the host (outside of `jax.jit`), or a
+                batch of 32-bit ids.
 
         Returns:
-            As `EmbeddingBagCollection`; with ``return_remapped_features`` a pair of this and the
-            batch with slots in the place of ids.
+            The result of `EmbeddingBagCollection`; with ``return_remapped_features`` a pair of it
+            and the batch with slots in place of ids.
 
         Raises:
             KeyError: The batch lacks a feature.
             TypeError: A map needs the hour of the batch, which `id_words` gives; or embeddings are
                 looked up a step ahead.
-            ValueError: The batch is not where the tables are.
+            ValueError: The batch is not on the devices of the tables.
         """
         return self._look_up(features)
 
@@ -261,8 +261,8 @@ class ManagedCollisionEmbeddingBagCollection(ManagedCollisions):
 class ManagedCollisionEmbeddingCollection(ManagedCollisions):
     """An `EmbeddingCollection` for ids of any size, by maps that change in the step.
 
-    TorchRec's class of this name. See `ManagedCollisionEmbeddingBagCollection`, also for the
-    arguments and errors.
+    TorchRec's class of this name. Arguments and errors are those of
+    `ManagedCollisionEmbeddingBagCollection`.
 
     Example:
         >>> import jaxrec
@@ -297,10 +297,9 @@ class ManagedCollisionEmbeddingCollection(ManagedCollisions):
     def __call__(
         self, features: KeyedJaggedArray | IdBatch
     ) -> dict[str, JaggedArray] | tuple[dict[str, JaggedArray], KeyedJaggedArray]:
-        """Return the embeddings of a batch's ids.
+        """Return the embedding of each id of a batch, as `EmbeddingCollection` does.
 
-        Arguments and errors: see `ManagedCollisionEmbeddingBagCollection`. Results: see
-        `EmbeddingCollection`.
+        Arguments and errors are those of `ManagedCollisionEmbeddingBagCollection`.
         """
         return self._look_up(features)
 
@@ -333,6 +332,7 @@ def _mapped_tables(
             )
         features = dict.fromkeys(f for name in tables for f in configs[name].feature_names)
         mapped.append(MappedTables(tables, tuple(features), sizes[tables[0]], config))
+    # The batch has one slot for each id of a feature, so all tables that read it need one map.
     map_of_feature: dict[str, tuple[str, int | None]] = {}
     for table in configs.values():
         own = map_of_table.get(table.name)
@@ -347,7 +347,7 @@ def _mapped_tables(
 
 
 def _named(id_map: Any) -> dict[str, Any]:
-    """Return the arrays of a map by name."""
+    """Return the arrays of a map by name, such as ``metadata_counts``."""
     leaves: Sequence[tuple[Any, Any]] = jax.tree_util.tree_leaves_with_path(id_map)
     return {
         "_".join(str(getattr(key, "name", getattr(key, "key", key))) for key in path): leaf

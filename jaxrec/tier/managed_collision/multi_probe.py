@@ -37,18 +37,20 @@ class MultiProbeConfig:
     """Settings of a `MultiProbeMap`, by the names of TorchRec's HashZchManagedCollisionModule.
 
     Attributes:
-        total_num_buckets: Number of equal parts of the slots. An id stays in its bucket.
-        max_probe: Number of slots that an id may take, from its hash on.
-        eviction: When an id loses its slot: `jaxrec.tier.ttl` of whole hours, or TorchRec's
-            `SingleTTLEviction`, `LRUEviction`, `PerFeatureTTLEviction`; None: never.
-        input_hash_size: 0: the bucket of an id is ``id % total_num_buckets``. Otherwise ids are
-            below this number, and equal ranges of ids belong to each bucket.
-        opt_in_prob: Percentage of new ids that get a slot at each occurrence, 1 to 100. Others
-            share the reserved slots. None: all, without reserved slots.
-        percent_reserved_slots: Percentage of slots that are reserved for ids without a slot, only
+        total_num_buckets: Number of buckets, equal parts of the slots. Each id belongs to a bucket.
+        max_probe: Number of slots that an id probes, from the slot of its hash on.
+        eviction: Policy by which ids lose their slots: `jaxrec.tier.ttl` of whole hours, or
+            TorchRec's `SingleTTLEviction`, `LRUEviction`, `PerFeatureTTLEviction`. None: ids keep
+            their slots.
+        input_hash_size: 0: the bucket of an id is ``id % total_num_buckets``. Otherwise the upper
+            bound of ids, which are divided among the buckets in equal ranges.
+        opt_in_prob: Probability in percent, 1 to 100, that a new id gets a slot, at each
+            occurrence. Other new ids share the reserved slots. None: every new id may get a slot,
+            and no slots are reserved.
+        percent_reserved_slots: Percentage of slots that are reserved for ids without a slot; only
             with ``opt_in_prob``.
-        disable_fallback: Whether an id that finds no slot is dropped from its bag. False: it uses
-            the slot of its hash, which another id has, or a reserved slot.
+        disable_fallback: Whether an id that finds no slot is dropped from its bag. False: it shares
+            the slot of its hash with another id, or takes a reserved slot.
 
     Raises:
         TypeError: The policy has no hours.
@@ -96,7 +98,7 @@ class MultiProbeConfig:
         """Return an empty map.
 
         Args:
-            num_slots: Number of slots, rows of the table.
+            num_slots: Number of slots, which is the number of rows of the table.
 
         Raises:
             ValueError: The buckets do not divide the slots, or the percentage reserves none or all
@@ -127,17 +129,16 @@ class MultiProbeMap:
     """A map of ids to slots in which an id takes the first free slot from its hash on.
 
     TorchRec's multi-probe zero-collision hashing (``hash_mc_modules.py``) with FBGEMM's
-    ``zero_collision_hash`` (``faster_hash.cu``). The result for a batch is that of FBGEMM's kernel
-    when it processes one id after the other; FBGEMM's own result depends on the order of its
-    threads.
-    Methods are pure functions for `jax.jit`; ids are ``[n, 2]`` uint32 words as
-    `jaxrec.ragged.split_int64` makes them. The id -1 marks empty slots and never gets one.
+    ``zero_collision_hash`` (``faster_hash.cu``). FBGEMM's result depends on the order of its
+    threads; here it is that of a kernel that processes one id after the other. Methods are pure
+    functions for `jax.jit`. Ids are ``[n, 2]`` uint32 words as `jaxrec.ragged.split_int64` makes
+    them. The id -1 marks empty slots and never gets one.
 
     Attributes:
-        identities: Id of each slot, -1 in an empty one.
-        metadata: Hour after which the slot's id may be evicted, -1 in an empty one; None without
-            eviction.
-        config: The settings.
+        identities: Id of each slot, ``[slots, 2]``, -1 for an empty slot.
+        metadata: Hour after which the slot's id may be evicted, ``[slots]``, -1 for an empty slot;
+            None without eviction.
+        config: Settings of the map.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np
@@ -160,15 +161,15 @@ class MultiProbeMap:
 
     @property
     def open_slots(self) -> Int32[Array, ""]:
-        """Number of slots without an id that an id can get."""
+        """Number of slots without an id, reserved ones excluded."""
         reserved = self.config.reserved_slots(self.num_slots) * self.config.total_num_buckets
         return jnp.sum(self._is_empty, dtype=jnp.int32) - reserved
 
     @jax.jit  # for callers outside of jit, where XLA would compile the loops anew at each call
     def remap(self, ids: UInt32[Array, "n 2"]) -> Int32[Array, " n"]:
-        """Return the slot of each id, for evaluation.
+        """Return the slot of each id, int32 ``[n]``, for evaluation.
 
-        An id without a slot gets the slot that `MultiProbeConfig.disable_fallback` says; -1: none.
+        An id that is not in the map reads its fallback slot, or has -1 with `disable_fallback`.
         """
         probed = self._probe(ids)
         found = probed.windows.find(self.identities, ids)
@@ -186,12 +187,11 @@ class MultiProbeMap:
         """Give slots to the ids of a batch.
 
         Args:
-            ids: The ids.
-            is_valid: False at padding.
-            expiry: Hour after which each id may be evicted, not before ``hour``; only with
-                eviction.
-            hour: The present hour. Ids whose hour is before it may be evicted.
-            rolls: A number from 0 to 99 for each id: one that has no slot may get one where the
+            ids: The ids, with repeats.
+            is_valid: Whether each position has an id, False at padding.
+            expiry: Hour after which each id may be evicted, ``hour`` or later; only with eviction.
+            hour: The present hour. Ids whose expiry is before it may be evicted.
+            rolls: Random number from 0 to 99 for each id. An id without a slot may get one if its
                 number is below ``opt_in_prob``. None: every id may.
 
         Returns:
@@ -212,10 +212,14 @@ class MultiProbeMap:
         is_admitted = jnp.ones(count, bool)
         if rolls is not None and config.opt_in_prob is not None:
             is_admitted = rolls < config.opt_in_prob
+        # Ids take turns in the order of the batch. Each distinct id is computed once, with the turn
+        # of its first occurrence and that of the first occurrence which may take a new slot.
         runs = find_runs(ids, is_valid)
         first = _first_positions(runs, position)
         first_admitted = _first_positions(runs, jnp.where(is_admitted, position, count))
         windows = probed.windows.take(first)
+        # Slots fill from the start of a window and are never emptied, only given to another id. So
+        # the search for an id may end at the first empty slot.
         own = windows.find(self.identities, runs.ids, until=self._is_empty)
         own = jnp.where(position < runs.count, own, NO_SLOT)
         taken = match_slots(windows, self._preferences(hour), own, first, first_admitted)
@@ -233,7 +237,7 @@ class MultiProbeMap:
         )
 
         of_id = jnp.minimum(runs.run, count - 1)
-        # An id that was not there has its slot from the occurrence on that was admitted.
+        # A new id has its slot from its first admitted occurrence on.
         has_slot = (taken == own)[of_id] | (position >= first_admitted[of_id])
         has_slot &= is_valid & (taken < num_slots)[of_id]
         is_shared = is_valid & ~has_slot & ~is_admitted
@@ -251,7 +255,7 @@ class MultiProbeMap:
         return equal_words(self.identities, jnp.array(EMPTY_ID, jnp.uint32))
 
     def _probe(self, ids: UInt32[Array, "n 2"]) -> _Probed:
-        """Return the slots that each id may take."""
+        """Return the slots that each id probes, and the slot that it reads without one."""
         config = self.config
         size = self.num_slots // config.total_num_buckets
         reserved = 0 if config.opt_in_prob is None else config.reserved_slots(self.num_slots)
@@ -266,32 +270,27 @@ class MultiProbeMap:
         return _Probed(windows, shared, fallback)
 
     def _preferences(self, hour: Int32[Array, ""] | None) -> Int32[Array, " slots"]:
-        """Return how early a new id takes each slot: see `match_slots`."""
+        """Return the preference of each slot for a new id, as `match_slots` defines it."""
         preference = jnp.where(self._is_empty, jnp.int32(-1), NEVER)
         metadata, eviction = self.metadata, self.config.eviction
         if hour is None or metadata is None or eviction is None:
             return preference
+        # -1 is the preference of empty slots: without LRU expired slots are as good as empty ones.
         key = metadata if eviction.is_lru else jnp.full_like(metadata, -1)
         return jnp.where(~self._is_empty & (metadata < hour), key, preference)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Probed:
-    """Slots that ids may take.
-
-    Attributes:
-        windows: The slots that are probed.
-        shared: The slot of an id that gets none: a reserved one, or the slot of its hash.
-        fallback: ``shared``, or `NO_SLOT` where there is no fallback.
-    """
+    """Slots that ids probe, and slots for those that get none."""
 
     windows: Windows
-    shared: Int32[Array, " n"]
-    fallback: Int32[Array, " n"]
+    shared: Int32[Array, " n"]  # a reserved slot, or without any the slot of the id's hash
+    fallback: Int32[Array, " n"]  # `shared`, or `NO_SLOT` with `disable_fallback`
 
 
 def _first_positions(runs: IdRuns, position: Int32[Array, " n"]) -> Int32[Array, " n"]:
-    """Return the least position of each distinct id; ``n`` where there is none."""
+    """Return the smallest position of each distinct id, or ``n`` if it has none."""
     size = position.shape[0]
     return jnp.full(size, size, jnp.int32).at[runs.run].min(position, mode="drop")
 
@@ -306,7 +305,7 @@ def _bucket(ids: UInt32[Array, "n 2"], config: MultiProbeConfig) -> Int32[Array,
         starts = split_int64(np.array([size * i for i in range(1, buckets)], np.uint64))
         # The number of starts at or below an id is the number of starts below id + 1.
         return search_words(jnp.asarray(starts), (WideIds.of_words(ids) + 1).words)
-    # A negative id has 2**64 too much as an unsigned one.
+    # As an unsigned number a negative id is 2**64 too large: subtract the rest of 2**64.
     rest = WideIds.of_words(ids) % buckets
     is_negative = ids[:, 0] >> np.uint32(31) == 1
     return jnp.where(is_negative, (rest + buckets - 2**64 % buckets) % buckets, rest)

@@ -1,6 +1,6 @@
-"""Eviction in maps of managed collisions: filters of new ids, policies by TorchRec's names.
+"""Eviction in maps of managed collisions: filters of new ids, and policies by TorchRec's names.
 
-The policies are those of `jaxrec.tier.vocabulary.eviction`, which serve on the host, too.
+Policies for sorted maps are those of `jaxrec.tier.vocabulary.eviction`, with a filter.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from jaxrec.tier.vocabulary.eviction import DistanceLfu, Eviction, Lfu, Lru
 
 
 class ThresholdFilter(abc.ABC):
-    """Admits ids by how often they occur in a history; others are ignored in its update.
+    """Interface of a filter that admits new ids by their number of occurrences in a history.
 
-    Derive a frozen dataclass to write one.
+    Derive a frozen dataclass from it. An update ignores ids that the filter does not admit.
     """
 
     @abc.abstractmethod
     def admit(
         self, counts: Int32[Array, " ids"], num_ids: Int32[Array, ""], key: Array | None
     ) -> Bool[Array, " ids"]:
-        """Return which ids may enter the map.
+        """Return which ids may enter the map. Traced.
 
         Args:
-            counts: Number of occurrences of each distinct id; 0 from ``num_ids`` on.
+            counts: Number of occurrences of each distinct id; 0 from index ``num_ids`` on.
             num_ids: Number of distinct ids.
-            key: Random key of this update; None where the caller has none.
+            key: Random key of this update; None if the caller of the map gave none.
         """
 
 
@@ -116,7 +116,7 @@ class LFUEvictionPolicy(Lfu):
     """`jaxrec.tier.lfu` by TorchRec's name, ``LFU_EvictionPolicy``: keeps the most frequent ids.
 
     Attributes:
-        threshold_filter: Which ids may enter; None: all.
+        threshold_filter: Filter of the ids that may enter; None: all may.
     """
 
     threshold_filter: ThresholdFilter | None = None
@@ -124,13 +124,13 @@ class LFUEvictionPolicy(Lfu):
 
 @dataclasses.dataclass(frozen=True)
 class LRUEvictionPolicy(Lru):
-    """`jaxrec.tier.lru` by TorchRec's name, ``LRU_EvictionPolicy``: keeps the ids that came last.
+    """`jaxrec.tier.lru` by TorchRec's name, ``LRU_EvictionPolicy``: keeps the most recent ids.
 
     The score is ``-(iteration - last_access_iter + 1) ** decay_exponent`` in float32.
 
     Attributes:
-        decay_exponent: The exponent.
-        threshold_filter: Which ids may enter; None: all.
+        decay_exponent: Exponent of the score.
+        threshold_filter: Filter of the ids that may enter; None: all may.
     """
 
     decay_exponent: float = 1.0
@@ -144,8 +144,8 @@ class DistanceLFUEvictionPolicy(DistanceLfu):
     The score is ``counts / (iteration - last_access_iter + 1) ** decay_exponent`` in float32.
 
     Attributes:
-        decay_exponent: The exponent.
-        threshold_filter: Which ids may enter; None: all.
+        decay_exponent: Exponent of the score.
+        threshold_filter: Filter of the ids that may enter; None: all may.
     """
 
     threshold_filter: ThresholdFilter | None = None
@@ -153,7 +153,7 @@ class DistanceLFUEvictionPolicy(DistanceLfu):
 
 @dataclasses.dataclass(frozen=True)
 class SingleTTLEviction(Eviction):
-    """Evicts ids that did not occur for some hours; TorchRec's ``SINGLE_TTL_EVICTION``.
+    """Evicts ids that did not occur for ``ttl`` hours; TorchRec's ``SINGLE_TTL_EVICTION``.
 
     Attributes:
         ttl: Hours, 0 or more.
@@ -174,10 +174,10 @@ class SingleTTLEviction(Eviction):
 
 @dataclasses.dataclass(frozen=True)
 class LRUEviction(SingleTTLEviction):
-    """Evicts the id that did not occur for longest; TorchRec's ``LRU_EVICTION``.
+    """Evicts the id that has been absent for longest; TorchRec's ``LRU_EVICTION``.
 
-    Only ids that did not occur for ``ttl`` hours are evicted, and only where a new id finds no
-    empty slot.
+    Only ids that did not occur for ``ttl`` hours are evicted, and only if a new id finds no empty
+    slot.
 
     Attributes:
         ttl: Hours, 0 or more.
@@ -188,13 +188,13 @@ class LRUEviction(SingleTTLEviction):
 
 @dataclasses.dataclass(frozen=True)
 class PerFeatureTTLEviction(Eviction):
-    """Evicts ids after hours that differ by feature; TorchRec's ``PER_FEATURE_TTL_EVICTION``.
+    """Evicts ids after a time that depends on the feature; TorchRec's ``PER_FEATURE_TTL_EVICTION``.
 
     Attributes:
         ttls: Hours by feature, 0 or more.
 
     Raises:
-        KeyError: ``hours_to_live`` is asked for a feature without a number of hours.
+        KeyError: A feature of the map has no hours (raised by ``hours_to_live``).
 
     Example:
         >>> PerFeatureTTLEviction({"clicks": 24, "views": 2}).hours_to_live(["views"])
@@ -225,11 +225,12 @@ def _check_hours(name: str, hours: int) -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EvictedSlots:
-    """Slots that got another id in an update; their rows need a reset.
+    """Slots that got another id in an update, and whose rows must be reset.
 
     Attributes:
-        slots: The slots; the number of all slots from ``count`` on.
-        ids: The id that each slot got, as two words; zeros from ``count`` on.
+        slots: Slot of each eviction, int32 ``[evicted]``. From index ``count`` on, padding: the
+            number of slots of the map.
+        ids: The id that each slot got, as two words, ``[evicted, 2]``; zeros at padding.
         count: Number of evicted slots.
     """
 
@@ -239,6 +240,6 @@ class EvictedSlots:
 
     @classmethod
     def none(cls, capacity: int, num_slots: int) -> EvictedSlots:
-        """Return a list of no slots."""
+        """Return ``capacity`` items of padding for a map of ``num_slots`` slots."""
         ids = jnp.zeros((capacity, 2), jnp.uint32)
         return cls(jnp.full(capacity, num_slots, jnp.int32), ids, jnp.int32(0))

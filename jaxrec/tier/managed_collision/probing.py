@@ -1,4 +1,4 @@
-"""Slots that ids probe from their hash on, and the slot that each of them gets."""
+"""The slots that ids probe from their hash on, and their assignment to the ids of a batch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from jaxtyping import Array, Bool, Int32, UInt32
 
 from jaxrec.ragged.wide_ids import WideIds, equal_words
 
-# "No slot", as a slot, and "never", as a preference.
+# The slot of an id without one, and the preference of a slot that must not be taken.
 NO_SLOT: Final = -1
 NEVER: Final = np.int32(np.iinfo(np.int32).max)
 
-# Slots of each id that are read at once: memory is ids * _STEP.
+# Slots of each id that are read at once. Most ids are found within a few slots: more would be read
+# in vain, and fewer would make more iterations. Memory is [ids, _STEP].
 _STEP = 16
 
 
-# Of `match_slots`.
+# Loop state of `match_slots`, each array [n] but for the last, which is [slots].
 _State = tuple[Array, Array, Array, Array, Array, Array]
 
 
@@ -64,22 +65,15 @@ def _mix(half: WideIds) -> WideIds:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """The slots that each id probes, in order: a part of a bucket, around its end.
+    """The ``length`` slots that each id probes: from ``start`` on, around its bucket's end."""
 
-    Attributes:
-        first: First slot of the id's bucket.
-        start: The slot of the bucket that is probed first.
-        bucket_size: Number of slots of a bucket.
-        length: Number of slots that are probed, up to ``bucket_size``.
-    """
-
-    first: Int32[Array, " n"]
-    start: Int32[Array, " n"]
+    first: Int32[Array, " n"]  # first slot of the id's bucket
+    start: Int32[Array, " n"]  # counted from `first`
     bucket_size: int = dataclasses.field(metadata={"static": True})
     length: int = dataclasses.field(metadata={"static": True})
 
     def take(self, index: Int32[Array, " n"]) -> Windows:
-        """Return the windows of other ids."""
+        """Return the windows of the ids at some indices."""
         return dataclasses.replace(
             self,
             first=self.first.at[index].get(mode="clip"),
@@ -87,9 +81,9 @@ class Windows:
         )
 
     def slots(self, probes: Int32[Array, "n step"]) -> Int32[Array, "n step"]:
-        """Return the slots of some probes, numbered from 0."""
+        """Return the slots of each id's probes, which are numbered from 0."""
         place = self.start[:, None] + probes
-        # The sum is below twice the size, and below 2**32.
+        # The sum is below twice the bucket's size: it may pass 2**31, but not 2**32.
         place = place.astype(jnp.uint32)
         size = jnp.uint32(self.bucket_size)
         return self.first[:, None] + jnp.where(place >= size, place - size, place).astype(jnp.int32)
@@ -101,12 +95,9 @@ class Windows:
         ids: UInt32[Array, "n 2"],
         until: Bool[Array, " slots"] | None = None,
     ) -> Int32[Array, " n"]:
-        """Return the first slot of each window that has the id; `NO_SLOT` if none has.
+        """Return the slot in each window that has the id, or `NO_SLOT`.
 
-        Args:
-            identities: The ids of all slots.
-            ids: The ids to find.
-            until: Slots at which the search ends.
+        The search ends at slots that are set in ``until``.
         """
 
         def go_on(state: tuple[Array, Array, Array]) -> Bool[Array, ""]:
@@ -135,18 +126,11 @@ class Windows:
         probe: Int32[Array, " n"],
         is_wanted: Bool[Array, " n"],
     ) -> tuple[Int32[Array, " n"], Int32[Array, " n"]]:
-        """Return the slot of each window that comes next in its order.
+        """Return the preference and the probe of the next slot in each window.
 
-        The order is by preference, then by probe.
-
-        Args:
-            preferences: Preference of each slot, -1 or more; `NEVER` for one that is not taken.
-            preference: Preference of the slot before.
-            probe: Its probe.
-            is_wanted: The ids that need a next slot. Results for others are arbitrary.
-
-        Returns:
-            Preference and probe of the next slot; the preference is `NEVER` if there is none.
+        Slots are ordered by preference, then by probe; ``preference`` and ``probe`` are those of
+        the slot before. The preference is `NEVER` if no slot is left. Results are arbitrary where
+        ``is_wanted`` is False.
         """
 
         def go_on(state: tuple[Array, Array, Array]) -> Bool[Array, ""]:
@@ -185,26 +169,19 @@ def match_slots(
     first: Int32[Array, " n"],
     first_admitted: Int32[Array, " n"],
 ) -> Int32[Array, " n"]:
-    """Return the slot that each distinct id gets, if each takes the best free slot at its turn.
+    """Return the slot of each distinct id when each takes the best free slot at its turn.
 
-    All ids propose to their best slots at once, each slot keeps the id with the earliest turn, and
-    the others propose to their next slots (deferred acceptance; Gale and Shapley, "College
-    Admissions and the Stability of Marriage", 1962). Since the earliest turn of all keeps its first
-    choice, and so on by induction, the result is that of the turns one after the other. The number
-    of rounds is that of the longest chain of displaced ids, not the number of ids.
-
-    Args:
-        windows: The slots that each id probes.
-        preferences: Rank of each slot for a new id, -1 or more: an id takes the lowest rank in its
-            window, and the first of equal ranks. `NEVER`: the slot keeps its id.
-        own: The slot that the id has, `NO_SLOT` for none. The id keeps it at its first turn, unless
-            another id took it before; a slot of rank `NEVER` is not taken.
-        first: Turn of the first occurrence of each id; ``n`` or more past the last id.
-        first_admitted: Turn at which the id may take another slot; ``n`` for never.
-
-    Returns:
-        The slots; the number of slots for an id that gets none.
+    The lowest of the ``preferences``, -1 or more, is best; slots with `NEVER` keep their ids. An id
+    keeps its ``own`` slot at its ``first`` turn, unless another id took it before. It may take
+    another slot from turn ``first_admitted`` on, ``n`` for never. An id without a slot gets the
+    number of slots.
     """
+    # Turns one after the other would be a loop over all ids. Instead all ids propose to their best
+    # slots at once, each slot keeps the id with the earliest turn, and the others propose to their
+    # next slots (deferred acceptance; Gale and Shapley, "College Admissions and the Stability of
+    # Marriage", 1962). The earliest turn of all keeps its first choice, then the second earliest
+    # the best that is left, and so on: the result is that of the turns. The number of rounds is
+    # the length of the longest chain of displaced ids.
     num_slots, count = preferences.shape[0], own.shape[0]
 
     def go_on(state: _State) -> Bool[Array, ""]:
@@ -229,9 +206,11 @@ def match_slots(
         loses = (slot < num_slots) & (earliest.at[slot].get(mode="clip") != turn)
         return loses, slot, turn, preference, probe, earliest
 
+    # Less than any preference and any probe: the first proposal then goes to the best slot.
     before_all = jnp.full(count, -2, jnp.int32)
     earliest = jnp.full(num_slots, count, jnp.int32)
     has_own = own != NO_SLOT
+    # Round 0: ids with a slot propose to it, with the turn of their first occurrence.
     state = settle(jnp.where(has_own, own, num_slots), first, before_all, before_all, earliest)
     is_waiting = ~has_own & (first < count)
     state = (state[0] | is_waiting, *state[1:])

@@ -21,33 +21,24 @@ from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.mesh.store import MeshStore
 from jaxrec.tier.managed_collision.policies import EvictedSlots
 
-# Rows that are written at once.
+# Rows that are written at once. A reset needs memory for their values alone, however many slots
+# are evicted.
 _ROWS = 1024
 
-# Rows and state of a group.
+# Rows and optimizer state of a group on one device.
 _Arrays: TypeAlias = tuple[TableArray, dict[str, TableArray]]
 
 
 def reset_rows(
     store: TableStore, tables: Sequence[str], evicted: EvictedSlots, key: Array
 ) -> TableStore:
-    """Reset the rows of evicted slots: first values and first optimizer state; traced.
+    """Set the rows of evicted slots, in each table, to first values and first optimizer state.
 
-    A row is that of the new id in a whole table that is made with ``key``. It is the same on one
-    device and over a mesh.
-
-    No table is copied: a loop writes `_ROWS` rows at a time in place, until all evicted slots are
-    written.
-
-    Args:
-        store: The tables, on one device or over a mesh.
-        tables: Names of the tables; a slot is a row of each.
-        evicted: The slots.
-        key: Random key of all rows, always the same one.
-
-    Raises:
-        TypeError: The store is of another kind.
+    The first row of an id depends on ``key`` and the id alone. Traced.
     """
+    # The row of an id is thus the same on one device, over a mesh, and when the id comes back. A
+    # loop writes the rows in place. A scatter of all slots at once could take as much memory as the
+    # table, since all but one of its slots may be evicted.
     if evicted.slots.shape[0] == 0:
         return store
     for name in tables:
@@ -67,6 +58,7 @@ def _reset(store: TableStore, name: str, evicted: EvictedSlots, key: Array) -> T
     group, index = store.layout.find(name)
     config, offset = group.tables[index], group.row_offsets[index]
 
+    # Padding must point past the group, not past the table: the next table's rows lie there.
     def write(store: TableStore, slots: Array, ids: Array) -> TableStore:
         outside = slots >= config.num_embeddings
         slots = jnp.where(outside, group.num_rows, offset + slots)
@@ -78,6 +70,8 @@ def _reset(store: TableStore, name: str, evicted: EvictedSlots, key: Array) -> T
 
 def _reset_on_mesh(store: MeshStore, name: str, evicted: EvictedSlots, key: Array) -> MeshStore:
     whole, index = store.layout.whole.find(name)
+    # A table that is divided by columns lies in several groups. Each device draws whole rows and
+    # keeps its columns, so that the values do not depend on the division.
     for placed, columns, shards in store.layout.column_slices(name):
         first_row = shards[0].first_row - shards[0].shard.rows[0]
         part = _Slice(whole.tables[index], placed, columns, first_row, store.axes)
@@ -95,24 +89,16 @@ def _reset_on_mesh(store: MeshStore, name: str, evicted: EvictedSlots, key: Arra
 
 @dataclasses.dataclass(frozen=True)
 class _Slice:
-    """A column slice of a table over a mesh.
-
-    Attributes:
-        config: The table.
-        placed: The slice's group.
-        columns: First column of the slice and the column after its last.
-        first_row: Row of the group that is the table's first.
-        axes: Axes of the mesh that tables are cut over.
-    """
+    """A column slice of a table over a mesh."""
 
     config: TableConfig
     placed: PlacedGroup
-    columns: tuple[int, int]
-    first_row: int
-    axes: tuple[str, ...]
+    columns: tuple[int, int]  # the first column and the one after the last
+    first_row: int  # the table's row 0 as a row of the group
+    axes: tuple[str, ...]  # axes of the mesh over which tables are sharded
 
     def reset(self, arrays: _Arrays, evicted: EvictedSlots, key: Array) -> _Arrays:
-        """Return a device's rows and state of the group after the reset; inside `jax.shard_map`."""
+        """Return the group's rows and state on a device after the reset; in `jax.shard_map`."""
         group = self.placed.group
 
         def write(arrays: _Arrays, slots: Array, ids: Array) -> _Arrays:
@@ -123,7 +109,7 @@ class _Slice:
                 local = local - jax.lax.axis_index(self.axes) * self.placed.local_rows
             whole = _first_rows(self.config, ids, key)
             new = slice_columns(whole, *self.columns, group.dim)
-            # It skips slots that are not within this device's rows.
+            # `write_slots` skips slots that are not on this device.
             return write_slots(
                 arrays[0], arrays[1], local, new, _first_state(group, slots.shape[0])
             )
@@ -132,10 +118,11 @@ class _Slice:
 
 
 def _in_parts(write: Callable[[Any, Array, Array], Any], arrays: Any, evicted: EvictedSlots) -> Any:
-    """Return ``write(arrays, slots, ids)`` after it was called with all evicted slots in turn."""
+    """Apply ``write(arrays, slots, ids)`` to all evicted slots, `_ROWS` at a time."""
     size = min(_ROWS, evicted.slots.shape[0])
     more = -evicted.slots.shape[0] % size
-    # Padding is a slot past all rows.
+    # Padding is a slot past all rows, which `write` skips. The loop ends after the last evicted
+    # slot: often after one part, although the list has room for many.
     slots = jnp.pad(evicted.slots, (0, more), constant_values=jnp.iinfo(jnp.int32).max)
     ids = jnp.pad(evicted.ids, ((0, more), (0, 0)))
 
@@ -153,7 +140,7 @@ def _in_parts(write: Callable[[Any, Array, Array], Any], arrays: Any, evicted: E
 def _first_rows(
     config: TableConfig, ids: UInt32[Array, "n 2"], key: Array
 ) -> Float[Array, "n dim"]:
-    """Return the first row of each id."""
+    """Return the first row of each id, ``[n, dim]``."""
     dim = config.embedding_dim
     draw, scale = draw_and_scale(config.initializer, config.num_embeddings, dim)
     return draw_rows(draw, scale, table_key(key, config.name), ids[:, 0], ids[:, 1], dim)

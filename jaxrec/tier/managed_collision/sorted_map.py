@@ -25,12 +25,12 @@ class SortedMapConfig:
     """Settings of a `SortedMap`.
 
     Attributes:
-        history_size: Number of ids that are kept between two updates; later ids are not counted.
-            TorchRec's default is ``int(1.25 * eviction_interval * ids of the first batch)``. An id
-            takes 8 bytes, with policies that use ``last_access_iter`` 12.
-        policy: Which ids keep a slot: `jaxrec.tier.lfu`, `lru`, `distance_lfu`, or these by
-            TorchRec's names, with a filter of the ids that may enter.
-        eviction_interval: Number of batches between two updates.
+        history_size: Number of ids that are kept from one update to the next; further ids are not
+            counted. TorchRec's default is ``int(1.25 * eviction_interval * ids of the first
+            batch)``. Each takes 8 bytes, or 12 with policies that use ``last_access_iter``.
+        policy: Policy that chooses the ids that keep a slot: `jaxrec.tier.lfu`, `lru`,
+            `distance_lfu`, or these by TorchRec's names, with a filter of the ids that may enter.
+        eviction_interval: Number of batches from one update to the next.
 
     Raises:
         TypeError: The policy has no scores.
@@ -57,7 +57,8 @@ class SortedMapConfig:
         """Return an empty map.
 
         Args:
-            num_slots: Number of slots, rows of the table. The last slot is for unknown ids.
+            num_slots: Number of slots, which is the number of rows of the table. The last slot is
+                for unknown ids.
         """
         if num_slots < 1:
             raise ValueError(f"a map has 1 slot or more, got {num_slots}")
@@ -79,23 +80,23 @@ class SortedMapConfig:
 class SortedMap:
     """A map of ids to slots, sorted by id, that is updated every few batches.
 
-    TorchRec's ``MCHManagedCollisionModule`` (``mc_modules.py``). An update coalesces the ids of the
-    batches since the last one. Ids of the map and new ids compete for the slots by the policy's
-    scores, and the last slot is never given to an id. A slot that changes hands keeps its number.
-    Methods are pure functions for `jax.jit`; ids are ``[n, 2]`` uint32 words as
-    `jaxrec.ragged.split_int64` makes them. The id ``2**63 - 1`` marks empty slots and is always
-    unknown.
+    TorchRec's ``MCHManagedCollisionModule`` (``mc_modules.py``). An update counts the ids of the
+    batches since the last update. Then the ids of the map and the new ids compete for the slots by
+    the policy's scores. The last slot is never given to an id. Methods are pure functions for
+    `jax.jit`. Ids are ``[n, 2]`` uint32 words as `jaxrec.ragged.split_int64` makes them. The id
+    ``2**63 - 1`` marks empty slots and is always unknown.
 
     Attributes:
-        ids: Ids of the slots, ascending as signed integers; empty slots are last.
-        slots: Slot of each id of ``ids``.
-        metadata: Numbers of each id of ``ids`` that the policy uses. Counts stay below
-            ``2**31 - 1``, which the last slot has.
-        history: Ids since the last update.
-        history_iters: The ``iteration`` of each; None where the policy does not use it.
+        ids: Ids in ascending order as signed integers, ``[slots, 2]``; empty slots are last.
+        slots: Slot of each of ``ids``, ``[slots]``. A slot keeps its number when its id changes.
+        metadata: The policy's numbers for each of ``ids``, by name. Counts stay below
+            ``2**31 - 1``, which is the count of the last slot.
+        history: Ids since the last update, ``[history, 2]``.
+        history_iters: Value of ``iteration`` for each id of the history; None if the policy does
+            not use it.
         history_length: Number of ids in the history.
         iteration: Number of batches so far.
-        config: The settings.
+        config: Settings of the map.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np
@@ -118,18 +119,18 @@ class SortedMap:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots, the one for unknown ids among them."""
+        """Number of slots, including the one for unknown ids."""
         return self.ids.shape[0]
 
     @property
     def open_slots(self) -> Int32[Array, ""]:
-        """Number of slots that no id has, without the last."""
+        """Number of slots without an id, excluding the last."""
         is_empty = equal_words(self.ids, jnp.array(EMPTY_ID, jnp.uint32))
         return jnp.sum(is_empty, dtype=jnp.int32) - 1
 
     @jax.jit
     def remap(self, ids: UInt32[Array, "n 2"]) -> Int32[Array, " n"]:
-        """Return the slot of each id; the last slot for an unknown one."""
+        """Return the slot of each id, int32 ``[n]``; the last slot for an unknown id."""
         position, is_known = self._find(ids)
         return jnp.where(is_known, self.slots.at[position].get(mode="clip"), self.num_slots - 1)
 
@@ -137,16 +138,16 @@ class SortedMap:
     def update(
         self, ids: UInt32[Array, "n 2"], is_valid: Bool[Array, " n"], key: Array | None = None
     ) -> tuple[SortedMap, EvictedSlots]:
-        """Record the ids of a batch, and update the map if it is time.
+        """Record the ids of a batch, and every ``eviction_interval`` batches update the map.
 
         Args:
-            ids: The ids of the batch, all features one after the other.
-            is_valid: False at padding.
+            ids: The ids of the batch, those of all features in one array.
+            is_valid: Whether each position has an id, False at padding.
             key: Random key of this batch, for `ProbabilisticThreshold`.
 
         Returns:
-            The new map, and the slots that got another id, empty ones included, in the order in
-            which TorchRec evicts them.
+            The new map, and the slots that got another id in the order in which TorchRec evicts
+            them. Slots that were empty before are among them.
         """
         recorded = self._record(ids, is_valid)
         if self.config.eviction_interval == 1:
@@ -155,21 +156,23 @@ class SortedMap:
         return jax.lax.cond(is_due, SortedMap._evict, SortedMap._keep, recorded, key)
 
     def _keep(self, key: Array | None) -> tuple[SortedMap, EvictedSlots]:
-        """Return the map as it is."""
+        """Return the map unchanged, and no evicted slots."""
         return self, EvictedSlots.none(self._max_evicted, self.num_slots)
 
     @property
     def _max_evicted(self) -> int:
+        # An update admits at most as many ids as its history has.
         return min(self.num_slots - 1, self.history.shape[0])
 
     def _find(self, ids: UInt32[Array, "n 2"]) -> tuple[Int32[Array, " n"], Bool[Array, " n"]]:
-        """Return the position of each id in ``ids``, and whether it is there."""
+        """Return the position of each id in ``self.ids``, and whether it is there."""
+        # The last entry belongs to the slot for unknown ids, which no id may find.
         position = search_words(self.ids[:-1], ids)
         found = equal_words(self.ids.at[position].get(mode="clip"), ids)
         return position, found & ~equal_words(ids, jnp.array(EMPTY_ID, jnp.uint32))
 
     def _record(self, ids: UInt32[Array, "n 2"], is_valid: Bool[Array, " n"]) -> SortedMap:
-        """Return the map with the ids in its history."""
+        """Return the map with a batch's ids appended to its history."""
         iteration, size = self.iteration + 1, self.history.shape[0]
         is_kept = is_valid & ~equal_words(ids, jnp.array(EMPTY_ID, jnp.uint32))
         place = self.history_length + jnp.cumsum(is_kept, dtype=jnp.int32) - 1
@@ -189,15 +192,16 @@ class SortedMap:
     def _candidates(
         self, key: Array | None
     ) -> tuple[UInt32[Array, "history 2"], dict[str, Int32[Array, " history"]]]:
-        """Return the distinct ids of the history and their numbers, the most frequent first.
+        """Return the history's distinct ids and their numbers, the most frequent ids first.
 
         Ids that the filter rejects, and padding, have a count of 0 and come last.
         """
+        # The order decides between equal scores: the more frequent of two new ids enters.
         size = self.history.shape[0]
         is_valid = jnp.arange(size, dtype=jnp.int32) < self.history_length
         runs = find_runs(self.history, is_valid)
         counts = jnp.zeros(size, jnp.int32).at[runs.run].add(1, mode="drop")
-        # Only policies by TorchRec's names have one.
+        # Only policies by TorchRec's names have a filter.
         if (threshold := getattr(self.config.policy, "threshold_filter", None)) is not None:
             admitted = threshold.admit(counts, runs.count, key)
             counts = jnp.where(admitted, counts, 0)
@@ -209,7 +213,7 @@ class SortedMap:
         return runs.ids[order], {name: each[order] for name, each in numbers.items()}
 
     def _evict(self, key: Array | None) -> tuple[SortedMap, EvictedSlots]:
-        """Return the map after an update by its history."""
+        """Return the map after an update by its history, and the slots that got another id."""
         num_slots, policy = self.num_slots, self.config.policy
         ids, numbers = self._candidates(key)
         is_candidate = numbers[COUNTS] > 0
@@ -220,11 +224,14 @@ class SortedMap:
             name: _join(name, self.metadata[name], known, numbers[name], self.iteration)
             for name in policy.metadata
         }
+        # Ids of the map come before new ones: the sort is stable, so they win at equal scores.
         both = {name: jnp.concatenate([metadata[name], numbers[name]]) for name in policy.metadata}
         scores = policy.scores(both, self.iteration)
         competes = jnp.concatenate([jnp.ones(num_slots, bool), is_candidate & ~is_known])
         order = _ranking(scores, competes, num_slots - 1)
         stays, falls = order[:num_slots], order[num_slots:]
+        # The first `num_slots` of the order stay. New ids among them enter, and as many ids of the
+        # map fall out: the n-th that enters takes the slot of the n-th that falls.
         size = self._max_evicted
         entering = _pack(stays >= num_slots, stays - num_slots, size, ids.shape[0])
         leaving = _pack(falls < num_slots, falls, size, num_slots)
@@ -258,15 +265,12 @@ def _join(
     new: Int32[Array, " history"],
     iteration: Int32[Array, ""],
 ) -> Int32[Array, " slots"]:
-    """Return the numbers of the map, with the history's numbers of known ids.
+    """Return the map's numbers called ``name``, updated by the history's numbers of known ids.
 
-    Args:
-        name: Name of the numbers.
-        old: The map's numbers.
-        known: Position in the map of each id of the history, past the end for other ids.
-        new: The history's numbers.
-        iteration: Number of batches so far.
+    ``known`` is the position in the map of each id of the history, past the end for new ids.
     """
+    # The last slot gets the largest count and the latest access. Before the additions counts are
+    # cut so far that the sums stay below the largest count.
     if name == COUNTS:
         more = jnp.zeros_like(old).at[known].add(new, mode="drop")
         return jnp.minimum(old, MAX_COUNT - 1 - more).at[-1].set(0) + more.at[-1].set(MAX_COUNT)
@@ -276,12 +280,9 @@ def _join(
 def _ranking(
     scores: Num[Array, " n"], competes: Bool[Array, " n"], safe: int
 ) -> Int32[Array, " n"]:
-    """Return the order of scores, the highest first, stable.
+    """Return the stable order of scores: position ``safe`` first, then the highest score first.
 
-    Args:
-        scores: The scores.
-        competes: False for scores that come last.
-        safe: Position of the score that comes first.
+    Positions that do not compete come last.
     """
     # ~score orders integers from the highest to the lowest without overflow.
     descending = -scores if jnp.issubdtype(scores.dtype, jnp.floating) else ~scores
@@ -293,6 +294,6 @@ def _ranking(
 def _pack(
     is_wanted: Bool[Array, " n"], values: Int32[Array, " n"], size: int, fill: int
 ) -> Int32[Array, " _size"]:
-    """Return the wanted values in their order, padded with ``fill`` to ``size``."""
+    """Return the wanted values in order, padded with ``fill`` to ``size``."""
     place = jnp.where(is_wanted, jnp.cumsum(is_wanted, dtype=jnp.int32) - 1, size)
     return jnp.full(size, fill, jnp.int32).at[place].set(values, mode="drop")

@@ -1,4 +1,4 @@
-"""Host batches taken apart: their ids by vocabulary, of all processes, and rows in their place."""
+"""The ids of host batches, by vocabulary and over all processes, and batches with rows instead."""
 
 from __future__ import annotations
 
@@ -20,46 +20,32 @@ _MAX_ROW = np.iinfo(np.int32).max
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """The ids of one key of a batch.
+    """The ids of one key of a batch."""
 
-    Attributes:
-        batch: Number of the `KeyedJaggedArray` in the batch.
-        key: The key.
-        start: Where the ids begin in ``values``.
-        ids: The ids without padding, int64.
-        lengths: Numbers of ids of the bags.
-    """
-
-    batch: int
+    batch: int  # index of the KeyedJaggedArray among those of the batch
     key: str
-    start: int
-    ids: np.ndarray
-    lengths: np.ndarray
+    start: int  # where the ids begin in its `values`
+    ids: np.ndarray  # int64 [n], without padding
+    lengths: np.ndarray  # [bags]
 
     def describe(self, position: int) -> str:
-        """Return the feature and the sample of an id."""
+        """Return the feature and the sample of an id, for an error."""
         bag = int(np.searchsorted(np.cumsum(self.lengths), position, side="right"))
         return f"feature {self.key!r}, sample {bag}"
 
 
 @dataclasses.dataclass(frozen=True)
 class HostBatch:
-    """A host batch, taken apart.
-
-    Attributes:
-        features: Its `KeyedJaggedArray`s.
-        leaves, tree: Its leaves, with ``features`` among them, and its structure.
-        segments: All keys of all of ``features``.
-    """
+    """A flattened host batch and the ids in it."""
 
     features: tuple[KeyedJaggedArray, ...]
-    leaves: Sequence[Any]
+    leaves: Sequence[Any]  # `features` are among them
     tree: Any
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment, ...]  # every key of every one of `features`
 
     @classmethod
     def of(cls, batch: Any) -> HostBatch:
-        """Take a batch apart."""
+        """Find the ids in a batch, any pytree with a `KeyedJaggedArray`."""
         leaves, tree = jax.tree.flatten(batch, is_leaf=_has_ids)
         features = tuple(filter(_has_ids, leaves))
         if not features:
@@ -78,18 +64,17 @@ class HostBatch:
         return cls(features, leaves, tree, tuple(segments))
 
     def check_others(self, keys: Set[str]) -> None:
-        """Check that ids of keys other than some fit int32."""
+        """Check that the ids of all keys but ``keys`` fit int32."""
         for segment in self.segments:
             if segment.key not in keys:
                 _check_int32(segment)
 
     def with_rows(self, rows: Sequence[np.ndarray | None]) -> Any:
-        """Return the batch with other ids.
+        """Return the batch with rows, int32 ``[n]``, in place of the ids of each segment.
 
-        Args:
-            rows: For each segment int32 rows that take the place of its ids; None: the ids stay,
-                as int32.
+        A segment with None keeps its ids, as int32.
         """
+        # `slot_keys` marks the keys whose values are rows, so that a table store can refuse ids.
         values = [np.zeros(each.values.shape, np.int32) for each in self.features]
         slot_keys: list[list[str]] = [[] for _ in self.features]
         for segment, of_segment in zip(self.segments, rows, strict=True):
@@ -113,7 +98,9 @@ def _has_ids(leaf: Any) -> bool:
 
 
 def fingerprint(ids: Sequence[np.ndarray]) -> tuple[int, int, int]:
-    """Return numbers that differ between batches of different ids, with near certainty."""
+    """Return the count, a hash of the sums and the exclusive or of ids, to recognize a batch."""
+    # Only a replay relies on it: batches that an earlier loop planned come again in the same order.
+    # A sum and an exclusive or read the ids once and do not depend on threads or on the platform.
     lists = [np.ascontiguousarray(of_vocabulary) for of_vocabulary in ids]
     count, total, mixed = sum(each.size for each in lists), 0, 0
     for of_list, bits in implementation.current().fingerprint(lists).tolist():
@@ -123,6 +110,7 @@ def fingerprint(ids: Sequence[np.ndarray]) -> tuple[int, int, int]:
 
 
 def _segments_of(number: int, features: KeyedJaggedArray) -> list[Segment]:
+    # `values` is key after key, each padded to the key's capacity: lengths give the ids in it.
     segments, start, bag = [], 0, 0
     lengths = np.asarray(features.lengths)
     for key, capacity, stride in zip(
@@ -152,27 +140,20 @@ Gather: TypeAlias = Callable[[Sequence[np.ndarray]], list[list[np.ndarray]]]
 
 @dataclasses.dataclass(frozen=True)
 class BatchIds:
-    """The ids of a batch, by vocabulary.
+    """The ids of a batch, by vocabulary."""
 
-    Attributes:
-        host: The batch; with several processes this process's part of it.
-        vocabularies: The vocabularies.
-        segments: Segments of ``host``, for each vocabulary.
-        ids: The ids of all processes, in their order, int64 ``[n]``, for each vocabulary.
-        mine: Range of this process's ids among them, for each vocabulary.
-    """
-
-    host: HostBatch
+    host: HostBatch  # this process's part of the batch
+    # Each of the following has an item for each vocabulary.
     vocabularies: tuple[TableVocabulary, ...]
-    segments: tuple[tuple[Segment, ...], ...]
-    ids: tuple[np.ndarray, ...]
-    mine: tuple[slice, ...]
+    segments: tuple[tuple[Segment, ...], ...]  # of `host`
+    ids: tuple[np.ndarray, ...]  # int64 [n], of process 0, then of process 1, ...
+    mine: tuple[slice, ...]  # range of this process's ids in `ids`
 
     @classmethod
     def of(
         cls, batch: Any, vocabularies: Sequence[TableVocabulary], gather: Gather | None
     ) -> BatchIds:
-        """Take the ids out of a host batch; ``gather`` is None where one process has it whole."""
+        """Collect the ids of a host batch; ``gather`` is None where one process has all of it."""
         try:
             host = HostBatch.of(batch)
             segments = tuple(_checked_segments(host, each) for each in vocabularies)
@@ -194,14 +175,13 @@ class BatchIds:
 
     @property
     def mark(self) -> tuple[int, int, int]:
-        """Numbers that differ between batches, with near certainty."""
+        """The fingerprint of the batch's ids."""
         return fingerprint(self.ids)
 
     def with_rows(self, rows: Sequence[np.ndarray]) -> Any:
-        """Return this process's batch with rows in the place of ids.
+        """Return this process's batch with rows in place of ids.
 
-        Args:
-            rows: Row of each of ``ids``, int32 ``[n]``, for each vocabulary.
+        ``rows`` has for each vocabulary the row of each of its ``ids``, int32 ``[n]``.
         """
         of_segment: dict[tuple[int, str], np.ndarray] = {}
         for segments, of_all, mine in zip(self.segments, rows, self.mine, strict=True):
@@ -215,7 +195,8 @@ class BatchIds:
         )
 
     def table_full(self, v: int, error: VocabularyFullError, held: int) -> TableFullError:
-        """Return an error that says where the batch has an id without room, and what to do."""
+        """Return an error that names the first id without a row, its sample and what to do."""
+        # The id may be in another process's part, whose features and samples are not known here.
         each, where = self.vocabularies[v], "the part of the batch of another process"
         for segment in self.segments[v]:
             is_first = segment.ids == error.first_id
@@ -234,7 +215,7 @@ class BatchIds:
 
 
 def _checked_segments(host: HostBatch, each: TableVocabulary) -> tuple[Segment, ...]:
-    """Return the segments of a vocabulary, checked."""
+    """Return the segments of a vocabulary, after checking their ids."""
     segments = tuple(segment for segment in host.segments if segment.key in each.features)
     for segment in segments:
         if segment.key in host.features[segment.batch].slot_keys:
@@ -247,7 +228,7 @@ def _checked_segments(host: HostBatch, each: TableVocabulary) -> tuple[Segment, 
 
 
 def _check_range(each: TableVocabulary, segment: Segment) -> None:
-    """Check the ids of a table of fixed size."""
+    """Raise a ValueError for the first id outside a table of fixed size."""
     if each.num_ids is None or not segment.ids.size:
         return
     if segment.ids.min() >= 0 and segment.ids.max() < each.num_ids:
@@ -261,14 +242,14 @@ def _check_range(each: TableVocabulary, segment: Segment) -> None:
 
 
 def _joined(segments: Sequence[Segment]) -> np.ndarray:
-    """Return the ids of segments, one after the other."""
+    """Return the concatenated ids of segments."""
     if len(segments) == 1:
-        return segments[0].ids
+        return segments[0].ids  # without a copy
     return np.concatenate([np.zeros(0, np.int64), *(segment.ids for segment in segments)])
 
 
 def _own_range(of_processes: Sequence[np.ndarray]) -> slice:
-    """Return the range of this process's ids among those of all processes."""
+    """Return the range of this process's ids in the concatenated ids of all processes."""
     process = jax.process_index()
     start = sum(part.size for part in of_processes[:process])
     return slice(start, start + of_processes[process].size)

@@ -1,4 +1,4 @@
-"""Batches in the order of the training loop: read ahead, planned, and taken."""
+"""The order of training batches: read ahead of the loop, planned, and taken by it."""
 
 from __future__ import annotations
 
@@ -19,26 +19,20 @@ from jaxrec.tier.planning.batch_ids import BatchIds
 
 @dataclasses.dataclass(frozen=True)
 class ForeseenBatch:
-    """A batch and the ids of the batches after it.
-
-    Attributes:
-        batch: The host batch.
-        ids: Its ids.
-        coming: The distinct ids of each of the next batches, nearest first; for each of them an
-            int64 array for each vocabulary.
-    """
+    """A batch and the ids of the batches after it."""
 
     batch: Any
     ids: BatchIds
+    # For each of the next batches, nearest first: its distinct ids, int64, for each vocabulary.
     coming: Sequence[Sequence[np.ndarray]] = ()
 
 
 def foresee(
     batches: Iterable[Any], read_ids: Callable[[Any], BatchIds], num_ahead: int
 ) -> Generator[ForeseenBatch, None, None]:
-    """Yield batches, each when ``num_ahead`` batches after it were read; the last ones have fewer.
+    """Yield each batch after reading ``num_ahead`` further ones; the last batches see fewer.
 
-    An error of a batch is raised when all batches before it were yielded.
+    An error in reading a batch is raised after all batches before it were yielded.
     """
     waiting: collections.deque[tuple[Any, BatchIds, list[np.ndarray]]] = collections.deque()
     with contextlib.closing(_read(batches, read_ids, is_coming=num_ahead > 0)) as source:
@@ -59,7 +53,8 @@ def foresee(
 def _read(
     batches: Iterable[Any], read_ids: Callable[[Any], BatchIds], *, is_coming: bool
 ) -> Generator[tuple[Any, BatchIds, list[np.ndarray]], None, None]:
-    """Yield each batch, its ids, and, if it is a coming one of others, its distinct ids."""
+    """Yield each batch, its ids, and, if ``is_coming``, its distinct ids by vocabulary."""
+    # Distinct ids are computed once here, not once for each of the batches that look ahead at them.
     source: Iterator[Any] = each_batch(batches)
     try:
         for batch in source:
@@ -72,21 +67,13 @@ def _read(
 
 @dataclasses.dataclass(frozen=True)
 class PlannedBatch:
-    """A batch whose ids are replaced by rows.
-
-    Attributes:
-        batch: The batch, with rows.
-        number: Its number; of a batch of an evaluation, that of the last training batch before.
-        sequence: Its place in the order of planning (`PendingMoves`).
-        is_training: Whether it is a training batch.
-        source: The batch as it was.
-    """
+    """A batch whose ids are replaced by rows."""
 
     batch: Any
-    number: int
-    sequence: int
+    number: int  # of an evaluation's batch: that of the last training batch taken before it
+    sequence: int  # in the order of planning, see `PendingMoves`
     is_training: bool
-    source: Any
+    source: Any  # the batch with its ids
 
 
 Mark: TypeAlias = tuple[int, int, int]
@@ -94,18 +81,15 @@ Mark: TypeAlias = tuple[int, int, int]
 
 
 class BatchOrder:
-    """Numbers of the training batches that were planned and taken, across several loops.
+    """Numbers of the training batches that were planned and taken, over several loops.
 
     A loop that ends early leaves batches that were planned and not taken. If the next loop, or a
-    run from a checkpoint, begins with the same batches, they keep their numbers: they are replayed.
-    Threads may share it.
-
-    Attributes:
-        last_planned: Number of the last training batch that was planned; 0 before the first.
-        last_taken: Number of the last one that the training loop took.
-        undispatched: Number of batches that may be taken before the step of the first of them is
-            dispatched.
+    run from a checkpoint, begins with the same batches, they are replayed: they keep their numbers
+    and rows. Threads may share it.
     """
+
+    # Batches have numbers from 1; `last_planned` and `last_taken` are 0 before the first. The loop
+    # may take `undispatched` batches before it dispatches the step of the first of them.
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -113,7 +97,7 @@ class BatchOrder:
         self.last_planned = self.last_taken = self.undispatched = 0
         self._loop = 0
         self._is_ended = False
-        # Batches that were planned and not taken, in this loop and in earlier ones.
+        # Batches that were planned and not taken, by this loop and by earlier ones.
         self._planned: collections.deque[tuple[int, Mark]] = collections.deque()
         self._replayed: collections.deque[tuple[int, Mark]] = collections.deque()
 
@@ -128,16 +112,17 @@ class BatchOrder:
             return self._loop
 
     def end(self, loop: int) -> None:
-        """End a loop, if it is the last that was begun: `wait_for` no longer waits."""
+        """End a loop, unless a later one has begun; `wait_for` no longer waits."""
         with self._lock:
+            # An iterator that was left behind may be closed late, by the garbage collector.
             if loop == self._loop:
                 self.undispatched, self._is_ended = 0, True
                 self._is_taken.notify_all()
 
     def replay(self, mark: Mark) -> int | None:
-        """Return the number of a batch that was planned before; None: it is a new batch.
+        """Return the number of a batch that an earlier loop planned; None for a new batch.
 
-        A new batch ends the replay: the batches differ from the planned ones.
+        A new batch ends the replay, since the batches to come differ from the planned ones.
         """
         with self._lock:
             if self._replayed and self._replayed[0][1] == mark:
@@ -148,11 +133,12 @@ class BatchOrder:
     def add(self, number: int, mark: Mark) -> None:
         """Note that a batch is planned."""
         with self._lock:
+            # A replayed batch has an earlier number than the last one planned.
             self.last_planned = max(number, self.last_planned)
             self._planned.append((number, mark))
 
     def check_next(self, number: int) -> None:
-        """Raise a RuntimeError if a batch is not the next to be taken."""
+        """Raise a RuntimeError unless a batch is the next to be taken."""
         with self._lock:
             if not self._planned or self._planned[0][0] != number:
                 raise RuntimeError(
@@ -161,21 +147,21 @@ class BatchOrder:
                 )
 
     def take(self, number: int) -> None:
-        """Note that the training loop has the batch."""
+        """Note that the training loop takes the next batch."""
         with self._is_taken:
             self.last_taken = number
             self._planned.popleft()
             self._is_taken.notify_all()
 
     def wait_for(self, number: int) -> None:
-        """Wait until a batch was taken."""
+        """Wait until the loop takes a batch; raise a RuntimeError if it ends before."""
         with self._is_taken:
             self._is_taken.wait_for(lambda: self.last_taken >= number or self._is_ended)
             if self._is_ended:
                 raise RuntimeError("the iterator over jaxrec.tier.ahead was closed")
 
     def forget_planned(self) -> None:
-        """Drop the batches that were planned and not taken, whose rows change."""
+        """Drop the batches planned and not taken, because their rows are about to change."""
         with self._lock:
             if self._planned and not self._is_ended:
                 raise RuntimeError(
@@ -186,12 +172,12 @@ class BatchOrder:
             self._replayed.clear()
 
     def forget_replayed(self) -> None:
-        """Drop the batches to be replayed, whose rows changed."""
+        """Drop the batches to be replayed, because their rows have changed."""
         with self._lock:
             self._replayed.clear()
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return the numbers and the planned batches as arrays, for checkpoints."""
+        """Return the numbers, and the number and mark of each planned batch, ``[batches, 4]``."""
         with self._lock:
             marks = [(number, *mark) for number, mark in (*self._planned, *self._replayed)]
             return {

@@ -1,4 +1,4 @@
-"""Rows of ids of a table whose rows a vocabulary assigns: in the table or in its row store."""
+"""Reading and writing rows by id where a vocabulary assigns rows: in the table or its store."""
 
 from __future__ import annotations
 
@@ -20,22 +20,15 @@ Returning: TypeAlias = Callable[[], AbstractContextManager[np.ndarray]]
 
 
 class RowsInStore(OutsideRows):
-    """Rows of evicted ids, which a row store has.
+    """Rows of evicted ids, read from a row store; ``ids`` are those that have one, int64 ``[m]``.
 
-    Args:
-        table: Name of the table.
-        number: Number of the table among those of its vocabulary.
-        transfer: The transfer of the vocabulary.
-        first: Returns the first rows and states of the vocabulary's tables, of ids that the store
-            does not have; None: these ids have no rows.
-        ids: Distinct ids or ids with repeats without a row in the table, int64 ``[n]``.
-        positions: Positions of these ids among those that were asked for.
-        returning: Enters a context in which no batch is planned, and gives the ids whose rows are
-            on their way back to the table.
-
-    Attributes:
-        ids: The ids that have a row, int64 ``[m]``.
+    ``number`` is the table's index in its vocabulary. ``first`` makes rows for ids that the store
+    lacks; None: these ids have no row. ``returning`` enters a context in which no batch is planned,
+    and gives the ids whose rows are on their way back to the table.
     """
+
+    # A record of the store has the rows of all tables of the vocabulary, one after the other.
+    # Writing one table's row thus reads the others' and writes the whole record.
 
     def __init__(
         self,
@@ -76,7 +69,7 @@ class RowsInStore(OutsideRows):
                     "its way back from the store, for a batch that jaxrec.tier.ahead has planned; "
                     "set rows before or after the loop over ahead"
                 )
-            # Rows that were evicted before are written before.
+            # Evicted rows may still be on their way to the store, and would overwrite these.
             self._transfer.wait_together()
             self._transfer.put(self.ids, tables)
 
@@ -91,9 +84,9 @@ def find_rows(
     *,
     is_written: bool,
 ) -> FoundIds:
-    """Return where the rows of some ids are, of the table with a number in its vocabulary.
+    """Return where the rows of some ids are, for table ``number`` of a vocabulary.
 
-    ``rows`` are those on the devices, int32 ``[n]``, -1 where there is none; they are changed.
+    ``rows`` has the rows on the devices, int32 ``[n]``, -1 for none; it is changed.
     """
     table = each.tables[number].config.name
     if is_written:
@@ -125,9 +118,9 @@ def find_rows(
 
 
 def raw_ids(table: TableConfig, ids: Any, num_ids: int | None = None) -> np.ndarray:
-    """Return integers of 64 bits, or strings, as ids of a table, int64 ``[n]``.
+    """Return 64-bit integers or strings as ids of a table, int64 ``[n]``.
 
-    ``num_ids`` is the number of ids of a table of fixed size, None for any id.
+    ``num_ids`` is the size of a table of fixed size, None for any id.
     """
     if num_ids is not None:
         return row_indices(table.name, ids, num_ids)
@@ -143,7 +136,7 @@ def raw_ids(table: TableConfig, ids: Any, num_ids: int | None = None) -> np.ndar
 
 
 def _merged(is_first: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Return rows of one array where a flag is set, and of another elsewhere."""
+    """Interleave rows: the next of ``first`` where the flag is set, else the next of ``second``."""
     merged = np.empty((is_first.size, *first.shape[1:]), first.dtype)
     merged[is_first], merged[~is_first] = first, second
     return merged

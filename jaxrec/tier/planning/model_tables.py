@@ -18,46 +18,33 @@ from jaxrec.tier.vocabulary.vocabulary import Vocabulary
 
 @dataclasses.dataclass(frozen=True)
 class TieredTable:
-    """A table with an open vocabulary.
+    """A table with an open vocabulary."""
 
-    Attributes:
-        collection: Path of its collection in the model.
-        config: The table as the user gave it.
-        optimizer: Its row optimizer.
-    """
-
-    collection: str
-    config: TableConfig
+    collection: str  # path of its collection in the model
+    config: TableConfig  # as the user gave it; the table on the devices may have fewer rows
     optimizer: RowOptimizer
 
 
 @dataclasses.dataclass(frozen=True)
 class TableVocabulary:
-    """A vocabulary, the features whose ids it has, and the tables whose rows it assigns.
+    """A vocabulary, the features whose ids it holds, and the tables whose rows it assigns."""
 
-    Attributes:
-        name: Names of the tables, joined by "+".
-        features: Keys of the batch.
-        tables: The tables; they have equally many rows.
-        vocabulary: The assignment of rows.
-        transfer: Moves evicted rows to a store and back; None: they are lost.
-        num_ids: Number of ids of tables of fixed size (`jaxrec.tier.Cached`); None: any id.
-    """
-
-    name: str
+    # Tables that read one feature share a vocabulary: the batch holds one row index for each id,
+    # which all its tables read. Hence they have the same number of rows.
+    name: str  # names of the tables, joined by "+"
     features: tuple[str, ...]
     tables: tuple[TieredTable, ...]
     vocabulary: Vocabulary
-    transfer: RowTransfer | None
-    num_ids: int | None = None
+    transfer: RowTransfer | None  # None: evicted rows are lost
+    num_ids: int | None = None  # size of tables with `jaxrec.tier.Cached`; None: any id
 
     def statistics(self) -> dict[str, float]:
-        """Return the counts of the vocabulary, and those of its store if it has one."""
+        """Return the counts of the vocabulary and of its store."""
         counts = self.vocabulary.statistics.summary(len(self.vocabulary))
         return counts if self.transfer is None else counts | self.transfer.traffic.summary()
 
     def warn_of_earlier_rows(self) -> None:
-        """Warn, once, if the store had rows when it was opened, and was not restored since."""
+        """Warn, once, if the store had rows when it was opened and no checkpoint was restored."""
         if self.transfer is not None and self.transfer.num_earlier:
             warnings.warn(
                 f"table {self.name} begins with {self.transfer.num_earlier:,} rows of an earlier "
@@ -78,10 +65,8 @@ def collections_of(model: nnx.Module) -> dict[str, Collection]:
 
 
 def collection_at(model: nnx.Module, path: str) -> Collection:
-    """Return the collection at a path that `collections_of` gave.
-
-    It does not walk over the model, which takes about a millisecond.
-    """
+    """Return the collection at a path that `collections_of` gave."""
+    # Attribute by attribute: a walk over the model takes about a millisecond, at every batch.
     node: object = model
     for name in path.split("/") if path else ():
         node = getattr(node, "__dict__", {}).get(name)

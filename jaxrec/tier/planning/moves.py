@@ -1,4 +1,4 @@
-"""Rows that come and go in the tables of a model, and those that wait for their batch."""
+"""Moves of rows between a model's tables and their stores, and the queue of planned moves."""
 
 from __future__ import annotations
 
@@ -26,15 +26,10 @@ from jaxrec.tier.vocabulary.vocabulary import NO_CHANGE, Assignment
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """Changes of a batch to the rows of one vocabulary's tables.
-
-    Attributes:
-        assignment: The changes.
-        evicted: The rows on their way to the store; None without a store.
-        fetched: Rows that come from there; None without a store.
-    """
+    """Changes of a batch to the rows of one vocabulary's tables."""
 
     assignment: Assignment
+    # Rows on their way to the store and rows that the store is reading; None without any.
     evicted: EvictedRows | None
     fetched: StoredRows | None
 
@@ -43,12 +38,13 @@ NO_MOVE = Move(NO_CHANGE, None, None)
 
 
 def begin_move(each: TableVocabulary, assignment: Assignment) -> Move:
-    """Announce the rows that leave for a store, and start to read those that return."""
+    """Announce the rows that leave for a store, and start reading those that return."""
     if not assignment.new_ids.size and not assignment.evicted_ids.size:
         return NO_MOVE
     if each.transfer is None:
         return Move(assignment, None, None)
-    # Fetch before announcing: rows that return were evicted by earlier batches.
+    # Fetch before announcing: rows that return were evicted by earlier batches. The fetch looks for
+    # them among the announced rows, too, which may still be on their way to the store.
     fetched = each.transfer.fetch(assignment.new_ids) if assignment.new_ids.size else None
     evicted = (
         each.transfer.announce(assignment.evicted_ids) if assignment.evicted_ids.size else None
@@ -62,9 +58,11 @@ def move_rows(
     moves: Sequence[Move],
     keys: Mapping[str, np.ndarray],
 ) -> None:
-    """Move rows out of a model's tables and into them, as a batch changes its vocabularies."""
+    """Carry out the moves of one batch on a model's tables, a move for each vocabulary."""
     if all(move is NO_MOVE for move in moves):
         return
+    # In each collection: read the rows that leave, then set first rows, then set rows that return.
+    # New ids take over the rows of evicted ones, so the read must come first.
     fetched = _receive(moves)
     evicted: dict[tuple[int, str, str], tuple[_RowsToHost, int]] = {}
     for path in dict.fromkeys(table.collection for each in vocabularies for table in each.tables):
@@ -79,6 +77,8 @@ def move_rows(
         placed = store.placed
         leaving = [(v, config) for v, _, config in here if moves[v].evicted is not None]
         if leaving:
+            # One gather for all tables of the collection. It stays on the devices: the threads of
+            # the stores copy it to the host, while the training thread dispatches the next step.
             rows = _RowsToHost(
                 _read(
                     placed,
@@ -114,7 +114,7 @@ def move_rows(
 def _receive(
     moves: Sequence[Move],
 ) -> dict[int, tuple[np.ndarray, list[dict[str, np.ndarray]]]]:
-    """Wait for the rows that return from stores, by index of the vocabulary."""
+    """Wait for the rows that return from stores; return them by index of the vocabulary."""
     stored = {v: move.fetched for v, move in enumerate(moves) if move.fetched is not None}
     return dict(zip(stored, receive(list(stored.values())), strict=True))
 
@@ -122,13 +122,14 @@ def _receive(
 def _request(
     each: TableVocabulary, config: TableConfig, rows: np.ndarray, ids: np.ndarray
 ) -> TableRows:
-    """Return rows that travel between a table and the store of its vocabulary."""
+    """Return the rows of a table that travel, with their owners where stores are divided."""
     owners = None if each.transfer is None else each.transfer.owners(ids)
     return TableRows(config.name, rows, owners)
 
 
 def _read(placed: TableStore, requests: Sequence[TableRows]) -> RowsOnDevices:
-    """Gather rows that leave for the stores: all of them are divided, or none."""
+    """Gather the rows that leave for the stores."""
+    # `Tier.divide_stores` divides all stores of a model, or none: the first request tells for all.
     if requests[0].owners is not None:
         return send_to_owners(cast(MeshStore, placed), requests)
     return read(placed, requests)
@@ -139,14 +140,16 @@ def _write(
     requests: Sequence[TableRows],
     values: Sequence[Mapping[str, np.ndarray]],
 ) -> TableStore:
-    """Set rows that return from the stores: all of them are divided, or none."""
+    """Set the rows that return from the stores."""
     if requests and requests[0].owners is not None:
         return write_from_owners(cast(MeshStore, placed), requests, values)
     return write(placed, requests, values)
 
 
 class _RowsToHost:
-    """Rows of several vocabularies on the devices, which their threads bring to the host, once."""
+    """Rows on the devices, of several vocabularies, that are copied to the host once."""
+
+    # Each vocabulary's store has a thread of its own. The first that asks copies the rows of all.
 
     def __init__(self, rows: RowsOnDevices) -> None:
         self._rows: RowsOnDevices | None = rows
@@ -154,11 +157,11 @@ class _RowsToHost:
         self._on_host: list[dict[str, np.ndarray]] = []
 
     def result(self) -> list[dict[str, np.ndarray]]:
-        """Return the rows and states of each of `read`'s requests."""
+        """Return the rows and states of each request of `_read`."""
         with self._lock:
             if self._rows is not None:
                 self._on_host = self._rows.to_host()
-                self._rows = None  # the devices may use its memory for others
+                self._rows = None  # frees the rows on the devices
             return self._on_host
 
 
@@ -168,27 +171,20 @@ def _to_host(parts: Sequence[tuple[_RowsToHost, int]]) -> list[dict[str, np.ndar
 
 @dataclasses.dataclass
 class _Entry:
-    """Moves of one batch.
+    """Moves of one batch, one for each vocabulary."""
 
-    Attributes:
-        sequence: Place in the order of planning.
-        number: Number of the last training batch that was planned.
-        moves: A move for each vocabulary.
-    """
-
-    sequence: int
-    number: int
+    sequence: int  # position in the order of planning, which counts evaluations too
+    number: int  # the last training batch that was planned, this one included
     moves: tuple[Move, ...]
 
 
-# A batch is planned a few batches before its step, whose tables must still be those of the steps
-# before it. So its moves wait here until the loop takes it.
+# A batch is planned a few batches before its step, when the tables must still be those of the
+# steps before it. So its moves wait here until the loop takes it.
 class PendingMoves:
     """Queue of the moves of planned batches, of training and of evaluation. Threads may share it.
 
-    Attributes:
-        last: Place in the order of planning of the last batch; 0 before the first.
-        settled: Place of the last batch when all moves were carried out at once.
+    Sequence numbers count planned batches from 1. ``last`` is that of the last one, ``settled``
+    that of the last one when `carry_out` last carried out all moves.
     """
 
     def __init__(self) -> None:
@@ -197,7 +193,7 @@ class PendingMoves:
         self.last = self.settled = 0
 
     def add(self, number: int, moves: Sequence[Move]) -> int:
-        """Append the moves of a batch; return its place in the order of planning."""
+        """Append the moves of a batch; return its sequence number."""
         with self._lock:
             self.last += 1
             if any(move is not NO_MOVE for move in moves):
@@ -205,27 +201,27 @@ class PendingMoves:
             return self.last
 
     def after(self, number: int) -> list[tuple[Move, ...]]:
-        """Return the moves of batches after a training batch, in order."""
+        """Return the waiting moves of batches planned after a training batch, in order."""
         with self._lock:
             return [entry.moves for entry in self._entries if entry.number > number]
 
     def restore_rows(self, v: int, ids: np.ndarray, rows: np.ndarray, number: int) -> None:
-        """Set the rows of ids without one that batches after a training batch evict.
+        """Set, in place, the rows that ids had after a training batch and lost since.
 
-        ``rows`` has the row of each id after all planned batches, -1 for none; it is changed.
+        ``rows`` has the row of each id after all planned batches, int32 ``[n]``, -1 for none.
         """
         for moves in self.after(number):
             _restore(ids, rows, moves[v].assignment)
 
     def undo(self, v: int, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Set the rows of ids to those on the devices, where no move is carried out yet."""
+        """Change rows after all planned batches, in place, to those on the devices now."""
         # The last moves first: an id may come and go several times while batches wait.
         for moves in reversed(self.after(-1)):
             rows[np.isin(ids, moves[v].assignment.new_ids)] = -1
             _restore(ids, rows, moves[v].assignment)
 
     def coming_ids(self, v: int) -> np.ndarray:
-        """Return the ids that get rows of a vocabulary's tables, int64 ``[n]``."""
+        """Return the ids that waiting moves bring to vocabulary ``v``'s tables, int64 ``[n]``."""
         ids = [moves[v].assignment.new_ids for moves in self.after(-1)]
         return np.concatenate([np.zeros(0, np.int64), *ids])
 
@@ -235,10 +231,11 @@ class PendingMoves:
         sequence: int | None,
         wanted: Sequence[bool] | None = None,
     ) -> None:
-        """Carry out the moves of batches up to a place, None for all; those that fail stay.
+        """Carry out the moves of batches up to a sequence number (None: all) by ``move``.
 
-        ``move`` carries out the moves of a batch; ``wanted`` says of which vocabularies, None: all.
+        ``wanted`` says for which vocabularies, None for all. Moves that fail stay in the queue.
         """
+        # Not under the lock while moves run: they wait for devices and stores, and `add` must not.
         with self._lock:
             last = self.last
             entries = [e for e in self._entries if sequence is None or e.sequence <= sequence]
@@ -261,7 +258,7 @@ class PendingMoves:
 
 
 def _restore(ids: np.ndarray, rows: np.ndarray, assignment: Assignment) -> None:
-    """Set the rows of evicted ids, where ids have none."""
+    """Set, in place, the rows of ids with -1 that an assignment evicted."""
     missing = np.flatnonzero(rows < 0)
     if not missing.size or not assignment.evicted_ids.size:
         return

@@ -36,7 +36,8 @@ from jaxrec.tier.vocabulary.vocabulary import (
     commit_all,
 )
 
-# In the place of a row: the id reads what `Dynamic.unknown` says. -1: it has no row yet.
+# In place of a row: the id reads the row that `Dynamic.unknown` says, even after rows were brought
+# from the store. An id with -1 has no row yet and may get one.
 _UNKNOWN = -2
 
 # Key of the state of the whole run; no table has this name.
@@ -44,7 +45,7 @@ RUN_STATE = "@run"
 
 
 class _MustWaitError(Exception):
-    """A batch can be planned only after a batch before it was taken."""
+    """A batch can be planned only after the loop takes batch ``number``."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -52,15 +53,15 @@ class _MustWaitError(Exception):
 
 
 class TierObserver(abc.ABC):
-    """Follows what a `Tier` does to the tables, in the thread that trains."""
+    """Interface of an observer of a `Tier`; its methods run in the thread that trains."""
 
     @abc.abstractmethod
     def moved(self, assignments: Sequence[Assignment]) -> None:
-        """Rows were evicted and given to new ids, for each vocabulary; the tables have changed."""
+        """Rows were evicted and given to new ids, in the tables too; an item per vocabulary."""
 
     @abc.abstractmethod
     def taken(self, batch: Any) -> None:
-        """The loop takes a training batch, on the host with rows in the place of ids."""
+        """The loop takes a training batch: on the host, with rows in place of ids."""
 
     def given(self, planned: PlannedBatch) -> None:
         """The loop takes a batch, of training or of evaluation; the tables have its rows."""
@@ -68,35 +69,38 @@ class TierObserver(abc.ABC):
 
     @abc.abstractmethod
     def restored(self) -> None:
-        """The vocabularies are those of a checkpoint."""
+        """The vocabularies were replaced by those of a checkpoint."""
 
 
 class Tier:
-    """The vocabularies of a model.
+    """The vocabularies of a model, and the moves of rows that follow from them.
 
     `plan` works on the host alone, in any thread, a few batches ahead. `apply` changes the model's
-    tables, in the thread that trains, before the step of the batch. Changes may be applied earlier
-    than that: no batch that was planned before uses the rows that they overwrite.
-
-    Args:
-        vocabularies: The vocabularies.
-        keys: Data of the key of first rows, uint32 ``[2]``, by path of the collection.
+    tables, in the thread that trains, before the step of the batch. ``keys`` are the keys of first
+    rows, uint32 ``[2]``, by path of the collection.
     """
+
+    # Planning ahead hides the work on the host and the reads of stores behind the steps of earlier
+    # batches. It is safe because a planned batch never evicts a row that one of the `held` batches
+    # before it uses: its rows are overwritten only after the loop has dispatched their last reader.
 
     def __init__(
         self, vocabularies: Sequence[TableVocabulary], keys: Mapping[str, np.ndarray]
     ) -> None:
         self.vocabularies, self.keys = tuple(vocabularies), dict(keys)
+        # Weak, so that an observer which its user drops no longer costs time.
         self.observers: weakref.WeakSet[TierObserver] = weakref.WeakSet()
         self.order = BatchOrder()
         self.packer = Packer()  # capacities of batches that no packer made
-        self._planning = threading.Lock()  # guards the vocabularies
+        # Guards the vocabularies. A thread that waits until a batch is taken releases it first: the
+        # training thread may need it before it takes that batch.
+        self._planning = threading.Lock()
         self._pending = PendingMoves()
         self._is_closed = False
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Features whose ids the vocabularies have."""
+        """Features whose ids get rows."""
         return tuple(feature for each in self.vocabularies for feature in each.features)
 
     @property
@@ -132,9 +136,9 @@ class Tier:
     # Planning: on the host.
 
     def begin(self, undispatched: int) -> int:
-        """Start a new loop, and return its number. Its first batches may be planned already.
+        """Start a new loop and return its number; an earlier loop may have planned its batches.
 
-        Before the step of a batch is dispatched, ``undispatched`` batches may be taken.
+        The loop may take ``undispatched`` batches before it dispatches the step of the first.
         """
         for each in self.vocabularies:
             each.warn_of_earlier_rows()
@@ -142,13 +146,14 @@ class Tier:
             return self.order.begin(undispatched)
 
     def end(self, loop: int) -> None:
-        """End a loop, if it is the last that was begun: `plan` no longer waits."""
+        """End a loop, unless a later one has begun; `plan` no longer waits."""
         self.order.end(loop)
 
     def plan(self, foreseen: ForeseenBatch, held: int) -> PlannedBatch:
-        """Give the ids of a training batch their rows, beside those of ``held`` batches under way.
+        """Give the ids of a training batch rows, keeping those of the ``held`` batches before it.
 
-        Processes have the same ids, and so plan the same. A ValueError changes nothing.
+        Every process plans for the ids of all, so that all get the same rows. A ValueError leaves
+        the vocabularies as they were.
         """
         while True:
             try:
@@ -156,14 +161,17 @@ class Tier:
                     rows, number, sequence = self._plan(foreseen, held)
                 break
             except _MustWaitError as wait:
+                # Outside of the lock; the batch is proposed anew, since evaluations may have
+                # brought rows meanwhile.
                 self.order.wait_for(wait.number)
         for each in self.vocabularies:
+            # With a store an evicted row comes back as it was; without one its training is lost.
             if each.transfer is None:
                 each.vocabulary.statistics.warn_if_thrashing(each.name)
         return PlannedBatch(foreseen.ids.with_rows(rows), number, sequence, True, foreseen.batch)
 
     def _plan(self, foreseen: ForeseenBatch, held: int) -> tuple[list[np.ndarray], int, int]:
-        """Return the rows of a training batch's ids, its number and its place in the order."""
+        """Return the rows of a training batch by vocabulary, its number and its sequence."""
         ids = foreseen.ids
         mark = ids.mark
         if (number := self.order.replay(mark)) is not None:
@@ -173,6 +181,7 @@ class Tier:
             rows = [self._rows_after(v, each, number) for v, each in enumerate(ids.ids)]
         else:
             number = self.order.last_planned + 1
+            # All vocabularies propose before any commits: a full table then changes no other.
             proposals = self._propose(foreseen, number, held)
             assignments = commit_all([each.vocabulary for each in self.vocabularies], proposals)
             rows = [assignment.rows for assignment in assignments]
@@ -182,11 +191,14 @@ class Tier:
         return rows, number, sequence
 
     def look_up(self, batch: Any, gather: Gather | None = None) -> PlannedBatch:
-        """Replace the ids of an evaluation's batch by the rows of the last batch that was taken.
+        """Replace the ids of an evaluation's batch by rows, as of the last training batch taken.
 
-        Ids whose rows are in a store get rows, and other rows may go to the store; else nothing
-        changes. ``gather`` is None if the batch is whole.
+        Ids whose rows are in a store get rows, for which other rows may go to the store. ``gather``
+        is None if the process has the whole batch.
         """
+        # Batches planned beyond the last one taken have changed the vocabularies, but not yet the
+        # tables. Without a store the evaluation reads the rows from before, since the waiting moves
+        # will lose rows. With a store `apply` carries these moves out first: they lose nothing.
         ids = BatchIds.of(batch, self.vocabularies, gather)
         rows, moves = [], [NO_MOVE] * len(self.vocabularies)
         with self._planning:
@@ -199,14 +211,17 @@ class Tier:
                         of_vocabulary, moves[v] = self._bring(v, each.transfer, ids, number)
                     rows.append(of_vocabulary)
             finally:
+                # If a later table is full, the moves of earlier vocabularies are committed already,
+                # and must be carried out in any case.
                 sequence = self._pending.add(self.order.last_planned, moves)
         return PlannedBatch(ids.with_rows(rows), number, sequence, False, batch)
 
     def _propose(self, foreseen: ForeseenBatch, number: int, held: int) -> list[Proposal]:
-        """Decide which rows the ids of a batch get, beside as many batches before it as fit."""
+        """Propose rows for a batch, keeping the rows of ``held`` batches before it, or of fewer."""
         # A step that sums several batches is dispatched only when it has the last of them, maybe
-        # this one: to wait for the step would be to wait for ever. So the rows of its batches stay.
-        # Above that bound, to look fewer batches ahead is better than an error.
+        # this one: to wait for the step would be to wait for ever. So the rows of the last
+        # `undispatched` batches always stay. Above that bound, looking fewer batches ahead is
+        # better than an error: plan beside fewer batches, once the loop has taken the others.
         maps = [each.vocabulary.map for each in self.vocabularies]
         lookups = look_up(maps, foreseen.ids.ids)
         least = min(held, self.order.undispatched)
@@ -225,7 +240,7 @@ class Tier:
     def _propose_beside(
         self, foreseen: ForeseenBatch, number: int, held: int, lookups: Sequence[Lookup]
     ) -> list[Proposal]:
-        """Decide which rows the ids of a batch get, beside some batches before it."""
+        """Propose rows for a batch, keeping those of exactly ``held`` batches before it."""
         ids, proposals = foreseen.ids, []
         for v, each in enumerate(self.vocabularies):
             try:
@@ -237,7 +252,9 @@ class Tier:
         return proposals
 
     def _rows_after(self, v: int, ids: np.ndarray, number: int) -> np.ndarray:
-        """Return the row that each id of a vocabulary had after a training batch."""
+        """Return the row that each id of vocabulary ``v`` had after a training batch, int32."""
+        # The map has the rows after all planned batches. `find` hides ids that came later, and
+        # `restore_rows` brings back ids that left later.
         vocabulary = self.vocabularies[v].vocabulary
         rows = vocabulary.find(ids, number)
         self._pending.restore_rows(v, ids, rows, number)
@@ -246,12 +263,13 @@ class Tier:
     def _bring(
         self, v: int, transfer: RowTransfer, batch: BatchIds, number: int
     ) -> tuple[np.ndarray, Move]:
-        """Return the rows of an evaluation's ids; those that a store has get one."""
+        """Return the rows of an evaluation's ids, and the move that brings stored ones."""
         each, ids = self.vocabularies[v], batch.ids[v]
         vocabulary = each.vocabulary
         rows = vocabulary.map.find(ids)
         if each.num_ids is None:
-            # Ids that were admitted for a batch to come are unknown, if the store has none of them.
+            # An id that a coming batch admits is still unknown now, unless the store has its row
+            # from an earlier life. In a table of fixed size every id has a row.
             is_unsure = (rows < 0) | (vocabulary.records.born[rows] > number)
             unsure, index, _ = distinct(ids[is_unsure])
             are_stored = transfer.fetch(unsure).are_stored()
@@ -260,6 +278,7 @@ class Tier:
         move = NO_MOVE
         if is_missing.any():
             missing = distinct(ids[is_missing])[0]
+            # Batches that were taken may wait for the dispatch of their step: their rows stay.
             last_use = max(0, number - self.order.undispatched)
             try:
                 assignment = vocabulary.bring(missing, rows, last_use, self.order.last_planned + 1)
@@ -274,9 +293,9 @@ class Tier:
     def find_ids(
         self, collection: str, table: str, ids: Any, *, is_written: bool = False
     ) -> FoundIds:
-        """Return where the rows of ids are now (`jaxrec.embed.TableStore.find_ids`).
+        """Return where the rows of ids are now; call it in the thread that trains.
 
-        Call it in the thread that trains.
+        See `jaxrec.embed.TableStore.find_ids`.
         """
         v, each, found = next(
             (v, each, each_table)
@@ -292,28 +311,28 @@ class Tier:
         return find_rows(each, number, raw, rows, self.keys, returning, is_written=is_written)
 
     def _rows_now(self, v: int, ids: np.ndarray) -> np.ndarray:
-        """Return the row that each id has on the devices, -1 where it has none."""
+        """Return the row that each id has on the devices, int32 ``[n]``, -1 for none."""
         rows = self.vocabularies[v].vocabulary.map.find(ids)
         self._pending.undo(v, ids, rows)
         return rows
 
     @contextlib.contextmanager
     def _returning(self, v: int) -> Iterator[np.ndarray]:
-        """Give ids that later batches bring to a vocabulary's tables; no batch is planned now."""
+        """Yield the ids that planned batches will bring to the tables; planning waits meanwhile."""
         with self._planning:
             yield self._pending.coming_ids(v)
 
     # Application: on the devices.
 
     def apply(self, model: nnx.Module, planned: PlannedBatch) -> Any:
-        """Make a model ready for a batch: evict rows, bring new ones. Return the batch.
+        """Evict rows of the model's tables and bring the batch's new ones; return the batch.
 
-        Call it in the order of `plan`, in the thread that trains, between two steps. The model may
-        be a copy with its own tables.
+        Call it in the order of `plan`, in the thread that trains, between two steps.
         """
         if not planned.is_training:
             if planned.number != self.order.last_taken or planned.sequence < self._pending.settled:
-                # It was planned ahead, and since then its rows may have gone to other ids.
+                # The evaluation's batch was planned ahead, and since then its rows may have gone to
+                # other ids.
                 planned = self.look_up(planned.source)
             # Moves without a store wait for their training batch: what they evict is lost, and this
             # evaluation may still read it.
@@ -332,7 +351,7 @@ class Tier:
         return planned.batch
 
     def settle(self, model: nnx.Module) -> None:
-        """Apply the changes of all batches planned so far, and bring evicted rows to their stores.
+        """Apply the changes of all planned batches, and wait until stores have the evicted rows.
 
         Call it in the thread that trains. The tables then agree with the vocabularies.
         """
@@ -354,9 +373,9 @@ class Tier:
 
     @contextlib.contextmanager
     def settled(self, model: nnx.Module) -> Iterator[None]:
-        """Keep the model's tables in agreement with the vocabularies, while this lasts.
+        """Within this context the model's tables agree with the vocabularies; planning waits.
 
-        Threads that plan wait. With divided stores every process calls this.
+        With divided stores every process enters it.
         """
         with self._planning:
             self._settle(model, None)
@@ -365,9 +384,9 @@ class Tier:
             yield
 
     def give_rows(self, model: nnx.Module, of: TableVocabulary, ids: np.ndarray) -> None:
-        """Give free rows of one vocabulary to distinct ids, ``[n]``; call it within `settled`.
+        """Give free rows to distinct ids, ``[n]``, with stored or first values.
 
-        Rows get the values that the store has, or first values.
+        Call it within `settled`.
         """
         assignment = of.vocabulary.give_rows(ids, self.order.last_taken)
         moves = [
@@ -376,13 +395,14 @@ class Tier:
         self._move(model, moves)
 
     def forget(self, model: nnx.Module, of: TableVocabulary, ids: np.ndarray) -> None:
-        """Take the rows of distinct ids, ``[n]``, here and in the store; call it within `settled`.
+        """Remove distinct ids, ``[n]``, from the table and its store; skip those without a row.
 
-        Ids without a row are skipped.
+        Call it within `settled`.
         """
         self.order.forget_planned()
         assignment = of.vocabulary.remove(ids)
-        # A place in the order of its own, so that batches of an evaluation are planned anew.
+        # A place in the order of its own: `settle` then moves `settled` past the batches of an
+        # evaluation that were planned before, and `apply` plans them anew.
         self._pending.add(self.order.last_planned, [NO_MOVE] * len(self.vocabularies))
         self.settle(model)
         if of.transfer is not None:
@@ -391,7 +411,10 @@ class Tier:
             observer.moved([assignment if each is of else NO_CHANGE for each in self.vocabularies])
 
     def state(self) -> dict[str, dict[str, np.ndarray]]:
-        """Return what later batches depend on, without rows, by vocabulary; within `settled`."""
+        """Return everything but rows that later batches depend on, by vocabulary.
+
+        Call it within `settled`.
+        """
         run = self.order.state()
         vocabularies = {
             each.name: {
@@ -404,15 +427,15 @@ class Tier:
         return {**vocabularies, RUN_STATE: run}
 
     def divide_stores(self) -> None:
-        """Give each process the part of the rows in its store that it owns.
+        """Make each process store the rows of the ids that it owns.
 
-        All processes have devices of the mesh on which the tables lie.
+        Every process must have devices of the tables' mesh.
         """
         for transfer in self.transfers:
             transfer.divide(jax.process_index(), jax.process_count())
 
     def close(self, model: nnx.Module) -> None:
-        """Bring all evicted rows to their stores, and close these; a second call does nothing."""
+        """Wait until the stores have all evicted rows, and close them."""
         if self._is_closed:
             return
         with self._planning:
@@ -422,10 +445,10 @@ class Tier:
         self._is_closed = True
 
     def load_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, LoadedRows]:
-        """Take over the result of `state`; tables may have had other numbers of rows.
+        """Take over the result of `state`, whose tables may have had other numbers of rows.
 
-        Vocabularies without a state stay as they are. The caller moves the rows from where they
-        were to where they are, and brings those of dropped ids to the store.
+        Vocabularies without a state stay as they are. The caller moves rows as `LoadedRows` says,
+        and writes those of dropped ids to the store.
         """
         rows = {}
         with self._planning:
@@ -455,7 +478,8 @@ def _has_ids(vocabulary: TableVocabulary) -> bool:
 
 
 def tier_of(model: nnx.Module) -> Tier | None:
-    """Return the vocabularies of a model that `jaxrec.tier.make` made; None if it has none."""
+    """Return the tier of a model that `jaxrec.tier.make` made; None if the model has none."""
+    # All collections of a model share one tier, so the first one will do.
     for collection in collections_of(model).values():
         return cast(Tier, cast(TierStore, collection.tables.get_value()).tier)
     return None

@@ -1,4 +1,4 @@
-"""First values of rows by id, in rows of tables that exist."""
+"""First values of rows, drawn by id, for rows that already exist."""
 
 from __future__ import annotations
 
@@ -23,13 +23,7 @@ from jaxrec.optim import RowOptimizer
 
 @dataclasses.dataclass(frozen=True)
 class NewRows:
-    """Rows of a table that get new owners.
-
-    Attributes:
-        config: The table.
-        rows: Row indices, int ``[n]``.
-        ids: Ids that the rows are for, int64 ``[n]``.
-    """
+    """Rows ``[n]`` of a table that get new ids, int64 ``[n]``."""
 
     config: TableConfig
     rows: np.ndarray
@@ -39,10 +33,7 @@ class NewRows:
 def reset(store: TableStore, tables: Sequence[NewRows], key: UInt32[np.ndarray, "2"]) -> TableStore:
     """Give rows the first values of their ids and a fresh optimizer state, in place.
 
-    Args:
-        store: The store that has the arrays; it is donated.
-        tables: The rows; none occurs twice.
-        key: Data of the key of the tables' collection.
+    The store is donated, no row occurs twice, and ``key`` is data of the collection's key.
     """
     drawn = [
         draw_and_scale(t.config.initializer, t.config.num_embeddings, t.config.embedding_dim)
@@ -58,7 +49,8 @@ def reset(store: TableStore, tables: Sequence[NewRows], key: UInt32[np.ndarray, 
         "scale": np.repeat(np.array([scale for _, scale in drawn], np.float32), sizes),
     }
     places = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
-    # Tables that are drawn alike are drawn together.
+    # Tables of one initializer and width share a program. The others stay in the list without rows,
+    # since `places` goes by a table's number.
     kinds = [(draw, t.config.embedding_dim) for t, (draw, _) in zip(tables, drawn, strict=True)]
     for kind in dict.fromkeys(kinds):
         alike = [
@@ -80,18 +72,11 @@ def first_rows(
     key: UInt32[np.ndarray, "2"],
     ids: Int64[np.ndarray, " n"],
 ) -> dict[str, np.ndarray]:
-    """Return the rows that `reset` gives to ids, on the host, and their optimizer state.
+    """Return, on the host, the rows and the optimizer state that `reset` gives to ids.
 
-    Args:
-        config: The table.
-        optimizer: Its row optimizer.
-        key: Data of the key of the table's collection.
-        ids: The ids.
-
-    Returns:
-        The rows ``[n, embedding_dim]`` under ``"rows"``, and the state ``[n, ...]`` by name.
+    The rows ``[n, embedding_dim]`` are under ``"rows"``, the state ``[n, ...]`` is by name.
     """
-    # The same compiled function as in training, for the same bits.
+    # Through the same compiled function as in training, for the same bits.
     table = dataclasses.replace(config, num_embeddings=size_for(ids.size))
     store: TableStore = Tables.init(layout_tables([table], optimizer), jax.random.key(0))
     rows = np.arange(ids.size)

@@ -1,4 +1,4 @@
-"""Records of row stores: rows and their state as bytes, and counts of what travels."""
+"""Records of row stores: rows and their state as bytes, and counts of the rows that travel."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from jaxrec.tier.stores.record_format import RecordFormat
 
 @dataclasses.dataclass(frozen=True)
 class RecordLayout:
-    """Places of the rows and states of a vocabulary's tables in a record.
+    """Positions of the rows and states of a vocabulary's tables in a record.
 
     Attributes:
-        leaves: For each array the number of its table, its name (``"rows"`` or a state's), its
-            width (None for one number a row) and its type.
+        leaves: Number of the table, name (``"rows"`` or a state's), width (None: one number a row)
+            and type of each array, in the order of the record.
     """
 
     leaves: tuple[tuple[int, str, int | None, np.dtype], ...]
 
     @classmethod
     def of(cls, shapes: Sequence[LogicalTable]) -> RecordLayout:
-        """Make the layout of tables of some shapes (`TableStore.checkpoint_shapes`)."""
+        """Make the layout for tables of these shapes (`TableStore.checkpoint_shapes`)."""
         leaves = []
         for number, table in enumerate(shapes):
             for name, array in {"rows": table.rows, **dict(sorted(table.state.items()))}.items():
@@ -40,11 +40,9 @@ class RecordLayout:
         return sum((width or 1) * dtype.itemsize for _, _, width, dtype in self.leaves)
 
     def record_format(self, names: Sequence[str] = (), num_ids: int | None = None) -> RecordFormat:
-        """Return the format of the records for a store.
+        """Return the format of the records; tables without ``names`` are numbered.
 
-        Args:
-            names: Names of the tables; without them the tables are numbered.
-            num_ids: Ids are 0 to ``num_ids`` - 1; None: any 64-bit ids but -1.
+        Ids are 0 to ``num_ids`` - 1; with None any 64-bit ids except -1.
         """
         fields = (
             f"{names[number] if names else f'table {number}'} {name} {dtype}[{width or 1}]"
@@ -53,7 +51,7 @@ class RecordLayout:
         return RecordFormat(self.width, ", ".join(fields), num_ids)
 
     def pack(self, tables: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
-        """Return records, uint8 ``[n, width]``, of the rows and states of the tables."""
+        """Return the records of rows and states, uint8 ``[n, width]``."""
         parts = []
         for number, name, width, dtype in self.leaves:
             values = np.ascontiguousarray(tables[number][name], dtype)
@@ -61,15 +59,13 @@ class RecordLayout:
         return np.concatenate(parts, axis=1)
 
     def unpack(self, records: np.ndarray) -> list[dict[str, np.ndarray]]:
-        """Return the rows and states of the tables, as views of the records: reverses `pack`.
-
-        Args:
-            records: uint8 ``[n, width]``; the bytes of each record lie together.
-        """
+        """Return the rows and states of records, uint8 ``[n, width]``, as views."""
         tables: dict[int, dict[str, np.ndarray]] = {}
         start = 0
         for number, name, width, dtype in self.leaves:
             stop = start + (width or 1) * dtype.itemsize
+            # A view of another type needs the bytes of each record side by side, which stores
+            # return.
             values = records[:, start:stop].view(dtype)
             tables.setdefault(number, {})[name] = values if width else values[:, 0]
             start = stop
@@ -77,17 +73,10 @@ class RecordLayout:
 
 
 class StoreTraffic:
-    """Rows that travelled between the devices and the store of a table, in this process.
+    """Counts of the rows that travel between the devices and a table's store, in this process.
 
-    Each of the methods is called by one thread: the training thread receives rows, and the threads
-    of the store read and write. `summary` may be called by any thread.
-
-    Args:
-        width: Number of bytes of a row with its optimizer state.
-        clock: Returns the time in seconds.
-
-    Attributes:
-        steps: Number of training batches that were taken.
+    Each method is called by one thread: the training thread receives rows, the store's threads read
+    and write. `summary` may be called by any thread. ``width`` is the bytes of a record.
     """
 
     def __init__(self, width: int, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -95,7 +84,7 @@ class StoreTraffic:
         self.steps = 0
         self._fetched = self._initialized = self._written = 0
         self._read_seconds = self._write_seconds = 0.0
-        # Waiting time of the present step, of the last one, and of all.
+        # Waiting seconds of the current step, of the last one, and of all.
         self._waited = self._last_stall = self._stall = 0.0
 
     @contextlib.contextmanager
@@ -115,33 +104,29 @@ class StoreTraffic:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Time the training thread's wait for rows."""
+        """Time a wait of the training thread."""
         start = self._clock()
         yield
         self._waited += self._clock() - start
 
     def add_received(self, found: np.ndarray) -> None:
-        """Count rows that were brought to the devices.
-
-        Args:
-            found: Whether the store had each row, bool ``[n]``; the others get first values.
-        """
+        """Count received rows; rows not ``found``, bool ``[n]``, have first values."""
         num_found = int(np.count_nonzero(found))
         self._fetched += num_found
         self._initialized += found.size - num_found
 
     def begin_step(self) -> None:
-        """Begin to add up the waiting time of a step; earlier waits were not those of a step."""
+        """Start the waiting time of a step at zero; earlier waits belong to no step."""
         self._waited = 0.0
 
     def end_step(self) -> None:
-        """Count a step, and the waiting time since `begin_step` as its stall."""
+        """Count a step, with the waiting time since `begin_step` as its stall."""
         self._last_stall = self._waited
         self._stall += self._waited
         self.steps += 1
 
     def summary(self) -> dict[str, float]:
-        """Return the counts of rows and bytes, and milliseconds a step."""
+        """Return the numbers of rows and bytes, and the milliseconds per step."""
         per_step = 1e3 / max(1, self.steps)
         return {
             "fetched": self._fetched,
@@ -158,7 +143,7 @@ class StoreTraffic:
 
 @contextlib.contextmanager
 def step_of(traffic: Iterable[StoreTraffic]) -> Iterator[None]:
-    """Count the waits of some tables within the ``with`` block as the stall of one step."""
+    """Count the waits of tables within the block as the stall of one step."""
     of_step = list(traffic)
     for each in of_step:
         each.begin_step()

@@ -1,13 +1,13 @@
 """Rows on their way between the devices that use them and the processes whose stores have them.
 
-Every process knows which device has the slot of a row and which process owns its record. So the
-devices send each row straight to where it is wanted, by one all-to-all:
+Every process knows which device has the slot of a row and which process owns its record. So one
+all-to-all sends each row straight to its destination:
 
     slot's device  -- evicted row -->  a device of the owner  -->  the owner's store
     slot's device  <-- returning row --  a device of the owner  <--  the owner's store
 
-A message from one device to another has a static capacity, on a ladder of sizes. With ``n`` rows,
-``d`` devices and rows that are spread evenly, a device sends and receives about ``n / d`` rows.
+A message between two devices has a static capacity, a power of two. A device sends and receives
+about ``n / d`` of ``n`` rows over ``d`` devices if they are spread evenly.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from jaxrec.mesh.store import MeshStore
 
 
 def send_to_owners(store: MeshStore, requests: Sequence[TableRows]) -> RowsOnDevices:
-    """Gather rows of tables with their optimizer state, and send each to its owner.
+    """Gather rows with their optimizer state, and send each to the process that owns its record.
 
-    Every process calls this with the same requests, which name the owners, and gets the rows that
-    it owns.
+    Every process passes the same requests, with owners, and gets the rows that it owns.
     """
     plan = _Plan(store, requests, is_read=True)
     arrays = {
@@ -47,10 +46,10 @@ def write_from_owners(
     requests: Sequence[TableRows],
     values: Sequence[Mapping[str, np.ndarray]],
 ) -> MeshStore:
-    """Set rows of tables and their optimizer state, in place: the store is donated.
+    """Set rows and their optimizer state, in place: the store is donated.
 
-    Every process calls this with the same requests and its own values: for each request the rows
-    that it owns, under ``"rows"``, and their state.
+    Every process passes the same requests, and the values of the rows that it owns: for each
+    request its rows, under ``"rows"``, and their state.
     """
     plan = _Plan(store, requests, is_read=False)
     for group, slots in plan.groups.items():
@@ -69,23 +68,22 @@ def write_from_owners(
 class _Plan:
     """Which device sends which row to which device.
 
-    Args:
-        store: The store.
-        requests: The rows.
-        is_read: Whether rows go to their owners; otherwise they come from there, to every replica.
+    ``is_read``: rows go to their owners; otherwise they come from there, to every replica.
 
     Attributes:
         process: Index of this process.
-        groups: Slots of the rows, ``[devices, devices, n]``: those of the first device's array
-            whose rows travel between it and the second one, by group.
-        at_owner: Positions of the rows among those that this process owns,
-            ``[own devices, devices, n]``: the first device is the owner's.
+        groups: Slots by group, ``[devices, devices, n]``: rows of the first device's array that
+            travel between it and the second device.
+        at_owner: Positions among the rows that this process owns, ``[own devices, devices, n]``;
+            the first device is the owner's.
     """
 
     def __init__(self, store: MeshStore, requests: Sequence[TableRows], *, is_read: bool) -> None:
         devices = store.mesh.devices.flat
         processes = np.array([device.process_index for device in devices])
         self.process = jax.process_index()
+        # Process index and device order come from the mesh, so that all processes compute the same
+        # plan from the same requests, without an exchange.
         self._own_devices = np.flatnonzero(processes == self.process)
         self._sharding = NamedSharding(store.mesh, PartitionSpec(store.axes))
         replicated = {placed.name for placed in store.layout.groups if placed.is_replicated}
@@ -95,6 +93,7 @@ class _Plan:
             if not len(request.rows) or request.owners is None:
                 continue
             is_own = request.owners == self.process
+            # One more element, -1, so that padding, which indexes with -1, finds padding.
             position = np.append(np.where(is_own, np.cumsum(is_own) - 1, -1), -1).astype(np.int32)
             for part in store.row_slots(request.table, request.rows):
                 index = part.index
@@ -120,13 +119,13 @@ class _Plan:
             self.at_owner[group] = GroupSlots(own, tuple(parts[group]), dim)
 
     def put(self, values: np.ndarray) -> Array:
-        """Put values that every process has on the devices, ``[devices, ...]``."""
+        """Put values ``[devices, ...]`` that every process has on the devices."""
         return jax.make_array_from_callback(
             values.shape, self._sharding, lambda index: values[index]
         )
 
     def put_own(self, values: np.ndarray) -> Array:
-        """Put the values of this process's devices there, ``[own devices, ...]``."""
+        """Put the values ``[own devices, ...]`` of this process's devices there."""
         place = {int(device): number for number, device in enumerate(self._own_devices)}
         shape = (self._sharding.mesh.devices.size, *values.shape[1:])
 
@@ -140,22 +139,20 @@ class _Plan:
 def _messages(
     index: np.ndarray, owners: np.ndarray, processes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the messages between the devices of slots and those of owners.
+    """Return the messages between the devices of slots and the devices of owners.
 
-    Args:
-        index: Row of each slot, ``[devices, m]``, -1 at padding.
-        owners: Process that owns each row.
-        processes: Process of each device.
+    ``index`` is the row of each slot, ``[devices, m]``, -1 at padding. ``owners`` has the process
+    of each row, ``processes`` the process of each device.
 
     Returns:
-        Positions in the flat ``index``, and rows, both int64 ``[devices, devices, capacity]`` with
-        -1 at padding: of the slot's device, and of a device of the owner.
+        Positions in the flat ``index``, from the slot's device, and rows, to a device of the owner,
+        both int64 ``[devices, devices, capacity]`` with -1 at padding.
     """
     num_devices = len(processes)
     places = np.flatnonzero(index >= 0)
     rows = index.reshape(-1)[places]
     here, owner = places // max(1, index.shape[1]), owners[rows]
-    # The rows between a device and a process go by the process's devices in turn.
+    # A device's rows for one process go to the process's devices in turn, for even messages.
     by_process = np.argsort(processes, kind="stable")
     counts = np.bincount(processes, minlength=processes.max() + 1)
     firsts = np.cumsum(counts) - counts
@@ -170,7 +167,8 @@ def _messages(
 
 
 def _ranks(keys: np.ndarray) -> np.ndarray:
-    """Return the number of equal keys before each key."""
+    """Return the number of equal keys before each key: ``[5, 7, 5]`` to ``[0, 0, 1]``."""
+    # A stable sort puts equal keys in their order, where a rank is the distance from the first.
     order = np.argsort(keys, kind="stable")
     in_order = keys[order]
     is_first = np.append(True, in_order[1:] != in_order[:-1])[: keys.size]
@@ -181,28 +179,28 @@ def _ranks(keys: np.ndarray) -> np.ndarray:
 
 
 def _size_for(count: int) -> int:
-    """Return the smallest size of the ladder 1, 2, 4, ... that holds a count."""
+    """Return the smallest power of two that holds a count, so that few programs compile."""
     return 1 << max(0, count - 1).bit_length()
 
 
 def _taken(slots: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Return the slots at some places, -1 at padding."""
+    """Return the slots at some positions, -1 at padding."""
     return np.where(places < 0, np.int32(-1), slots[places]) if slots.size else places
 
 
 def _some(values: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """Return an array of a request; a row of zeros for padding if this process owns none."""
+    """Return an array of a request, with a row of zeros for padding if it is empty."""
     array = values.get(name, np.zeros(1))
     return array if len(array) else np.zeros((1, *array.shape[1:]), array.dtype)
 
 
 def _by_device(values: np.ndarray) -> np.ndarray:
-    """Join the second and the third axis: ``[devices, messages, n, ...]``."""
+    """Join the second and third axes: ``[devices, d, n, ...]`` to ``[devices, d * n, ...]``."""
     return values.reshape(values.shape[0], -1, *values.shape[3:])
 
 
 def _own_part(array: Array, slots: GroupSlots) -> np.ndarray:
-    """Return the parts of an array on this process's devices, in their order, by messages."""
+    """Return an array's shards on this process's devices, in order, by message."""
     parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
     own = np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
     return own.reshape(*slots.slots.shape, *array.shape[2:])
@@ -229,16 +227,14 @@ def _write(
 def _send(store: MeshStore, tree: Any) -> Any:
     """Send message ``d`` of each device to device ``d``; traced.
 
-    All arrays go by one collective, as bytes.
-
-    Args:
-        store: The store.
-        tree: Arrays ``[devices, devices * n, ...]``.
+    The arrays of ``tree`` are ``[devices, devices * n, ...]``.
     """
     over = PartitionSpec(store.axes)
 
     def on_device(tree: Any) -> Any:
         arrays, structure = jax.tree.flatten(tree)
+        # As bytes, arrays of all types go by one collective: its latency counts more than its
+        # bytes.
         messages = [_as_bytes(array[0], store.channel.size) for array in arrays]
         ends = np.cumsum([each.shape[-1] for each in messages])
         sent = store.channel.send(jnp.concatenate(messages, axis=-1))

@@ -23,7 +23,7 @@ from jaxrec.tier.stores.urls import Division
 
 _Thread = concurrent.futures.ThreadPoolExecutor
 
-# Evictions that wait for the store at most, in memory.
+# Most evictions in memory that wait for the store.
 _MOST_SENT = 16
 
 
@@ -34,10 +34,10 @@ class StoredRows:
     Attributes:
         transfer: The transfer.
         ids: The ids of the rows, int64 ``[n]``.
-        owners: Index of the process whose store has the row of each id; None: this one's has all.
-        stored: Future of whether each id that this process owns has a row, bool ``[m]``, and of the
-            records of those that have one; those of ``under_way`` are not up to date.
-        under_way: Rows that were on their way to the store when they were asked for.
+        owners: Process whose store has each row, int ``[n]``; None: this process's store has all.
+        stored: Future of this process's own ids: whether each has a row, bool ``[m]``, and the
+            records of those that have one. Records of ``under_way`` rows are out of date.
+        under_way: Rows that were on their way to the store when they were requested.
     """
 
     transfer: RowTransfer
@@ -47,26 +47,18 @@ class StoredRows:
     under_way: tuple[WantedRows, ...]
 
     def are_stored(self) -> np.ndarray:
-        """Wait for the store alone; return whether each id has a row there or on its way, bool.
+        """Wait for the store; return whether each id has a row there or on its way, bool ``[n]``.
 
-        With a divided store every process calls this.
-
-        Raises:
-            RuntimeError: A row could not be read.
+        With a divided store every process calls this. A read error raises a RuntimeError.
         """
         return _flags_of_all([self], [_attempt(lambda: (self._read()[0], []))])[0]
 
     def result(self) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
-        """Wait for the rows; call it after `RowTransfer.send` of all evictions before.
+        """Wait for the rows; call it after `RowTransfer.send` of all earlier evictions.
 
-        With a divided store every process calls this, and gets the rows of all stores.
-
-        Returns:
-            Whether each id has a row, bool ``[n]``, and the rows and states of the tables, of ids
-            that have one.
-
-        Raises:
-            RuntimeError: A row could not be read, or not be written before.
+        Returns whether each id has a row, bool ``[n]``, and for each table the rows and states of
+        the ids that have one. With a divided store every process calls this, and gets the rows of
+        all stores.
         """
         own = _attempt(self._own_records)
         (found,) = _flags_of_all([self], [own])
@@ -87,6 +79,8 @@ class StoredRows:
             places = np.cumsum(found, dtype=np.int32) - 1
         row_copies = implementation.current()
         for wanted in self.under_way:
+            # The wait raises no error, so that `check` can raise the one of the writer, which says
+            # more.
             concurrent.futures.wait([wanted.evicted.records])
             self.transfer.check()
             rows = row_copies.take_rows(wanted.evicted.records.result(), wanted.index)
@@ -108,14 +102,8 @@ def receive(
 ) -> list[tuple[np.ndarray, list[dict[str, np.ndarray]]]]:
     """Wait for rows of several stores, and count them; see `StoredRows.result`.
 
-    With divided stores every process calls this, and gets the rows of its own stores alone.
-
-    Returns:
-        For each of the stores whether each id has a row, bool ``[n]``, and the rows and states of
-        the tables, of ids that have one and that this process owns.
-
-    Raises:
-        RuntimeError: A row could not be read, or not be written before, in some process.
+    With divided stores every process calls this. It returns the flags of all ids, but only the rows
+    that this process owns.
     """
     parts = []
     for stored in fetched:
@@ -132,13 +120,7 @@ def receive(
 
 @dataclasses.dataclass(frozen=True)
 class _Attempt:
-    """What a read of this process's store gave.
-
-    Attributes:
-        found: Whether each id has a row.
-        records: Records of those that have one.
-        error: The error instead of these.
-    """
+    """A read of this process's store: flags ``found``, bool ``[n]``, and records; or an error."""
 
     found: np.ndarray
     records: Any
@@ -153,12 +135,12 @@ def _attempt(read: Callable[[], tuple[np.ndarray, Any]]) -> _Attempt:
 
 
 def _flags_of_all(fetched: Sequence[StoredRows], parts: Sequence[_Attempt]) -> list[np.ndarray]:
-    """Return whether each id has a row in the store of its owner.
+    """Return whether each id has a row in its owner's store, for each of ``fetched``.
 
-    Raises:
-        RuntimeError: A process has an error.
+    If any process has an error, all of them raise a RuntimeError.
     """
     error = next((part.error for part in parts if part.error is not None), None)
+    # One exchange for all tables. A process with an error takes part in it too: others would wait.
     owners = [stored.owners for stored in fetched if stored.owners is not None]
     if not owners:
         if error is not None:
@@ -168,26 +150,12 @@ def _flags_of_all(fetched: Sequence[StoredRows], parts: Sequence[_Attempt]) -> l
 
 
 class RowTransfer:
-    """Moves rows between the devices and a row store, in threads.
+    """Moves rows between the devices and a row store, which it opens, in threads.
 
-    A row that is on its way to the store is found all the same. An error of the store is raised by
-    the next `check`, and by `StoredRows.result`.
-
-    After `divide` each of several processes has a part of the rows in its store. All of them then
-    call the methods with the same ids, and each reads and writes the rows that it owns.
-
-    Args:
-        store: The store; opened here.
-        layout: The layout of its records.
-        format: Their format; None: that of the layout, for any ids.
-
-    Raises:
-        ValueError: The store has records of another format.
-        BlockingIOError: Another run has the store open.
-        OSError: The store cannot be reached, read or written.
-
-    Attributes:
-        division: The division of the rows among processes; None: this one has all.
+    `fetch` also finds a row that is still on its way to the store. An error of the store is raised
+    by the next `check`, and by `StoredRows.result`. After `divide`, several processes share the
+    rows: all of them call the methods with the same ids, and each reads and writes the rows that it
+    owns.
     """
 
     def __init__(
@@ -203,36 +171,35 @@ class RowTransfer:
         self._under_way = RowsUnderWay(format.num_ids)
         # A store slower than the training step makes the step wait, or rows would fill the memory.
         self._room = threading.BoundedSemaphore(_MOST_SENT)
-        # One thread each: rows are written in the order of their evictions.
+        # A single writer keeps the order of evictions. With two, an older row of an id could
+        # overwrite a newer one.
         self._writer, self._reader = next(_shared_threads()) if store.in_memory else _new_threads()
         self._error: BaseException | None = None
         self.division: Division | None = None
 
     def divide(self, process: int, num_processes: int) -> None:
-        """Keep the rows in this process's store that it owns, and ignore others there."""
+        """Divide the rows among processes; rows in this store that others own are ignored."""
         self.division = Division(process, num_processes, self.store.format.num_ids)
 
     def owners(self, ids: np.ndarray) -> np.ndarray | None:
-        """Return the process whose store has the row of each id; None: this one's has all."""
+        """Return the process whose store has each id's row; None: this process's has all."""
         return None if self.division is None else self.division.owners(ids)
 
     def is_own(self, ids: np.ndarray) -> np.ndarray:
-        """Return whether this process's store has the row of each id, bool ``[n]``."""
+        """Return whether this process's store has each id's row, bool ``[n]``."""
         if self.division is None:
             return np.ones(ids.size, np.bool_)
         return self.division.is_own(ids)
 
     def announce(self, ids: np.ndarray) -> EvictedRows:
-        """Register evicted ids, whose rows `send` brings later."""
+        """Register evicted ids; `send` brings their rows later."""
         return self._under_way.add(self._own(ids))
 
     def send(self, evicted: EvictedRows, rows: Any) -> None:
-        """Bring announced rows to the store; wait if it is too far behind.
+        """Send announced rows to the store; wait if `_MOST_SENT` evictions are under way.
 
-        Args:
-            evicted: The ids.
-            rows: Returns the rows and states of the tables (`jaxrec.embed.rows`) when called,
-                those that this process owns.
+        ``rows()`` returns the rows and states of the tables (`jaxrec.embed.rows`) that this process
+        owns.
         """
         with self.traffic.waiting():
             self._room.acquire()
@@ -241,6 +208,7 @@ class RowTransfer:
     def _send(self, evicted: EvictedRows, rows: Any) -> None:
         try:
             records = self.layout.pack(rows())
+            # Before the write: an id that returns at once gets its row from here.
             evicted.records.set_result(records)
             with self.traffic.writing(evicted.ids.size):
                 self._put(evicted.ids, records)
@@ -253,14 +221,10 @@ class RowTransfer:
             self._room.release()
 
     def put(self, ids: np.ndarray, tables: Sequence[Mapping[str, np.ndarray]]) -> None:
-        """Bring rows that are on the host to the store.
+        """Write rows that are on the host to the store.
 
-        Args:
-            ids: Distinct ids, int64 ``[n]``.
-            tables: For each table its rows, under ``"rows"``, and their state by name.
-
-        Raises:
-            RuntimeError: Another process could not write its rows.
+        ``tables`` has for each table its rows ``[n, ...]`` under ``"rows"``, and their state by
+        name.
         """
         if self.division is not None:
             is_own = self.division.is_own(ids)
@@ -269,15 +233,12 @@ class RowTransfer:
         self._together(lambda: self._put(ids, self.layout.pack(tables)))
 
     def delete(self, ids: np.ndarray) -> None:
-        """Remove the rows of ids from the store; ids without a row there are skipped.
-
-        Raises:
-            RuntimeError: Another process could not remove its rows.
-        """
+        """Remove the rows of ids from the store; ids without a row are skipped."""
         own = self._own(ids)
         if own.size:
             for watcher in self.watchers:
                 watcher.add(own)
+        # A process that owns none of the ids still takes part, or the others would wait for it.
         self._together(lambda: self.store.delete(own) if own.size else None)
 
     def _put(self, ids: np.ndarray, records: np.ndarray) -> None:
@@ -285,13 +246,14 @@ class RowTransfer:
             return
         for watcher in self.watchers:
             watcher.add(ids)
+        # Noted before the write: if it fails half way, some records have changed nevertheless.
         self.store.put(ids, records)
 
     def _own(self, ids: np.ndarray) -> np.ndarray:
         return ids if self.division is None else ids[self.division.is_own(ids)]
 
     def _together(self, action: Callable[[], None]) -> None:
-        """Carry out an action in all processes that share the rows, and raise their errors."""
+        """Run an action in all processes that share the rows; an error is raised in all."""
         if self.division is None:
             action()
             return
@@ -303,18 +265,9 @@ class RowTransfer:
         raise_together(error)
 
     def get(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Read records of all stores; call it when all rows that were sent have arrived.
+        """Read the records of all ids, after all sent rows have arrived in the stores.
 
-        With a divided store every process calls this, and gets the records of all ids.
-
-        Args:
-            ids: int64 ``[n]``.
-
-        Returns:
-            As `jaxrec.tier.RowStore.get`.
-
-        Raises:
-            RuntimeError: Another process could not read its records.
+        With a divided store every process calls this, and gets the records of all stores.
         """
         if self.division is None:
             return self._get_own(ids)
@@ -327,19 +280,17 @@ class RowTransfer:
         return found, records
 
     def _get_own(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Read records of ids that this process owns; it may own none of those of a batch.
+        """Read the records of ids that this process owns.
 
         Returns:
-            Whether each id has a record, and the records, contiguous arrays that may be changed.
-
-        Raises:
-            ValueError: The store returned arrays of another shape or type, which native code must
-                not copy.
+            Whether each id has a record, and the records; contiguous arrays that may be changed.
         """
         shape = (ids.size, self.layout.width)
         if not ids.size:
             return np.zeros(0, np.bool_), np.zeros(shape, np.uint8)
         arrays = found, records = self.store.get(ids)
+        # A store outside of this package may return anything, and native code copies from these
+        # arrays.
         given = [(array.shape, array.dtype) for array in arrays]
         if given != [(ids.shape, np.dtype(np.bool_)), (shape, np.dtype(np.uint8))]:
             raise ValueError(
@@ -351,13 +302,14 @@ class RowTransfer:
         return own, own_records
 
     def scan(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Iterate over the records of all stores, as `jaxrec.tier.RowStore.scan` does.
+        """Yield the records of all stores, as `jaxrec.tier.RowStore.scan`.
 
         With a divided store every process calls this, and all get the same records.
         """
         if self.division is None:
             yield from self.store.scan(size)
             return
+        # All processes yield together, so that each takes its share of `size`.
         own = self.scan_own(max(1, size // self.division.num_processes))
         none = np.zeros(0, np.int64), np.zeros((0, self.layout.width), np.uint8)
         while True:
@@ -367,13 +319,14 @@ class RowTransfer:
                 ids, records = next(own, none)
             except Exception as raised:
                 error = raised
+            # As pairs of 32-bit words: JAX, which carries them, has no 64-bit integers by default.
             all_ids = np.concatenate(gather_rows(ids.view(np.uint32).reshape(-1, 2), error))
             if not all_ids.size:
                 return
             yield all_ids.view(np.int64)[:, 0], np.concatenate(gather_rows(records))
 
     def scan_own(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Iterate over the records that this process owns; no part is empty."""
+        """Yield the records that this process owns; no yielded part is empty."""
         for ids, records in self.store.scan(size):
             is_own = self.is_own(ids)
             if is_own.any():
@@ -382,6 +335,8 @@ class RowTransfer:
     def fetch(self, ids: np.ndarray) -> StoredRows:
         """Start to read the rows of distinct ids."""
         own = self._own(ids)
+        # Before the read is queued: a row that arrives at the store between the two is found twice,
+        # and never missed.
         under_way = self._under_way.find(own)
         stored = self._reader.submit(self._get, own, under_way)
         return StoredRows(self, ids, self.owners(ids), stored, under_way)
@@ -396,7 +351,7 @@ class RowTransfer:
         return found, records if found.all() else records[found]
 
     def replaced(self) -> None:
-        """Note that the store's records were replaced by those of a checkpoint."""
+        """Note that a checkpoint's records have replaced the store's."""
         self.num_earlier = 0
         for watcher in self.watchers:
             watcher.add_all()
@@ -410,35 +365,24 @@ class RowTransfer:
             ) from self._error
 
     def wait(self) -> None:
-        """Wait until the store has all rows that were sent.
-
-        Raises:
-            RuntimeError: A row could not be written.
-        """
+        """Wait until the store has all sent rows; raise the error of a failed write."""
+        # The only writer runs its tasks in turn, so that this one follows all that were sent.
         self._writer.submit(lambda: None).result()
         self.check()
         self.store.flush()
 
     def wait_together(self) -> None:
-        """Wait until the stores of all processes have all rows that were sent.
-
-        With a divided store every process calls this.
-
-        Raises:
-            RuntimeError: A row could not be written, in some process.
-        """
+        """Wait until the stores of all processes have all rows that were sent."""
         self._together(self.wait)
 
 
 def _new_threads() -> tuple[_Thread, _Thread]:
-    """Return a thread that writes to stores, and one that reads them."""
+    """Return a thread that writes to stores, and a thread that reads them."""
     return _Thread(1, "row writer"), _Thread(1, "row reader")
 
 
 @functools.cache
 def _shared_threads() -> Iterator[tuple[_Thread, _Thread]]:
-    """Give threads of stores in memory: as many pairs as cores, in turn.
-
-    More threads would wait for each other, with a switch at each call.
-    """
+    """Return an endless cycle of thread pairs, as many as cores, for stores in memory."""
+    # More threads than cores would wait for each other, with a switch at each call.
     return itertools.cycle([_new_threads() for _ in range(num_cores())])

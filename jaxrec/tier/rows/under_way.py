@@ -12,19 +12,13 @@ from jaxrec.tier.ids.id_map import Places
 
 _FIRST_ROOM = 1024
 
-# The largest range whose ids index an array. The array has 8 bytes for each id: 32 MiB at most.
+# Largest range of ids that index an array, of 8 bytes each: at most 32 MiB.
 _MOST_INDEXED = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EvictedRows:
-    """Rows of evicted ids, from the moment of the decision until the store has them.
-
-    Attributes:
-        ids: The ids, int64 ``[n]``.
-        number: Their place in the order of evictions.
-        records: Future of their records.
-    """
+    """Rows of evicted ids, int64 ``[n]``, from the decision to evict until the store has them."""
 
     ids: np.ndarray
     number: int
@@ -35,12 +29,10 @@ class EvictedRows:
 
 @dataclasses.dataclass(frozen=True)
 class WantedRows:
-    """The wanted rows that one eviction holds.
+    """The requested rows that one eviction holds.
 
-    Attributes:
-        evicted: The eviction.
-        index: Indices of the rows in the eviction, int32 ``[n]``.
-        positions: Their positions among the wanted rows, int ``[n]``.
+    ``index`` has their indices in the eviction, int32 ``[n]``; ``positions`` their positions among
+    the requested rows.
     """
 
     evicted: EvictedRows
@@ -49,22 +41,21 @@ class WantedRows:
 
 
 class RowsUnderWay:
-    """Evicted rows that a store does not have yet. Threads may share it.
+    """Evicted rows that a store does not have yet; threads may share it.
 
-    Args:
-        num_ids: Ids are 0 to ``num_ids`` - 1; None: any int64 but -1.
+    Ids are 0 to ``num_ids`` - 1; with None any int64 except -1.
     """
 
     def __init__(self, num_ids: int | None = None) -> None:
         self._lock = threading.Lock()
         self._evictions: dict[int, EvictedRows] = {}
         self._num_evictions = 0
-        # Places of ids in `_last`; None: an id is its own place.
+        # Index of each id in `_last`; None: an id is its own index.
         self._places, room = None, num_ids
         if room is None or room > _MOST_INDEXED:
             self._places, room = Places(_FIRST_ROOM, num_ids), _FIRST_ROOM
-        # For each place the number of the last eviction of its id, times 2**32, and the id's index
-        # there. The system gives the memory of a range of ids when it is written.
+        # For each id its last eviction's number, times 2**32, plus its index there: one read finds
+        # both. The system provides the pages of a range of ids only when they are written.
         self._last = np.zeros(room, np.int64)
 
     def __len__(self) -> int:
@@ -88,7 +79,7 @@ class RowsUnderWay:
             return evicted
 
     def find(self, ids: np.ndarray) -> tuple[WantedRows, ...]:
-        """Return the last evictions of those of some distinct ids that are under way."""
+        """Return the rows of distinct ids that are under way, by their last eviction."""
         with self._lock:
             if not self._evictions:
                 return ()
@@ -97,6 +88,8 @@ class RowsUnderWay:
             else:
                 places = self._places.find(ids)
                 last = np.where(places >= 0, self._last[places], 0)
+            # Older numbers are those of evictions that have arrived; they are not erased from the
+            # array.
             positions = np.flatnonzero(last >= min(self._evictions) << 32)
             last = last[positions]
             number, index = last >> 32, last.astype(np.int32)  # of the lower half
@@ -114,6 +107,7 @@ class RowsUnderWay:
             if self._places is None:
                 return
             places = self._places.find(evicted.ids)
+            # An id that was evicted again meanwhile is still under way.
             is_last = self._last[places] >> 32 == evicted.number
             self._places.remove(evicted.ids[is_last & (places >= 0)])
 
@@ -122,11 +116,10 @@ _NO_IDS = np.zeros(0, np.int64)
 
 
 class WrittenIds:
-    """Ids whose records were written to a row store or removed from it. Threads may share it.
+    """Ids whose records in a row store were written or removed; threads may share it.
 
-    Before the first `take`, and after the store's content was replaced, all records count as
-    written. Repeated ids are removed when they outnumber the others, so that memory is bounded by
-    twice the distinct ids, 8 bytes each.
+    All records count as written before the first `take`, and after the store's content was
+    replaced.
     """
 
     def __init__(self) -> None:
@@ -139,12 +132,14 @@ class WrittenIds:
         self._is_all = is_all
 
     def add(self, ids: np.ndarray) -> None:
-        """Note ids, int64 ``[n]``. The array must not change afterwards."""
+        """Add ids, int64 ``[n]``; the array must not change afterwards."""
         with self._lock:
             if self._is_all:
                 return
             self._parts.append(ids)
             self._size += ids.size
+            # Repeats are removed once they may outnumber the distinct ids, so that memory is at
+            # most twice that of the distinct ids.
             if self._size > max(2 * self._num_distinct, 1 << 16):
                 self._parts = [np.unique(np.concatenate(self._parts))]
                 self._size = self._num_distinct = self._parts[0].size
@@ -157,7 +152,7 @@ class WrittenIds:
     def take(self) -> np.ndarray | None:
         """Return the ids since the last `take`, sorted, int64 ``[n]``; None: all records.
 
-        `give_back` notes them again if they are not saved after all.
+        If they are not saved after all, `give_back` adds them again.
         """
         with self._lock:
             taken = None if self._is_all else np.unique(np.concatenate([_NO_IDS, *self._parts]))
@@ -165,7 +160,7 @@ class WrittenIds:
             return taken
 
     def give_back(self, taken: np.ndarray | None) -> None:
-        """Note the result of a `take` again."""
+        """Add the result of a `take` again."""
         if taken is None:
             self.add_all()
         else:

@@ -1,4 +1,4 @@
-"""Row stores: where the rows are that the devices have no room for."""
+"""Row stores: rows that do not fit the devices, in memory, files, RocksDB or Redis."""
 
 from jaxrec._public import public_names as _public_names
 from jaxrec.tier.stores.record_format import RecordFormat as RecordFormat

@@ -17,22 +17,17 @@ from jaxrec.tier.stores.row_store import RowStore
 
 DEFAULT_BYTES = 1_000_000_000
 
-# Bytes of a record's place in the map, its id and its last use.
+# Bytes that a record takes besides its own: map entry, id and last use.
 _OVERHEAD = 48
 _EVICTED_SHARE = 1 / 32
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class CachedStore(RowStore):
-    """Records in a bounded piece of memory over a store: ``"memory+rocksdb:///path?memory=2GB"``.
+    """Records in a bounded memory over a store: ``"memory+rocksdb:///path?memory=2GB"``.
 
-    The memory has the records that were read or put most recently. `put` writes through: it returns
-    when the store below has the records, so `flush` and a crash are as they are there. Rows are
-    written by a thread of their own, which can wait; only reads are faster by the memory.
-
-    Args:
-        store: The store below.
-        memory: Bytes for records and their map.
+    The memory of ``memory`` bytes keeps the records that were read or put most recently. `put`
+    returns when the store below has the records, so that a crash loses nothing more than there.
     """
 
     def __init__(self, store: RowStore, memory: int = DEFAULT_BYTES) -> None:
@@ -60,6 +55,8 @@ class CachedStore(RowStore):
             records[found] = self._records[slots[found]]
             self._use(slots[found])
             self._reads += not found.all()
+            # The lock is not held during the slow read below. `_changed` and the generation tell
+            # what happened meanwhile.
             generation = self._generation
         if found.all():
             return found, records
@@ -77,6 +74,8 @@ class CachedStore(RowStore):
         found[missing], records[missing] = is_stored, stored
         return found, records
 
+    # Written through: a thread of its own writes rows and may wait. Training waits only for reads,
+    # which are what memory makes faster.
     def put(self, ids: np.ndarray, records: np.ndarray) -> None:
         with self._writing, self._changing(ids):
             self.store.put(ids, records)
@@ -118,7 +117,7 @@ class CachedStore(RowStore):
 
     @contextlib.contextmanager
     def _changing(self, ids: np.ndarray) -> Iterator[None]:
-        """Keep reads that are under way from keeping what they read of some ids."""
+        """Keep concurrent reads from caching what they read of ids that this block changes."""
         try:
             yield
         except BaseException:  # Some of the ids may have changed in the store below.
@@ -148,7 +147,7 @@ class CachedStore(RowStore):
         self._last_use[slots] = self._clock
 
     def _keep_read(self, ids: np.ndarray, records: np.ndarray) -> None:
-        """Keep records that were read, but for those that have changed since."""
+        """Cache records that were read, except those that changed since."""
         ids, first = np.unique(ids, return_index=True)
         is_new = self._map.find(ids) < 0
         if self._changed:
@@ -156,11 +155,12 @@ class CachedStore(RowStore):
         self._keep(ids[is_new], records[first][is_new])
 
     def _keep(self, ids: np.ndarray, records: np.ndarray) -> None:
-        """Keep records of distinct ids, as many as there is room for."""
+        """Cache records of distinct ids, as many as there is room for."""
         self._forget(ids)
         room = self._ids.size
         ids, records = ids[:room], records[:room]
         if ids.size > self._num_free:
+            # A share at once: finding the least recently used reads the last use of every record.
             wanted = max(ids.size - self._num_free, int(room * _EVICTED_SHARE))
             self._forget(self._ids[smallest(self._last_use, self._ids != -1, wanted)])
         self._num_free -= ids.size
@@ -177,7 +177,7 @@ class CachedStore(RowStore):
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of a text such as ``"2GB"``."""
+    """Return the number of bytes that a text such as ``"2GB"`` names."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]B|)", text.strip(), re.IGNORECASE)
     if match is None:
         raise ValueError(f"a size of memory is a number and KB, MB, GB or TB, got {text!r}")

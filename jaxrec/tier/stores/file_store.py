@@ -31,7 +31,7 @@ _NEW = f"{RECORDS}.new"
 
 
 class DirectoryStore(RowStore):
-    """Base of stores in a directory of their own, made if it is missing. One run has it open."""
+    """Base of stores in a directory of their own, which one run can have open."""
 
     def __init__(self, directory: str | pathlib.Path) -> None:
         self.directory = pathlib.Path(directory).absolute()
@@ -50,24 +50,14 @@ class DirectoryStore(RowStore):
 
 
 class FileStore(DirectoryStore):
-    """Records in a memory-mapped file of a directory: the store ``"file:///directory"``.
+    """Records in a memory-mapped, sparse file of a directory: the store ``"file:///directory"``.
 
-    Where the ids are a range, an id is the record's place in the file, which is as large as all
-    records and sparse: only records that were written take room on the disk. Other ids have places
-    in the order in which they come, and the map of ids to places is made anew when the store is
-    opened, from all records.
+    Each record has a checksum. If the process is killed, records that it was writing may be absent,
+    and all others are as they were put. The next run reads the whole file, removes torn records and
+    warns of their number. `flush` also makes records safe against a failure of the machine. At any
+    other time a damaged record is an error.
 
-    Each record has a checksum. After the process was killed, records that it was just writing may
-    be absent, and all others are as they were put: the first use after that reads the whole file,
-    removes what is not whole, and warns of its number. `flush` makes records safe against a failure
-    of the machine, too. At any other time a record that has changed is an error. Records are read
-    through the operating system's cache; the process gives mapped pages back as their number grows.
-
-    The number of records and the scan of all take the time of reading the file where the ids are a
-    range.
-
-    Args:
-        directory: The directory of the file, made if it is missing. One run can have it open.
+    For a range of ids, `len` and `scan` take the time of reading the file.
     """
 
     def __init__(self, directory: str | pathlib.Path) -> None:
@@ -97,6 +87,9 @@ class FileStore(DirectoryStore):
     def get(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         self.format.check_ids(ids)
         with self._lock:
+            # In a range, an id is its own slot: the file is as large as all records, and the disk
+            # has only the pages that were written. Other ids get slots in the order of their
+            # arrival, and the map of ids to slots is built from the file when it is opened.
             slots = ids if self._places is None else self._places.find(ids).astype(np.int64)
             found, _, records = self._opened.read_whole(slots, ids)
         return found, records
@@ -109,6 +102,7 @@ class FileStore(DirectoryStore):
                 file.write(ids, ids, records)
                 return
             places = self._places.find(ids)
+            # Slots of new ids are given back if the write fails: `len` counts the ids in the map.
             is_new = places < 0
             if is_new.any():
                 places = self._places.assign(ids)
@@ -141,6 +135,8 @@ class FileStore(DirectoryStore):
                     return
                 found, ids, records = file.read_whole(slots)
                 if self._places is not None:
+                    # The map decides: a write that failed may have left a record in a slot that was
+                    # given back.
                     found &= self._places.find(ids) == slots
             if found.any():
                 yield ids[found], records[found]
@@ -155,6 +151,8 @@ class FileStore(DirectoryStore):
         with self._lock:
             if self._file is None:
                 raise self._not_open()
+            # A new file takes the old one's place: erasing would write every page, and a kill would
+            # leave some records.
             create(self.directory / _NEW, self.format)
             self._replace_file(self._file)
 
@@ -191,7 +189,7 @@ class FileStore(DirectoryStore):
 
     @property
     def _opened(self) -> RecordFile:
-        """The file, without what the end of an earlier process left half written."""
+        """The file, without records that an earlier process left torn."""
         if self._file is None:
             raise self._not_open()
         if self._file.may_be_torn and (count := self._file.remove_torn()):
@@ -208,6 +206,8 @@ class FileStore(DirectoryStore):
         new = self.directory / _NEW
         with new.open("r+b") as file:
             write_state(file.fileno(), FLUSHED)
+        # Durable before it gets the name: after a failure of the machine the old file or the new
+        # one is there, whole.
         snapshots.sync(new)
         old.close()
         new.replace(self._path)
@@ -224,14 +224,15 @@ class FileStore(DirectoryStore):
                 found, ids, _ = file.read_whole(slots)
                 parts.append((ids[found], slots[found]))
             ids, slots = (np.concatenate(each) for each in zip(*parts, strict=True))
-            # A failure of the machine may leave an id in two places.
+            # A failure of the machine may leave an id in two slots: a deletion whose page was lost,
+            # and the later record.
             ids, first = np.unique(ids, return_index=True)
             file.erase(np.delete(slots, first))
             self._places = Places(FIRST_ROOM)
             self._places.load(ids, slots[first].astype(np.int32), file.room)
 
     def _check_empty(self, format: RecordFormat) -> None:
-        """Raise a ValueError if there are records, whose format is another one."""
+        """Raise a ValueError if the file has records, whose format is not ``format``."""
         with contextlib.closing(RecordFile(self._path)) as file:
             for slots in file.slots(1 << 16):
                 if file.read(slots)[0].any():
@@ -254,9 +255,9 @@ _PART = 1 << 16  # records
 
 
 def write_snapshot(directory: pathlib.Path, file: RecordFile) -> None:
-    """Write a snapshot of the kind "file": a copy of a file, which does not change meanwhile."""
-    # The file is copied in the kernel. Its records have checksums of their own: to know that all
-    # are there, their number and the sum of these are enough.
+    """Write a snapshot of the kind "file", a copy of the record file; no thread may write to it."""
+    # The kernel copies the file. Its records have checksums of their own, so that their number and
+    # the sum of these checksums show whether all are there.
     details = _sums(file, are_whole=True)
     with snapshots.writing(
         directory, "file", file.format, details, lambda path: path.name == RECORDS
@@ -265,7 +266,7 @@ def write_snapshot(directory: pathlib.Path, file: RecordFile) -> None:
 
 
 def check_snapshot(directory: pathlib.Path, manifest: Manifest) -> None:
-    """Check that no record of a snapshot is missing or damaged."""
+    """Raise a ValueError if a record of a snapshot is missing or damaged."""
     with contextlib.closing(_open_snapshot(directory, manifest)) as file:
         sums = _sums(file)
     if sums != manifest.details:
@@ -279,13 +280,13 @@ def check_snapshot(directory: pathlib.Path, manifest: Manifest) -> None:
 def read_snapshot(
     directory: pathlib.Path, manifest: Manifest
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Iterate over the records of a snapshot."""
+    """Yield the ids and records of a snapshot."""
     with contextlib.closing(_open_snapshot(directory, manifest)) as file:
         yield from _records(file)
 
 
 def copy_records(directory: pathlib.Path, manifest: Manifest, path: pathlib.Path) -> None:
-    """Copy the file of a snapshot to a path."""
+    """Copy the record file of a snapshot to a path."""
     with contextlib.closing(_open_snapshot(directory, manifest)) as file:
         file.copy_to(path)
 
@@ -308,9 +309,9 @@ def _records(
 
 
 def _sums(file: RecordFile, *, are_whole: bool = False) -> dict[str, int]:
-    """Return the number of a file's records and the sum of their checksums.
+    """Return the number of a file's records and the sum of their checksums, modulo 2**64.
 
-    A damaged record is an error if the records ``are_whole``; otherwise it counts as absent.
+    Damaged records are an error if ``are_whole``; otherwise they count as absent.
     """
     count, total = 0, 0
     for ids, records in _records(file, are_whole=are_whole):

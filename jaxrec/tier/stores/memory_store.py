@@ -20,7 +20,7 @@ _FIRST_ROOM = 1024
 class MemoryStore(RowStore):
     """Records in an array that grows: the store ``"memory://"``.
 
-    The records end with the process; checkpoints of the model hold them.
+    They end with the process; checkpoints of the model have them.
     """
 
     in_memory = True
@@ -70,6 +70,7 @@ class MemoryStore(RowStore):
     def scan(self, size: int = 1 << 16) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         with self._lock:
             ids, _ = self._places.items()
+        # Other threads may put and delete between two parts, so that each part is found anew.
         for start in range(0, ids.size, size):
             with self._lock:
                 part = ids[start : start + size]
@@ -93,28 +94,23 @@ class MemoryStore(RowStore):
 
 
 class GrowingRecords:
-    """Array of records, uint8 ``[room, width]``, in memory of its own.
+    """Array of records, uint8 ``[room, width]``, in memory of its own that grows in place."""
 
-    To grow, the operating system maps the same memory elsewhere where it can: nothing is copied,
-    and nothing lies in memory twice. New records take memory when they are written.
-
-    Args:
-        room: Number of records.
-        width: Bytes of a record.
-    """
-
+    # Anonymous memory of mmap instead of a NumPy array. To grow it, Linux maps the same pages
+    # elsewhere, so that nothing is copied and no record is in memory twice. New records take memory
+    # when they are written.
     def __init__(self, room: int, width: int) -> None:
         self.room, self.width = room, width
         self._memory = _map_memory(room * width)
 
     @property
     def array(self) -> np.ndarray:
-        """The records. Do not keep the array: it must be gone when the records grow."""
+        """The records. Do not keep the array: memory with a view cannot grow."""
         count = self.room * self.width
         return np.frombuffer(self._memory, np.uint8, count).reshape(self.room, self.width)
 
     def grow(self, room: int) -> None:
-        """Make room for more records; those that are there stay."""
+        """Make room for more records; existing ones stay."""
         size, self.room = self.room * self.width, room
         try:
             self._memory.resize(max(room * self.width, 1))
@@ -135,7 +131,7 @@ def _map_memory(size: int) -> mmap.mmap:
 
 
 def _use_huge_pages(memory: mmap.mmap) -> None:
-    """Let fewer accesses of random records miss the table of pages."""
+    """Use huge pages, so that fewer accesses of random records miss the TLB."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without them
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -29,18 +29,19 @@ from jaxrec.tier.stores.record_header import (
 
 RECORDS = "records"
 
-# Threads that wait for the disk at the same time. A file that fits in memory is mostly there.
+# Threads that read from the disk at the same time; one is enough for a file in memory.
 _THREADS = 8
 _PHYSICAL_BYTES = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
 
-# Bytes of mapped files in the process's memory, above which a file gives its pages back; they stay
-# in the operating system's cache. Each page that is used afterwards costs a page fault, so a file
-# does so only after it may have mapped this share of the bytes since the last time.
+# A file gives its mapped pages back above this many bytes; they stay in the operating system's
+# cache, but the process's memory would seem to grow without a bound. Each page costs a page fault
+# when it is used again. So this happens only after uses that may have mapped this share of the
+# bytes since the last time.
 _MAPPED_BYTES = max(512 << 20, _PHYSICAL_BYTES // 4)
 _MAPPED_SHARE = 1 / 16
 
-# Free bytes of a disk, below which no page is written through the map. File systems that copy on
-# write need room for pages that exist, too.
+# Free bytes of a disk below which no page is written through the map, since a full disk would kill
+# the process by SIGBUS. File systems that copy on write need room for existing pages, too.
 _SPARE_BYTES = 256 << 20
 
 # FICLONE of linux/fs.h: makes a file share the blocks of another.
@@ -48,22 +49,15 @@ _CLONE = 0x40049409
 
 
 class RecordFile:
-    """Records by slot in a memory-mapped, sparse file.
+    """Records by slot in a memory-mapped, sparse file that `create` made.
 
-    The file begins with a header of 64 KiB, which is text: a magic line, the format as JSON, and a
-    checksum; at its end is the state of the records. These follow
-    (`jaxrec.tier.ids.reference`), then a page that is never written. A file of ``num_ids`` has a
-    slot for each id. Any other starts with 1,024 slots, which double.
-
-    Args:
-        path: The file, which `create` made.
-        is_writable: Whether the file is written, too.
-
-    Attributes:
-        may_be_torn: Whether the process or the machine may have ended while records were written,
-            and `remove_torn` has not been called since.
+    ``may_be_torn`` is set if an earlier run may have ended while it wrote, until `remove_torn`.
     """
 
+    # The file is a header of 64 KiB, records, and a page that is never written. The header is text:
+    # a magic line, the format as JSON and a checksum; its last bytes are the state of the records.
+    # `jaxrec.tier.ids.reference` describes the records. A file of `num_ids` has a slot for each id;
+    # any other starts with 1,024 slots, which double.
     def __init__(self, path: pathlib.Path, *, is_writable: bool = True) -> None:
         self.path, self._is_writable, self.start = path, is_writable, HEADER_BYTES
         self.format = read_format(path)
@@ -102,6 +96,8 @@ class RecordFile:
                 str(self.path),
             ) from None  # fmt: skip
         if hasattr(mmap, "MADV_RANDOM"):
+            # Records are read at random: pages that the kernel reads ahead would only push others
+            # out.
             self._mmap.madvise(mmap.MADV_RANDOM)
         self._use_map()
 
@@ -110,6 +106,7 @@ class RecordFile:
         self._records = RecordArray(
             bytes=np.frombuffer(self._mmap, np.uint8),
             pages=np.zeros(size // PAGE_BYTES // 64 + 1, np.uint64),
+            # The last page is a hole. Where the file system reports data, it does not report holes.
             seeks_data=self._data_at(size - PAGE_BYTES) is None,
             descriptor=self._descriptor,
             start=HEADER_BYTES,
@@ -141,7 +138,7 @@ class RecordFile:
     def read_whole(
         self, slots: np.ndarray, ids: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Read records as `read`, and check that those that are not found are absent."""
+        """Read records as `read`; raise a ValueError if one is damaged, rather than absent."""
         found, found_ids, records = self.read(slots, ids)
         if not found.all():
             absent = np.flatnonzero(~found)
@@ -157,11 +154,13 @@ class RecordFile:
         return found, found_ids, records
 
     def is_used(self, slots: np.ndarray) -> np.ndarray:
-        """Return whether slots that were read have a record, whole or not, bool ``[n]``."""
+        """Return whether slots that were read have a record, whole or torn, bool ``[n]``."""
         places = HEADER_BYTES + np.maximum(slots, 0) * self.stride
         pages = places // PAGE_BYTES
         exists = slots >= 0
         if self._records.seeks_data and implementation.current().MARKS_PAGES:
+            # A page without its bit is a hole, which has no record: the map need not be touched
+            # there.
             bits = self._records.pages[pages // 64] >> (pages % 64).astype(np.uint64)
             exists &= (bits & np.uint64(1)).astype(bool)
         tags = self._records.bytes.view(np.uint64)
@@ -170,7 +169,7 @@ class RecordFile:
         return used
 
     def remove_torn(self) -> int:
-        """Remove the records that are not whole, and return their number."""
+        """Remove the torn records, and return their number."""
         count = 0
         for slots in self.slots(1 << 16):
             absent = slots[~self.read(slots)[0]]
@@ -182,7 +181,7 @@ class RecordFile:
         return count
 
     def erase(self, slots: np.ndarray) -> None:
-        """Remove the records of some slots."""
+        """Remove the records of slots."""
         self._begin_writing()
         self._give_pages_back(slots.size)
         self._check(implementation.current().erase_records(self._records, slots))
@@ -193,6 +192,7 @@ class RecordFile:
         resize(self._descriptor, self.path, size)
         pages = self._records.pages
         self.room = room
+        # A map with views of its memory cannot be resized.
         del self._records
         try:
             self._mmap.resize(size)  # pages that are mapped stay so
@@ -204,7 +204,7 @@ class RecordFile:
         self._records.pages[: pages.size] = pages
 
     def slots(self, size: int) -> Iterator[np.ndarray]:
-        """Iterate over the slots that may have a record, int64, at least ``size`` at a time."""
+        """Yield the slots that may have a record, int64, in parts of ``size`` or the rest."""
         parts, count, next_slot, position = [], 0, 0, HEADER_BYTES
         while (extent := self._extent(position)) is not None:
             begin, position = extent
@@ -224,12 +224,13 @@ class RecordFile:
         """Wait until the file is durable."""
         self._mmap.flush()
         os.fsync(self._descriptor)
+        # The state comes last: it must not reach the disk before the records that it vouches for.
         if not self.may_be_torn:
             self._state = FLUSHED
             write_state(self._descriptor, FLUSHED)
 
     def copy_to(self, path: pathlib.Path) -> None:
-        """Copy the file in the kernel: by shared blocks where the file system can, or its data."""
+        """Copy the file in the kernel, by shared blocks if the file system can."""
         with path.open("wb") as copy:
             with contextlib.suppress(OSError):
                 fcntl.ioctl(copy, _CLONE, self._descriptor)
@@ -254,7 +255,7 @@ class RecordFile:
         self._mmap.close()
 
     def _begin_writing(self) -> None:
-        """Note that records may be torn from now on, before any is."""
+        """Record on disk that records may be torn, before the first one can be."""
         if self._state != WRITTEN:
             write_state(self._descriptor, WRITTEN)
             os.fsync(self._descriptor)
@@ -279,7 +280,7 @@ class RecordFile:
         return _THREADS if on_disk > _PHYSICAL_BYTES // 2 else 1
 
     def _give_pages_back(self, count: int) -> None:
-        """Give pages back before some records are used, if there are too many."""
+        """Give pages back before ``count`` records are used, if too many are mapped."""
         self._touched += count * (PAGE_BYTES + self.stride)
         if self._touched <= _MAPPED_BYTES * _MAPPED_SHARE:
             return
@@ -288,7 +289,7 @@ class RecordFile:
             self._touched = 0
 
     def _data_at(self, position: int) -> int | None:
-        """Return where the data at or after a position begin; None: there are none."""
+        """Return the position of the first data from a position on; None if only holes follow."""
         try:
             return os.lseek(self._descriptor, position, os.SEEK_DATA)
         except OSError as error:
@@ -297,16 +298,17 @@ class RecordFile:
             return None
 
     def _extent(self, position: int) -> tuple[int, int] | None:
-        """Return begin and end of the data of the file from a position on."""
+        """Return the begin and end of the first data from a position on."""
         if (begin := self._data_at(position)) is None:
             return None
         return begin, os.lseek(self._descriptor, begin, os.SEEK_HOLE)
 
     def _soon(self, slots: np.ndarray) -> np.ndarray:
-        """Tell the operating system that slots will be read, and return them."""
+        """Return slots, after telling the operating system that they will be read."""
         if hasattr(os, "posix_fadvise"):
             first = HEADER_BYTES + int(slots[0]) * self.stride
             size = (int(slots[-1]) - int(slots[0]) + 1) * self.stride
+            # With large holes between the slots, the kernel would read what is not needed.
             if size <= 2 * slots.size * self.stride:
                 os.posix_fadvise(self._descriptor, first, size, os.POSIX_FADV_WILLNEED)
         return slots
@@ -324,7 +326,7 @@ def _copy(source: int, target: int, begin: int, end: int) -> None:
 
 
 def _mapped_bytes() -> int:
-    """Return the bytes of files in this process's memory; 0 where this is unknown."""
+    """Return the bytes of mapped files in this process's memory; 0 if that is unknown."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[2]) * mmap.PAGESIZE

@@ -16,7 +16,7 @@ class RecordFormat:
     Attributes:
         width: Number of bytes of a record.
         description: Fields of a record, such as ``"user rows float32[64], user sum float32"``.
-            Records of equal width and different fields are different formats.
+            Two formats with the same width and different fields are different.
         num_ids: Ids are 0 to ``num_ids`` - 1; None: any 64-bit ids but -1.
 
     Raises:
@@ -50,7 +50,7 @@ class RecordFormat:
         """Return the format that `to_json` wrote.
 
         Raises:
-            ValueError: The text is something else.
+            ValueError: The text is no format.
         """
         try:
             return cls(**json.loads(text))
@@ -58,7 +58,7 @@ class RecordFormat:
             raise ValueError(f"no format of records: {text[:200]!r}") from error
 
     def check_same(self, stored: RecordFormat, place: str) -> None:
-        """Raise a ValueError if the records at a place have another format than this."""
+        """Raise a ValueError if the records at a place have another format than this one."""
         if stored != self:
             raise ValueError(
                 f"{place} has records of {stored}, and the table's records are {self}; give the "
@@ -70,6 +70,7 @@ class RecordFormat:
         if self.num_ids is None:
             is_wrong = ids == -1
         else:
+            # As unsigned integers, negative ids are the largest: one comparison finds both ends.
             is_wrong = ids.view(np.uint64) >= np.uint64(self.num_ids)
         if is_wrong.any():
             position = int(is_wrong.argmax())
@@ -81,11 +82,11 @@ KEY_BYTES = 8
 
 
 def keys_of(ids: np.ndarray) -> list[bytes]:
-    """Return int64 ids ``[n]`` as keys of 8 bytes, big-endian as a database sorts them."""
+    """Return int64 ids ``[n]`` as keys of 8 bytes, big-endian, as a database sorts them."""
     whole = ids.astype(">i8").tobytes()
     return [whole[start : start + KEY_BYTES] for start in range(0, len(whole), KEY_BYTES)]
 
 
 def ids_of(keys: Iterable[bytes]) -> np.ndarray:
-    """Return the ids of `keys_of`."""
+    """Return the ids of keys, int64 ``[n]``: reverses `keys_of`."""
     return np.frombuffer(b"".join(keys), ">i8").astype(np.int64)

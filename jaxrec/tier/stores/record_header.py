@@ -1,4 +1,4 @@
-"""Making of sparse files of records, and their headers."""
+"""Headers of sparse files of records, and how such files are made."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jaxrec.tier.stores.snapshots import sync
 FIRST_ROOM = 1024
 HEADER_BYTES = 1 << 16
 
-# The last bytes of the header say whether records may be torn: all are on the disk, or some were
-# being written when the process or the machine ended.
+# The last bytes of the header are the state of the records: all are on the disk, or some may be
+# torn because the process or the machine ended while they were written.
 FLUSHED, WRITTEN = "flushed", "written"
 _STATE_BYTES = 64
 
@@ -23,7 +23,7 @@ _MAGIC = "jaxrec records 1, little-endian"
 
 
 def create(path: pathlib.Path, format: RecordFormat) -> None:
-    """Make an empty file, which is there when it is whole."""
+    """Make an empty file, which appears under its name when it is complete."""
     text = f"{_MAGIC}\n{format.to_json()}\n"
     header = f"{text}{zlib.crc32(text.encode()):08x}\n".encode()
     if len(header) > HEADER_BYTES - _STATE_BYTES:
@@ -37,6 +37,7 @@ def create(path: pathlib.Path, format: RecordFormat) -> None:
             file.write(header)
             file.flush()
             write_state(file.fileno(), FLUSHED)
+            # A file system without sparse files allocates the whole size at once.
             if os.fstat(file.fileno()).st_blocks * 512 > (16 << 20) + size // 2:
                 raise OSError(errno.EFBIG, _no_sparse_file(size), str(path))
         sync(unfinished)
@@ -48,7 +49,7 @@ def create(path: pathlib.Path, format: RecordFormat) -> None:
 
 
 def read_format(path: pathlib.Path) -> RecordFormat:
-    """Read the format of a file's records."""
+    """Return the format of a file's records."""
     with path.open("rb") as file:
         text = file.read(HEADER_BYTES - _STATE_BYTES).rstrip(b"\0").decode(errors="replace")
     magic, _, rest = text.partition("\n")
@@ -61,7 +62,7 @@ def read_format(path: pathlib.Path) -> RecordFormat:
 
 
 def read_state(descriptor: int) -> str:
-    """Return the state of an open file; empty for one of an earlier jaxrec."""
+    """Return the state of an open file; empty for a file of an earlier jaxrec."""
     state = os.pread(descriptor, _STATE_BYTES, HEADER_BYTES - _STATE_BYTES)
     return state.rstrip(b"\0").decode(errors="replace")
 
@@ -72,8 +73,10 @@ def write_state(descriptor: int, state: str) -> None:
 
 
 def closed_state() -> str:
-    """Return the state of a file whose records are whole unless the machine fails since."""
+    """Return the state of a closed file, which holds until the machine restarts."""
     try:
+        # Written pages survive the process but not the machine. The id of this boot tells which of
+        # the two has ended since.
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"closed {file.read().strip()}"
     except OSError:  # another system
@@ -81,13 +84,13 @@ def closed_state() -> str:
 
 
 def file_size(room: int, step: int) -> int:
-    """Return the bytes of a file of some records of ``step`` bytes."""
+    """Return the bytes of a file of ``room`` records of ``step`` bytes."""
     records = -(-(HEADER_BYTES + room * step) // PAGE_BYTES) * PAGE_BYTES
     return records + PAGE_BYTES  # a hole, by which `seeks_data` is known
 
 
 def resize(descriptor: int, path: pathlib.Path, size: int) -> None:
-    """Set the size of an open file, without taking room on the disk."""
+    """Set the size of an open file, without allocating blocks."""
     try:
         os.ftruncate(descriptor, size)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The server of a row store in Redis: its address, what goes wrong there, and the lock of a run."""
+"""The server of a row store in Redis: its address, its errors, and the lock of a run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ import redis.retry
 
 from jaxrec.files.lock import owner
 
-# Prefix that the client adds to an error of one of several commands. It holds the whole command,
-# with the bytes of its records.
+# Prefix of the client's error over one of several commands. It holds the whole command, with the
+# bytes of its records.
 _COMMAND = re.compile(r"Command # \d+ \(.*\) of pipeline caused error: ", re.DOTALL)
 _LONGEST_MESSAGE = 300
 
@@ -33,15 +33,10 @@ _LONGEST_PAUSE, _FIRST_PAUSE = 1.0, 0.05  # seconds
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """Place of a store on a server.
+    """Address of a store on a server.
 
-    Attributes:
-        host, port, database: The server and the number of its database.
-        prefix: First part of the keys.
-        is_encrypted: Whether the connection is by TLS.
-        timeout: Seconds after which a connection or an answer is given up.
-        lock: Seconds after which the lock of a run that was killed expires.
-        ca: File of the certificate authority of the server's certificate.
+    ``prefix`` begins its keys. ``timeout`` is seconds for a connection or an answer, ``lock``
+    seconds after which a killed run's lock expires. ``ca`` is a file of the certificate authority.
     """
 
     host: str
@@ -140,7 +135,7 @@ def clear_errors(address: Address) -> Iterator[None]:
 
 
 def _plain(error: Exception) -> str:
-    """Return the message of an error as one line of text, without the command and its bytes."""
+    """Return an error's message as one printable line, without the command and its bytes."""
     text = " ".join(_COMMAND.sub("", str(error)).split())
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return shown if len(shown) <= _LONGEST_MESSAGE else f"{shown[:_LONGEST_MESSAGE]}..."
@@ -155,7 +150,8 @@ def _refused(error: Exception, place: str) -> PermissionError:
     )
 
 
-# Both change the key only if it has the value of this lock.
+# Scripts, which the server runs as a whole: the key is changed only if it still has this lock's
+# value.
 _RENEW = "return redis.call('get',KEYS[1])==ARGV[1] and redis.call('pexpire',KEYS[1],ARGV[2]) or 0"
 _RELEASE = "return redis.call('get',KEYS[1])==ARGV[1] and redis.call('del',KEYS[1]) or 0"
 
@@ -165,11 +161,7 @@ _POLL_SECONDS = 0.1
 class RedisLock:
     """Lock of a run on a server, renewed by a thread.
 
-    Args:
-        client: The server.
-        key: The key of the lock.
-        seconds: Time after which the lock of a run that was killed expires.
-        place: The store, for messages.
+    After ``seconds`` the lock of a killed run expires; ``place`` names the store in messages.
     """
 
     def __init__(self, client: Any, key: str, seconds: float, place: str) -> None:
@@ -181,7 +173,7 @@ class RedisLock:
         self._thread = threading.Thread(target=self._renew, name="row store lock", daemon=True)
 
     def acquire(self) -> None:
-        """Take the lock. If another run has it, wait until that one would have renewed it."""
+        """Take the lock; wait for another run's lock until it would have been renewed."""
         before = time.monotonic()
         other, give_up = "", before
         while not self._client.set(self._key, self._value, nx=True, px=self._milliseconds):
@@ -197,6 +189,7 @@ class RedisLock:
                     f"lock expires in {left:.0f} s: waiting",
                     stacklevel=4,
                 )
+            # Longer than its remaining time, or with another value: the other run is alive.
             if held and (held != other or time.monotonic() > give_up):
                 raise BlockingIOError(
                     errno.EWOULDBLOCK,
@@ -210,7 +203,7 @@ class RedisLock:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise an OSError if the lock may be another run's by now."""
+        """Raise an OSError if another run may have the lock by now."""
         if time.monotonic() > self._valid_until:
             raise OSError(
                 errno.ESTALE,
@@ -227,6 +220,8 @@ class RedisLock:
             self._client.eval(_RELEASE, 1, self._key, self._value)
 
     def _renew(self) -> None:
+        # Four attempts within the lock's time. It counts from before an attempt, since the answer
+        # may be late.
         while not self._stop.wait(self._seconds / 4):
             before = time.monotonic()
             try:

@@ -19,29 +19,25 @@ from jaxrec.tier.stores.row_store import RowStore
 
 _CHUNK = 2048  # records of a command, so that other clients of the server need not wait long
 
-# Field of the hash that holds the generation of its records, which each run and each replacement
-# draws anew: without it the hash is another one. An id has 8 bytes.
+# Field of the hash with the generation of its records, which each run and each replacement draws
+# anew. A hash without this run's generation is not the one that it wrote. The name has 10 bytes and
+# an id 8, so that they never collide.
 _GENERATION = b"generation"
 
 
 class RedisStore(RowStore):
     """Records on a server: the stores ``"redis://host:port/0?prefix=users"`` and ``"rediss://"``.
 
-    All records are one hash, ``PREFIX:records``, whose fields are ids of 8 bytes and
-    ``generation``; ``PREFIX:format`` and ``PREFIX:lock`` stand beside it. Each call checks the
-    generation and that the hash has no fewer fields than this run left, so that records which
-    another program deletes are an error and do not begin anew. The credentials are those of the
-    environment variables REDIS_USERNAME and REDIS_PASSWORD. Commands that fail are repeated, with
-    pauses that double; then the error is raised. Needs the extra ``jaxrec[redis]``.
-
-    A `put` outlives this process when it has returned. Whether records outlive the server says the
-    server's configuration: with ``appendonly yes`` `flush` waits until they are on its disk, where
-    the server can say so (Redis 7.2 and later).
-
-    Args:
-        address: The server and the prefix. One run can have a prefix open.
+    When a `put` returns, its records outlive this process. Whether they outlive the server depends
+    on its configuration: with ``appendonly yes``, `flush` waits until they are on its disk if the
+    server can tell (Redis 7.2 and later). Failed commands are repeated before their error is
+    raised. Needs the extra ``jaxrec[redis]``.
     """
 
+    # The hash `PREFIX:records` has all records by ids of 8 bytes, and the generation;
+    # `PREFIX:format` and `PREFIX:lock` stand beside it. Each call checks the generation, and that
+    # the hash has no fewer fields than this run left. Records that another program deletes are then
+    # an error: without it, their rows would silently begin anew.
     def __init__(self, address: Address) -> None:
         self.address = address
         self._records, self._format, self._loading, self._lock_key = (
@@ -88,10 +84,13 @@ class RedisStore(RowStore):
         self.format.check_ids(ids)
         keys, width = keys_of(ids), self.format.width
         values: list[bytes | None] = []
+        # Before the commands: records that another thread deletes meanwhile are not a loss.
         least, lowered = self._least, self._lowered
         with clear_errors(self.address):
             pipeline = self._opened.pipeline(transaction=False)
             for start in range(0, len(keys), _CHUNK):
+                # The generation comes with each command, since another program may act between two
+                # of them.
                 pipeline.hmget(self._records, [_GENERATION, *keys[start : start + _CHUNK]])
             pipeline.hlen(self._records)
             *parts, fields = pipeline.execute()
@@ -103,6 +102,7 @@ class RedisStore(RowStore):
             self._check_fields(fields, least)
         found = np.array([value is not None for value in values], bool)
         zeros = bytes(width)
+        # A bytearray, so that the array over it can be changed by the caller.
         whole = bytearray().join(zeros if value is None else value for value in values)
         self._check_widths(whole, len(values))
         return found, np.frombuffer(whole, np.uint8).reshape(-1, width)
@@ -181,6 +181,8 @@ class RedisStore(RowStore):
                 _, after = self._put(self._loading, ids, records)
             self._lower(0)
             self._generations = (*self._generations, generation)
+            # Readers see the old hash or the new one, never half of each; both generations are
+            # right until then.
             pipeline = client.pipeline(transaction=True)
             pipeline.unlink(self._records)
             pipeline.rename(self._loading, self._records)
@@ -228,7 +230,7 @@ class RedisStore(RowStore):
         return int(before), int(after)
 
     def _lower(self, least: int) -> None:
-        """Note that records are deleted or replaced, and the hash may have fewer fields."""
+        """Note that records are deleted or replaced, so that the hash may have fewer fields."""
         self._lowered += 1
         self._least = least
 
@@ -239,7 +241,7 @@ class RedisStore(RowStore):
             raise self._loss(f"another program {what} all records while this run had them open")
 
     def _check_fields(self, fields: int, least: int) -> None:
-        """Raise an OSError if the hash has fewer fields than it must have."""
+        """Raise an OSError if the hash has fewer fields than this run left."""
         if fields < least:
             raise self._loss(
                 f"another program deleted {least - fields:,} of {least - 1:,} records while this "
@@ -261,7 +263,7 @@ class RedisStore(RowStore):
         )
 
     def _check_credentials(self) -> None:
-        """Raise the error of wrong credentials, which is not worth a second attempt."""
+        """Raise the error of wrong credentials at once: another attempt would not help."""
         with contextlib.closing(self.address.client(retries=0)) as client:
             try:
                 client.ping()

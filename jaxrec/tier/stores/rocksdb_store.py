@@ -22,15 +22,11 @@ _NAME = "records-{}"
 class RocksDBStore(DirectoryStore):
     """Records in a RocksDB database of a directory: the store ``"rocksdb:///directory"``.
 
-    A `put` is written whole or not at all, and outlives the process when it has returned, also if
-    this is killed. `flush` makes it safe against a failure of the machine. Snapshots share the
-    files of the database that never change. Needs the extra ``jaxrec[rocksdb]``.
+    A `put` is written whole or not at all; when it returns, its records survive the process.
+    `flush` makes them safe against a failure of the machine. Snapshots share the database's
+    immutable files. Needs the extra ``jaxrec[rocksdb]``.
 
-    The number of records takes the time of reading all keys.
-
-    Args:
-        directory: The directory, made if it is missing. One run can have it open. The file
-            ``current`` has the name of the database in it.
+    `len` takes the time of reading all keys.
     """
 
     def __init__(self, directory: str | pathlib.Path) -> None:
@@ -122,7 +118,7 @@ class RocksDBStore(DirectoryStore):
         return self._database
 
     def _current(self) -> str | None:
-        """Return the name of the database; None: there is none."""
+        """Return the name of the database in the directory; None if there is none."""
         path = self.directory / _CURRENT
         if not path.exists():
             return None
@@ -140,8 +136,10 @@ class RocksDBStore(DirectoryStore):
         ]
         return self.directory / _NAME.format(max(numbers, default=0) + 1)
 
+    # The file `current` names the database. Replacing this file replaces all records at once, which
+    # no number of deletions would.
     def _use(self, database: Database) -> None:
-        """Put a database in the place of the one of now, at once, and remove that one."""
+        """Put a database in the place of the current one, and remove that one."""
         old = self._database
         with write_atomically(self.directory / _CURRENT) as unfinished:
             unfinished.write_text(database.path.name)

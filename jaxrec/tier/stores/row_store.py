@@ -16,25 +16,26 @@ _PART = 1 << 16  # records
 
 
 class RowStore(abc.ABC):
-    """Records of equal width by 64-bit id: a row of each table and its optimizer state, as bytes.
+    """Records of equal width, in bytes, by 64-bit id.
 
-    Implementors do the following:
+    A record is a row of each table of a vocabulary, with its optimizer state. Implementors do the
+    following:
 
     1. All methods may be called from several threads at once. A `get` that begins after a `put` or
        `delete` has returned sees its changes.
     2. Making the object reads and writes nothing. `open` is called once, before any other method,
        and sets `format`. A store that holds records of another format raises the ValueError of
        `RecordFormat.check_same`.
-    3. `open` refuses a store that another run has open, with a BlockingIOError that names it. A
-       store whose run was killed opens.
+    3. `open` refuses a store that another run has open, with a BlockingIOError that names the run.
+       The store of a killed run opens.
     4. A record is read whole, as one `put` wrote it, or it is absent.
-    5. Ids are in the range that the format says.
+    5. Ids are in the range of the format.
     6. Errors are an OSError or a ValueError of one clear sentence, without credentials.
 
     Attributes:
         format: The format of the records, set by `open`.
         in_memory: Whether the records are in the process's memory, so that `get` and `put` never
-            wait for a disk or a server. Such stores share threads; each other store has threads of
+            wait for a disk or a server. Such stores share threads; every other store gets two of
             its own.
     """
 
@@ -78,7 +79,7 @@ class RowStore(abc.ABC):
 
     @abc.abstractmethod
     def delete(self, ids: np.ndarray) -> None:
-        """Remove the records of some ids; an id without a record is skipped."""
+        """Remove the records of ids; an id without a record is skipped."""
 
     @abc.abstractmethod
     def scan(self, size: int = 1 << 16) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -96,8 +97,8 @@ class RowStore(abc.ABC):
     def snapshot(self, directory: pathlib.Path) -> None:
         """Write all records to a new directory; when this returns, they are durable there.
 
-        Nothing is put or deleted meanwhile. By default the records are an Arrow file with checksums
-        (`jaxrec.tier.stores.snapshots`), which `load_snapshot` of any store reads.
+        Callers put and delete nothing meanwhile. By default the snapshot is an Arrow file with
+        checksums (`jaxrec.tier.stores.snapshots`), which `load_snapshot` of any store reads.
 
         Raises:
             FileExistsError: The directory exists.
@@ -106,7 +107,7 @@ class RowStore(abc.ABC):
         snapshots.write(directory, self.format, self.scan())
 
     def load_snapshot(self, directory: pathlib.Path) -> None:
-        """Replace all records by those of a snapshot of any store.
+        """Replace all records by the records of a snapshot of any store.
 
         The snapshot is checked before a record changes. If the process is killed while records
         are replaced, load the snapshot again.
@@ -119,7 +120,7 @@ class RowStore(abc.ABC):
         self.replace(snapshots.read(directory))
 
     def replace(self, parts: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Replace all records by others, which come as `scan` yields them."""
+        """Replace all records by ``parts``, which come as `scan` yields them."""
         self.clear()
         for ids, records in parts:
             self.put(ids, records)
@@ -134,7 +135,7 @@ class RowStore(abc.ABC):
         return
 
     def __del__(self) -> None:
-        """Close a store that is forgotten, so that its lock is free."""
+        """Close a store that is no longer used, to free its lock."""
         try:  # noqa: SIM105  (modules may be gone when the interpreter ends)
             self.close()
         except Exception:
@@ -147,10 +148,8 @@ def is_changes(directory: pathlib.Path) -> bool:
 
 
 def write_changes(directory: pathlib.Path, store: RowStore, ids: np.ndarray) -> None:
-    """Write a snapshot of the kind "changes": the records of distinct ids, int64 ``[n]``.
-
-    Ids that have no record now are in ``removed.npy``.
-    """
+    """Write a snapshot of the kind "changes": the records of distinct ids, int64 ``[n]``."""
+    # An id without a record now was deleted since the earlier snapshot, or never had one.
     removed: list[np.ndarray] = [ids[:0]]
 
     def written() -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -170,9 +169,10 @@ def apply_changes(
     store: RowStore,
     is_own: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> None:
-    """Bring a store that has the records of the snapshot before to those of this one.
+    """Update a store from one snapshot to the next, of the kind "changes".
 
-    ``is_own`` returns whether the store has the records of ids, bool ``[n]``; None: of all.
+    ``is_own(ids)`` returns whether the store has the records of ids, bool ``[n]``; None: it has
+    all.
     """
     manifest = snapshots.read_manifest(directory)
     removed = np.load(directory / _REMOVED)

@@ -1,10 +1,10 @@
 """Snapshots of row stores: directories of files with checksums.
 
-A snapshot has the file ``snapshot.json``: its kind, the format of its records, and the size and
-CRC-32 of each of its other files. The kind ``"arrow"`` has all records in ``records.arrow``, an
-Arrow IPC file with the columns ``id`` and ``record``; the kind ``"changes"`` has those that were
-written since an earlier snapshot, and the ids of those that were removed. Stores that have a
-quicker way write kinds of their own.
+The file ``snapshot.json`` has a snapshot's kind, the format of its records, and the size and CRC-32
+of its other files. The kind ``"arrow"`` has all records in ``records.arrow``, an Arrow IPC file
+with the columns ``id`` and ``record``. The kind ``"changes"`` has the records that were written
+since an earlier snapshot, and the ids of removed records. Stores with a quicker way write kinds of
+their own.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CHANGES = "changes"
 RECORDS = "records.arrow"
 _PART_BYTES = 1 << 22
 
-# Where other kinds are read and checked: modules with functions `read_snapshot(directory,
-# manifest)` and `check_snapshot(directory, manifest)`. Names, since these modules import this one.
+# Modules with functions `read_snapshot(directory, manifest)` and `check_snapshot(directory,
+# manifest)` for other kinds. Names, since these modules import this one.
 _KINDS = {
     "file": "jaxrec.tier.stores.file_store",
     "rocksdb": "jaxrec.tier.stores.rocksdb_database",
@@ -40,12 +40,8 @@ _KINDS = {
 class Manifest:
     """Content of ``snapshot.json``.
 
-    Attributes:
-        kind: Kind of snapshot.
-        format: Format of the records.
-        files: Size and CRC-32 of each file, by path in the snapshot; None for a file whose content
-            has checksums of its own.
-        details: Further fields of this kind of snapshot.
+    ``files`` has the size and CRC-32 of each file by path; None instead of the CRC-32 if the file's
+    content has checksums of its own.
     """
 
     kind: str
@@ -64,15 +60,8 @@ def writing(
 ) -> Iterator[pathlib.Path]:
     """Write a snapshot that appears when it is complete and durable.
 
-    Args:
-        directory: The snapshot.
-        kind: Its kind.
-        format: The format of its records.
-        details: Further fields of this kind of snapshot; read at the end of the block.
-        has_own_checksums: Whether a file's content is checked by itself; only its size is kept.
-
-    Yields:
-        The directory in which the block writes files.
+    The block writes files to the yielded directory. ``details`` is read at its end. Files with
+    ``has_own_checksums`` are recorded with their size alone.
     """
     directory = pathlib.Path(directory)
     if directory.exists():
@@ -98,6 +87,8 @@ def writing(
         crc = zlib.crc32(json.dumps(content).encode())
         manifest = unfinished / MANIFEST
         manifest.write_text(json.dumps({**content, "crc32": crc}, indent=1))
+        # Files before their directories, and the rename last: after a power cut the snapshot is
+        # there whole or not at all.
         for path in [*paths, manifest, *(each for each in unfinished.rglob("*") if each.is_dir())]:
             sync(path)
         sync(unfinished)
@@ -109,13 +100,7 @@ def write(
     format: RecordFormat,
     parts: Iterable[tuple[np.ndarray, np.ndarray]],
 ) -> None:
-    """Write a snapshot of the kind ``"arrow"``.
-
-    Args:
-        directory: The new directory.
-        format: The format of the records.
-        parts: The records, as `jaxrec.tier.RowStore.scan` yields them.
-    """
+    """Write a snapshot of the kind ``"arrow"``; ``parts`` are as of `jaxrec.tier.RowStore.scan`."""
     details = {"count": 0}
     with writing(directory, "arrow", format, details) as unfinished:
         details["count"] = write_records(unfinished / RECORDS, format, parts)
@@ -124,13 +109,7 @@ def write(
 def write_records(
     path: pathlib.Path, format: RecordFormat, parts: Iterable[tuple[np.ndarray, np.ndarray]]
 ) -> int:
-    """Write an Arrow IPC file of records, and return their number.
-
-    Args:
-        path: The file.
-        format: The format of the records.
-        parts: The records, as `jaxrec.tier.RowStore.scan` yields them.
-    """
+    """Write an Arrow IPC file of records, and return their number."""
     import pyarrow as pa
 
     record = pa.binary(format.width)
@@ -140,6 +119,7 @@ def write_records(
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         for ids, records in parts:
             values = pa.py_buffer(np.ascontiguousarray(records))
+            # Arrow takes the records' memory as it lies, without an object for each of them.
             columns = [pa.array(ids), pa.Array.from_buffers(record, ids.size, [None, values])]
             writer.write_batch(pa.record_batch(columns, schema=schema))
             count += ids.size
@@ -166,7 +146,7 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
 
 
 def check(directory: pathlib.Path, format: RecordFormat) -> Manifest:
-    """Check that a snapshot is whole and has a format, and return its manifest."""
+    """Return a snapshot's manifest; raise a ValueError if it is damaged or of another format."""
     directory = pathlib.Path(directory)
     manifest = read_manifest(directory)
     format.check_same(manifest.format, f"the snapshot {directory}")
@@ -187,7 +167,7 @@ def check(directory: pathlib.Path, format: RecordFormat) -> Manifest:
 
 
 def read(directory: pathlib.Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Return an iterator over the records of a snapshot, as `jaxrec.tier.RowStore.scan` does."""
+    """Return an iterator over the ids and records of a snapshot."""
     directory = pathlib.Path(directory)
     manifest = read_manifest(directory)
     if manifest.kind == CHANGES:
@@ -203,7 +183,7 @@ def read(directory: pathlib.Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 def read_records(
     path: pathlib.Path, format: RecordFormat
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Iterate over the records of a file that `write_records` wrote."""
+    """Yield the ids and records of a file that `write_records` wrote."""
     import pyarrow as pa
 
     width = format.width

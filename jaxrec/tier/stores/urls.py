@@ -15,13 +15,7 @@ from jaxrec.tier.stores.row_store import RowStore
 
 @dataclasses.dataclass(frozen=True)
 class _Scheme:
-    """Store of a URL scheme.
-
-    Attributes:
-        module, name: The class, imported when it is used; its ``from_url`` makes the store.
-        example: A URL.
-        extra: The extra of jaxrec that installs what the store needs.
-    """
+    """Store of a URL scheme; ``extra`` is the extra of jaxrec that it needs."""
 
     module: str
     name: str
@@ -43,10 +37,9 @@ def url_for(url: str, table: str, process: int = 0, num_processes: int = 1) -> s
     """Return the URL of the store of one table in one process.
 
     Args:
-        url: A URL; ``{table}`` in it stands for the name of the table.
+        url: A URL; ``{table}`` in it is replaced by the table's name.
         table: The name.
-        process: Index of the process. Each of several has a store of its own
-            (`jaxrec.tier.stores.urls`).
+        process: Index of the process. Each of several processes has a store of its own.
         num_processes: Number of processes.
 
     Example:
@@ -74,12 +67,12 @@ def open_store(url: str | RowStore) -> RowStore:
     Nothing is read or written before `RowStore.open`.
 
     Args:
-        url: Such as ``"memory://"``, ``"file:///data/users"``, ``"rocksdb:///data/users"`` or
+        url: A URL such as ``"memory://"``, ``"file:///data/users"``, ``"rocksdb:///data/users"`` or
             ``"redis://host:6379/0?prefix=users"``. ``"memory+rocksdb:///data/users?memory=2GB"``
-            keeps records in 2 GB of memory over the store of the rest.
+            keeps 2 GB of records in memory over the store ``"rocksdb:///data/users"``.
 
     Raises:
-        ValueError: No store has that scheme, or the URL is not one of its store.
+        ValueError: No store has that scheme, or its store refuses the URL.
         ImportError: The store needs a package that is not installed.
 
     Example:
@@ -132,7 +125,7 @@ def _cached(url: str) -> RowStore:
 
 
 def _without_user(url: str) -> str:
-    """Return a URL without what may be a password."""
+    """Return a URL without its user and password."""
     scheme, separator, rest = url.partition("://")
     _, at, rest = rest.rpartition("@")
     return f"{scheme}{separator}{'...@' if at else ''}{rest}"
@@ -141,22 +134,19 @@ def _without_user(url: str) -> str:
 # Number of buckets of ids. A process has a run of consecutive buckets.
 NUM_BUCKETS = 1024
 
-# Seed of the hash; beyond those of admission and of the counters of sightings.
+# Seed of the hash, above the seeds of admission and of the counters of sightings.
 _SEED = 1 << 40
 
-# Number of consecutive ids of a large range that are in one bucket. Such ids are neighbours in a
-# file, and a page of a file should have records of one process.
+# Number of consecutive ids of a large range in one bucket. They are neighbours in a file, where a
+# page should have records of one process.
 _RUN = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """Rule by which each of several processes has a part of a table's records in its store.
+    """Division of a table's records among processes, each with a store of its own.
 
-    Attributes:
-        process: Index of the process.
-        num_processes: Number of processes.
-        num_ids: Ids are 0 to ``num_ids`` - 1; None: any 64-bit ids.
+    Ids are 0 to ``num_ids`` - 1; with None any 64-bit ids.
     """
 
     process: int
@@ -171,14 +161,9 @@ class Division:
             )
 
     def owners(self, ids: np.ndarray) -> np.ndarray:
-        """Return the process whose store has the record of each id.
+        """Return the process whose store has each id's record, int64 ``[n]``.
 
-        Args:
-            ids: int64 ``[n]``.
-
-        Returns:
-            Process indices, int64 ``[n]``. They depend on the ids and the number of processes
-            alone.
+        It depends only on the id and the number of processes.
         """
         if self.num_ids is not None:
             # Small ranges have shorter runs, so that every process has its share.
@@ -187,5 +172,5 @@ class Division:
         return buckets * self.num_processes // NUM_BUCKETS
 
     def is_own(self, ids: np.ndarray) -> np.ndarray:
-        """Return whether the record of each id belongs in this process's store, bool ``[n]``."""
+        """Return whether each id's record belongs in this process's store, bool ``[n]``."""
         return self.owners(ids) == self.process

@@ -1,4 +1,4 @@
-"""What a vocabulary counts: ids that have no row yet, uses of rows, and totals of both."""
+"""Counts of a vocabulary: sightings of ids without a row, uses of rows, and statistics."""
 
 from __future__ import annotations
 
@@ -15,30 +15,25 @@ MAX_SIGHTINGS = 255
 
 
 class Sightings:
-    """Bounded counters of ids, a count-min sketch, which rarely counts too many.
+    """Bounded counters of ids in four lines of one-byte counters: a count-min sketch.
 
     Source: Cormode and Muthukrishnan, "An improved data stream summary: the count-min sketch and
-    its applications" (2005), with conservative update. Counters end at 255. To forget old ids, all
-    counters are halved after as many new ids as a line has counters. Before that, no id is counted
-    too few times.
-
-    Args:
-        counters: Number of counters in each of four lines, a byte each.
+    its applications" (2005), with conservative update.
     """
+
+    # An id's count is the smallest of its four counters, so that it is too large only where other
+    # ids share all four. Conservative update raises a counter no further than that count.
+    # New ids would fill up the sketch in the long run. So all counters are halved once the number
+    # of new ids reaches the length of a line: ids that were seen once are forgotten.
 
     def __init__(self, counters: int) -> None:
         self.lines = np.zeros((_HASHES, counters), np.uint8)
         self.new_ids = 0
 
     def count(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return the number of sightings of each id, this batch included; change nothing.
+        """Return the sightings of distinct ids, int64 ``[n]``, at most 255; change nothing.
 
-        Args:
-            ids: Distinct ids, int64 ``[n]``.
-            counts: Number of sightings of each in this batch.
-
-        Returns:
-            int64 ``[n]``, at most 255.
+        ``counts`` are the sightings in this batch, ``[n]``, which are included.
         """
         lines = np.arange(_HASHES)[:, None]
         before = self.lines[lines, self._places(ids)].min(axis=0).astype(np.int64)
@@ -61,25 +56,22 @@ class Sightings:
         return hashes % np.uint64(self.lines.shape[1])
 
 
-# Seed of the draws that raise a frequency class; beyond those of the hashes of `Sightings`.
+# Seed of the draws that raise a frequency class. The batch's number is added to it: admission's
+# seeds begin at 1 << 20, so that the draws of the two differ for a million batches.
 _POWER_SEED = 1 << 21
 
-# Uses that wait at most, with 4 bytes each, and batches.
+# Largest number of uses that wait, 4 bytes each (512 KiB), and of batches.
 _MOST_USES = 1 << 17
 _MOST_BATCHES = 32
 
 
 class Uses:
-    """Uses of rows that wait to be written to the records, all at once.
+    """Uses of rows by several batches, written to the records together."""
 
-    Between two batches the training step drives the records out of the processor's cache, and to
-    fetch them back takes longer than to change them. So the uses of several batches are written
-    together. Whoever reads the records calls `record` first; ``ids`` and ``born`` do not wait.
-
-    Args:
-        records: The records.
-        policy: The eviction policy, which says what is recorded.
-    """
+    # Between two batches the training step drives the records out of the processor's cache, and
+    # fetching them back takes longer than changing them. So the uses of several batches are
+    # written together. Readers of counts and last uses call `record` first. `ids` and `born` do
+    # not pass through here and are always up to date.
 
     def __init__(self, records: Records, policy: Eviction) -> None:
         self._records, self._policy = records, policy
@@ -87,13 +79,11 @@ class Uses:
         self._num_waiting = 0
 
     def add(self, rows: np.ndarray, batch: int) -> None:
-        """Note the use of rows by a batch.
+        """Note the use of rows, int32 ``[n]``, by a batch; rows may repeat, and -1 is skipped.
 
-        Args:
-            rows: int32 ``[n]``, with repeats; -1 stands for no row. The array must not change
-                afterwards.
-            batch: Number of the batch; not less than that of any batch before.
+        The array is kept and must not change. Batches come in ascending order.
         """
+        # The time is read now, not in `record`, which may run many batches later.
         seconds = int(self._policy.seconds()) if self._policy.uses_seconds else 0
         self._waiting.append((rows, batch, seconds))
         self._num_waiting += rows.size
@@ -108,10 +98,11 @@ class Uses:
                 self._raise_powers(rows, batch)
             if self._policy.uses_seconds:
                 self._records.last_seconds[rows[rows >= 0]] = seconds
+            # After the powers, which compare the last use of a row with this batch.
             record_uses(rows, batch, self._records.count, self._records.last_use)
 
     def _raise_powers(self, rows: np.ndarray, batch: int) -> None:
-        """Raise the frequency classes of rows by chance."""
+        """Raise the frequency class ``p`` of each used row with probability ``2**-p``."""
         records = self._records
         once = distinct(rows[rows >= 0].astype(np.int64))[0]
         power = records.power[once]
@@ -124,20 +115,12 @@ class Uses:
         records.power[once] = np.minimum(power + raised, MAX_POWER).astype(np.uint8)
 
 
-# Batches over which evictions are added up.
+# Number of batches over which evictions are summed, for the warning.
 _RECENT = 100
 
 
 class Statistics:
-    """Counts since the start of the process, of training batches.
-
-    Attributes:
-        counts: Totals by name: ``lookups`` of ids; ``hits``, lookups of ids that had a row before
-            the batch; ``new``, distinct ids without a row; ``admitted``, ids that got a row;
-            ``evicted`` rows; ``refused`` lookups, which read the row of unknown ids.
-        room: Number of rows for ids.
-        batches: Number of batches.
-    """
+    """Totals over the training batches of this process; `jaxrec.tier.statistics` defines them."""
 
     def __init__(self, room: int) -> None:
         self.room, self.batches = room, 0
@@ -153,7 +136,7 @@ class Statistics:
         self._recent_evictions.append(counts["evicted"])
 
     def summary(self, resident: int) -> dict[str, float]:
-        """Return the totals, the number of ``resident`` ids, ``load`` and ``hit_rate``."""
+        """Return the totals, ``resident``, ``load`` and ``hit_rate``."""
         names = ("lookups", "hits", "new", "admitted", "evicted", "refused")
         return {
             **{name: self.counts[name] for name in names},
@@ -163,11 +146,7 @@ class Statistics:
         }
 
     def warn_if_thrashing(self, name: str) -> None:
-        """Warn, once, if the last 100 batches evicted as many rows as the table has for ids.
-
-        Args:
-            name: Name of the table.
-        """
+        """Warn, once, if the last 100 batches evicted as many rows as the table has for ids."""
         evicted = sum(self._recent_evictions)
         if self._has_warned or evicted < self.room:
             return

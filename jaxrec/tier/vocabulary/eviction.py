@@ -1,9 +1,9 @@
 """Eviction policies: which ids lose their rows when no row is free.
 
-A vocabulary on the host orders its rows by a key, an unsigned 64-bit integer. The rows with the
-smallest keys are evicted first; among equal keys, the lowest row index. Maps in the compiled step,
-where there are no 64-bit integers, keep the ids of highest score, in float32, or evict ids after
-some hours. A policy answers what it can.
+A vocabulary on the host gives each row a key, an unsigned 64-bit integer, and evicts the rows with
+the smallest keys; among equal keys, the lowest row index. Maps in the compiled step, which has no
+64-bit integers, keep the ids with the highest scores, or evict ids after a number of hours. A
+policy implements those of `keys`, `scores` and `hours_to_live` that make sense for it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from jaxtyping import Array, Float32, Int32, Num
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """Use of each row that ids can have, as NumPy arrays of ``[rows]``.
+    """Use of each row of a table, as NumPy arrays of shape ``[rows]``.
 
     Attributes:
         ids: int64 id of the row; arbitrary where ``born`` is -1.
         last_use: int64 number of the last batch that used the row.
         count: uint32 number of lookups of the row since its id was admitted.
-        born: int64 number of the batch in which the id was admitted; -1: the row is free.
+        born: int64 number of the batch that admitted the id; -1 for a free row.
         power: uint8 frequency class of `lfu_lru`, about the binary logarithm of the number of
-            batches that used the row; 0 with other policies.
-        last_seconds: int64 Unix time of the last use; 0 with policies that need none.
+            batches that used the row. It stays 5 with other policies.
+        last_seconds: int64 Unix time of the last use; 0 with policies that do not use it.
     """
+
+    # One array for each field, not one array of structures: most policies read one or two fields
+    # of all rows, and the native code changes fields in place.
 
     ids: np.ndarray
     last_use: np.ndarray
@@ -41,7 +44,7 @@ class Records:
 
     @classmethod
     def empty(cls, rows: int) -> Records:
-        """Make the records of free rows."""
+        """Make the records of a table without ids."""
         return cls(
             ids=np.zeros(rows, np.int64),
             last_use=np.zeros(rows, np.int64),
@@ -60,14 +63,15 @@ class Records:
         return Records(**{name: array[rows] for name, array in self.arrays().items()})
 
 
-# Numbers that maps in the compiled step keep for `Eviction.scores`.
+# Names of the numbers that maps in the compiled step keep for `Eviction.scores`; TorchRec's names.
 COUNTS, LAST_ACCESS = "counts", "last_access_iter"
 
-# Bits of a key that hold the number of a batch where frequency comes first.
+# A key with frequency first and the last batch second: 24 bits of frequency, which are 16 million
+# lookups, above 40 bits of batch number, which are 30,000 years at one batch a second.
 _BATCH_BITS = 40
 _MAX_COUNT = 2 ** (64 - _BATCH_BITS) - 1
 
-# Frequency classes of `LfuLru`.
+# First and last frequency class of `LfuLru`.
 FIRST_POWER = 5
 MAX_POWER = 31
 
@@ -77,20 +81,21 @@ class Eviction:
     """Interface of an eviction policy.
 
     Derive a frozen dataclass from it, or use `by_score` for a policy of one formula. Vocabularies
-    (`Dynamic`, `Cached`) ask for `keys`. Of the maps of `jaxrec.tier.managed_collision`, a
-    ``SortedMap`` asks for `scores`, and a ``MultiProbeMap`` for `hours_to_live`.
+    (`Dynamic`, `Cached`) call `keys`. Among the maps of `jaxrec.tier.managed_collision`, a
+    ``SortedMap`` calls `scores` and a ``MultiProbeMap`` calls `hours_to_live`.
 
     Attributes:
-        foresight: Number of batches after the present one whose rows are evicted last, the farthest
-            first (`farthest`). `keys` orders the rows that none of them uses.
-        uses_power, uses_seconds: Whether `Records.power` and `Records.last_seconds` are kept.
+        foresight: Number of coming batches whose rows are evicted last, those of the farthest next
+            use first (`farthest`). `keys` orders the rows that these batches do not use.
+        uses_power, uses_seconds: Whether `Records.power` and `Records.last_seconds` are kept up to
+            date.
         expiry_interval: Number of batches from one search for expired rows to the next.
-        metadata: Names of the numbers that a sorted map keeps of each slot: ``"counts"``, the
+        metadata: Names of the numbers that a sorted map keeps for each slot: ``"counts"``, the
             occurrences since the id entered, and ``"last_access_iter"``, the batch in which the id
-            occurred last. Empty: the policy has no `scores`.
-        is_lru: Whether a new id takes the slot that expired first among those that a multi-probe
-            map probes, and only if none of them is empty. False: it takes the first slot that is
-            empty or expired.
+            occurred last. Empty if the policy has no `scores`.
+        is_lru: Which of the slots that a multi-probe map probes a new id takes. True: an empty one,
+            or, without any, the one that expired first. False: the first one that is empty or
+            expired.
     """
 
     uses_power: ClassVar[bool] = False
@@ -100,12 +105,12 @@ class Eviction:
     foresight: int = dataclasses.field(default=0, kw_only=True, repr=False)
 
     def keys(self, records: Records, batch: int) -> np.ndarray:
-        """Return the order of eviction, uint64 ``[rows]``: the smallest are evicted first.
+        """Return a key for each row, uint64 ``[rows]``; rows with the smallest are evicted first.
 
-        It must depend on the records and the batch alone.
+        Keys must depend on the records and the batch alone.
 
         Args:
-            records: Use of all rows; keys of free rows are not read.
+            records: Use of all rows. Keys of free rows are not read.
             batch: Number of the present batch.
         """
         raise TypeError(f"{self!r} is for maps of managed collisions, not for rows on the host")
@@ -118,9 +123,9 @@ class Eviction:
     def scores(
         self, metadata: Mapping[str, Int32[Array, " ids"]], iteration: Int32[Array, ""]
     ) -> Num[Array, " ids"]:
-        """Return the score of each id in a sorted map, of which the highest stay; traced.
+        """Return the score of each id; a sorted map keeps the ids with the highest. Traced.
 
-        Between equal scores, the id of the map stays and the new id does not enter.
+        If the scores of an id in the map and of a new id are equal, the id in the map stays.
 
         Args:
             metadata: The numbers of each id, by name. An empty slot has zeros.
@@ -132,7 +137,7 @@ class Eviction:
         raise TypeError(f"{self!r} does not score ids in the compiled step")
 
     def hours_to_live(self, features: Sequence[str]) -> np.ndarray:
-        """Return for how many hours a multi-probe map keeps ids of features, int32 ``[features]``.
+        """Return the hours that a multi-probe map keeps an unused id, int32 ``[features]``.
 
         Args:
             features: Names of the features whose ids the map has.
@@ -140,9 +145,10 @@ class Eviction:
         raise TypeError(f"{self!r} does not say for how many hours ids are kept")
 
     def expired(self, records: Records, batch: int) -> np.ndarray | None:
-        """Return whether each row has outlived its time, bool ``[rows]``; None: no row ever does.
+        """Return whether each row has expired, bool ``[rows]``; None if rows never expire.
 
-        The vocabulary calls it once every `expiry_interval` batches.
+        The vocabulary calls it once every `expiry_interval` batches. Expired rows are evicted even
+        if rows are free.
         """
         return None
 
@@ -157,13 +163,13 @@ class Eviction:
         return False
 
     def seconds(self) -> float:
-        """Return the time that `Records.last_seconds` is set to."""
+        """Return the present time, to which `Records.last_seconds` of used rows is set."""
         return 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Lru(Eviction):
-    """Least recently used."""
+    """Policy of `lru`."""
 
     metadata = (LAST_ACCESS,)
     decay_exponent = 1.0
@@ -177,7 +183,7 @@ class Lru(Eviction):
 
 @dataclasses.dataclass(frozen=True)
 class Lfu(Eviction):
-    """Least frequently used."""
+    """Policy of `lfu`."""
 
     metadata = (COUNTS,)
 
@@ -191,7 +197,7 @@ class Lfu(Eviction):
 
 @dataclasses.dataclass(frozen=True)
 class LfuLru(Eviction):
-    """Least frequency class, then least recently used."""
+    """Policy of `lfu_lru`."""
 
     uses_power = True
 
@@ -202,7 +208,7 @@ class LfuLru(Eviction):
 
 @dataclasses.dataclass(frozen=True)
 class DistanceLfu(Eviction):
-    """Smallest count divided by a power of the time since the last use."""
+    """Policy of `distance_lfu`."""
 
     metadata = (COUNTS, LAST_ACCESS)
     decay_exponent: float = 1.0
@@ -218,7 +224,7 @@ class DistanceLfu(Eviction):
 
 @dataclasses.dataclass(frozen=True)
 class TimeToLive(Eviction):
-    """Least recently used; rows unused for too long are evicted even if rows are free."""
+    """Policy of `ttl`."""
 
     batches: int | None
     hours: float | None
@@ -248,6 +254,8 @@ class TimeToLive(Eviction):
 
     @property
     def expiry_interval(self) -> int:
+        # A search reads the records of all rows. Four searches within a lifetime let a row live at
+        # most a quarter longer than it should.
         return 100 if self.batches is None else max(1, min(100, self.batches // 4))
 
     @property
@@ -260,7 +268,7 @@ class TimeToLive(Eviction):
 
 @dataclasses.dataclass(frozen=True)
 class ByScore(Eviction):
-    """Smallest score of a user's function."""
+    """Policy of `by_score`."""
 
     score: Callable[[Records, int], np.ndarray]
 
@@ -276,7 +284,7 @@ class ByScore(Eviction):
 
 
 def lru() -> Eviction:
-    """Evict the rows that were used least recently, by the number of the batch.
+    """Evict the least recently used rows, by the number of the last batch that used them.
 
     Example:
         >>> import jaxrec
@@ -289,8 +297,8 @@ def lru() -> Eviction:
 def lfu() -> Eviction:
     """Evict the rows with the fewest lookups since their ids were admitted.
 
-    Among equally frequent rows, the least recently used are evicted first. Counts above 16 million
-    are equal.
+    Among rows with equally many lookups, the least recently used are evicted first. Counts above 16
+    million are taken for equal.
     """
     return Lfu()
 
@@ -298,16 +306,17 @@ def lfu() -> Eviction:
 def lfu_lru() -> Eviction:
     """Evict the rows of the lowest frequency class, the least recently used first.
 
-    A new id has class 5. A batch that uses the row raises class ``p`` with probability ``2**-p``,
-    up to 31, so that the class is about the binary logarithm of the number of batches. The draws
-    depend on the id and the batch alone. Source: the mixed LFU/LRU record of Tencent's dynamic
-    embedding (``torchrec/contrib/dynamic_embedding``), here without its overflows.
+    A new id has class 5. Each later batch that uses the row raises class ``p`` by one with
+    probability ``2**-p``, up to 31. So the class is about the binary logarithm of the number of
+    batches that used the row. The draws depend on the id and the batch's number alone. Source: the
+    mixed LFU/LRU record of Tencent's dynamic embedding (``torchrec/contrib/dynamic_embedding``),
+    here without its overflows.
     """
     return LfuLru()
 
 
 def distance_lfu(decay: float = 1.0) -> Eviction:
-    """Evict the rows of smallest ``count / (batches since the last use + 1) ** decay``.
+    """Evict the rows with the smallest ``count / (batches since the last use + 1) ** decay``.
 
     Source: ``DistanceLFU_EvictionPolicy`` of TorchRec's ``mc_modules.py``.
 
@@ -325,15 +334,16 @@ def ttl(
     hours: float | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Eviction:
-    """Evict rows that were unused for some time, and the least recently used when no row is free.
+    """Evict rows that were unused for some time, and the least recently used if no row is free.
 
     Args:
         batches: Time to live in batches.
-        hours: Time to live in hours; which rows are evicted then depends on the clock.
-        clock: Returns the time in seconds.
+        hours: Time to live in hours. The evicted rows then depend on the clock.
+        clock: Function that returns the time in seconds.
 
     Raises:
-        ValueError: Not exactly one of ``batches`` and ``hours`` is given, or it is not above 0.
+        ValueError: Both or neither of ``batches`` and ``hours`` are given, or the one given is not
+            above 0.
     """
     return TimeToLive(batches, hours, clock)
 
@@ -354,14 +364,18 @@ def by_score(score: Callable[[Records, int], np.ndarray]) -> Eviction:
 
 
 def ordered(scores: np.ndarray) -> np.ndarray:
-    """Return uint64 keys in the order of float64 scores, which must not be NaN."""
+    """Return uint64 keys that sort as float64 scores do; scores must not be NaN."""
+    # The bits of floats from 0 up sort as integers do. Those of negative floats sort in reverse:
+    # flip all their bits, and set the sign bit of the others, so that they come after.
     bits = (scores + 0.0).view(np.uint64)  # -0.0 becomes 0.0
     sign = np.uint64(1 << 63)
     return np.where(bits & sign, ~bits, bits | sign)
 
 
 def _decay(distance: Int32[Array, " ids"], exponent: float) -> Float32[Array, " ids"]:
-    """Return ``distance ** exponent``, for common exponents with one rounding as in PyTorch."""
+    """Return ``distance ** exponent`` in float32."""
+    # For common exponents with one rounding, as in PyTorch: the last bit may decide which of two
+    # ids is evicted.
     base = distance.astype(jnp.float32)
     match exponent:
         case 1.0:

@@ -15,15 +15,15 @@ from jaxrec.tier.vocabulary.eviction import Eviction, lru
 def farthest(batches: int = 16, otherwise: Eviction | None = None) -> Eviction:
     """Keep the rows that the coming batches use; evict other rows by another policy.
 
-    Where too few rows are left, those of the coming batches are evicted, the farthest next use
-    first: Belady's rule (1966) within a window. `jaxrec.tier.ahead` reads ``batches`` batches
-    further for it, which stay in the host's memory. At the end of the batches, and for
-    evaluations, there are fewer to look at. So which rows are evicted depends on the coming
-    batches, too.
+    If there are too few other rows, rows of the coming batches are evicted, those with the farthest
+    next use first: Belady's rule (1966) within a window. For this policy `jaxrec.tier.ahead` reads
+    ``batches`` more batches and keeps them in host memory. The last batches of a loop have fewer
+    batches to look at, and evaluations have none. So the evicted rows depend on the coming batches,
+    too, not on the past alone.
 
     Args:
-        batches: Number of batches to look ahead, beyond those that have their rows.
-        otherwise: Order of the rows that these batches do not use; None: `lru`.
+        batches: Number of batches to look at beyond those that already have rows.
+        otherwise: Policy for the rows that these batches do not use; None: `lru`.
 
     Raises:
         TypeError: ``batches`` is not an integer; ``otherwise`` is not a policy, or looks ahead
@@ -38,6 +38,7 @@ def farthest(batches: int = 16, otherwise: Eviction | None = None) -> Eviction:
         raise TypeError(f"farthest: batches is an integer, got {batches!r}")
     if batches < 1:
         raise ValueError(f"farthest: batches is 1 or more, got {batches}")
+    # A copy, since the caller may use `otherwise` for another table, without foresight.
     policy = lru() if otherwise is None else copy.copy(otherwise)
     if not isinstance(policy, Eviction) or not policy.orders_rows or policy.foresight:
         raise TypeError(
@@ -59,14 +60,10 @@ def spare_coming(
 ) -> np.ndarray:
     """Return rows to evict: rows that no coming batch uses, then those of farthest next use.
 
-    Args:
-        keys: Order of the rows that no coming batch uses, uint64 ``[rows]``, smallest first.
-        eligible: Whether each row may be evicted, bool ``[rows]``; at least ``least`` are.
-        least: Number of rows that must be evicted.
-        most: Number of rows to evict where the coming batches use none of them.
-        ids: Rows of the ids.
-        coming: Ids of each of the coming batches, nearest first.
+    Evicts up to ``most`` rows that the coming batches do not use, in the order of ``keys``, and
+    rows that they use only as far as ``least`` rows demand it. ``eligible`` is bool ``[rows]``.
     """
+    # From the farthest batch to the nearest, so that the nearest use of a row is written last.
     next_use = np.full(keys.size, len(coming))
     for number, of_batch in reversed(list(enumerate(coming))):
         rows = ids.find(of_batch)

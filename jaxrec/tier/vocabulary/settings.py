@@ -1,4 +1,4 @@
-"""Settings of tables with an open vocabulary, and of tables whose rows are mostly elsewhere."""
+"""Settings of tables with an open vocabulary, and of tables with most rows in a store."""
 
 from __future__ import annotations
 
@@ -17,14 +17,9 @@ _SHARED_SEED = 101
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
-    """Rows that ids without a row of their own read.
+    """Rows that ids without a row of their own read: the first ``rows`` of the table."""
 
-    Attributes:
-        kind: "zeros", "default", "shared" or "none".
-        rows: Number of rows that are kept for such ids, the first ones of the table.
-    """
-
-    kind: str
+    kind: str  # "zeros", "default", "shared" or "none"
     rows: int
 
     def __post_init__(self) -> None:
@@ -55,12 +50,12 @@ def shared(rows: int) -> Unknown:
     """Let ids without a row share some rows, which are trained; a hash of the id chooses one.
 
     Args:
-        rows: Number of rows that are kept for this, of the table's ``num_embeddings``.
+        rows: Number of the table's ``num_embeddings`` rows that are kept for these ids.
     """
     return Unknown("shared", rows)
 
 
-# For tables in which each id has a row.
+# For tables with `Cached`: every id has a row, and a lookup without one is a bug of ours.
 NO_UNKNOWN = Unknown("none", 0)
 
 
@@ -72,25 +67,25 @@ class Dynamic:
     (``unknown``). An admitted id gets one of the other rows, with the values of the table's
     initializer for that id and a fresh optimizer state. When no row is free, rows are evicted.
 
-    Several tables that read the same features share the assignment of rows. They have the same
+    Tables that read the same features share one assignment of rows. They must have the same
     ``num_embeddings`` and the same `Dynamic`.
 
     Attributes:
-        eviction: Choice of the rows to evict: `lru`, `lfu`, `lfu_lru`, `distance_lfu`, `ttl`,
-            `by_score` or `farthest`.
-        admit_after: Number of sightings after which an id gets a row, 1 to 255. Above 1 the
-            sightings of ids without a row are counted in a sketch of bounded size, which rarely
-            counts too many. An evicted id gets a row with its next sighting, unless the sketch has
-            forgotten earlier ones.
-        admit_probability: Probability with which an id that has enough sightings gets a row, at
-            each batch. The draw depends on the id and the number of the batch alone.
+        eviction: Policy that chooses the rows to evict: `lru`, `lfu`, `lfu_lru`, `distance_lfu`,
+            `ttl`, `by_score` or `farthest`.
+        admit_after: Number of sightings after which an id gets a row, 1 to 255. Above 1, sightings
+            of ids without a row are counted in a sketch of bounded size, which rarely counts too
+            many. An evicted id gets a row at its next sighting, unless the sketch has forgotten
+            the earlier ones.
+        admit_probability: Probability that an id with enough sightings gets a row, drawn at each
+            batch. The draw depends on the id and the batch's number alone.
         unknown: Rows that ids without a row read: `zeros`, `default_row` or ``shared(rows)``. In
-            evaluation new ids get no rows, and read these too.
+            evaluation new ids read them, too.
         evict_fraction: Share of the rows that are evicted together when no row is free.
-        counters: Number of counters in each of the four lines of the sketch, a byte each; None: the
-            number of rows.
+        counters: Number of one-byte counters in each of the sketch's four lines; None: the number
+            of rows.
         store: Store of evicted rows, as a URL (``"memory://"``, ``"file:///data/items"``, see
-            `jaxrec.tier.stores.open_store`) or a `RowStore`. Each table has a store of its own;
+            `jaxrec.tier.stores.open_store`) or a `RowStore`. Each table needs a store of its own;
             ``{table}`` in a URL stands for its name. None: evicted rows are lost, and their ids
             begin anew.
 
@@ -139,22 +134,23 @@ class Dynamic:
 
 @dataclasses.dataclass(frozen=True)
 class Cached:
-    """A table of fixed size with a few rows on the devices and the others in a row store.
+    """Settings of a table of fixed size with some rows on the devices and the others in a store.
 
     The ids of the table are ``0 .. num_embeddings - 1``. `jaxrec.tier.ahead` brings the rows of
     the coming batches, with their optimizer state, from the store to the devices, and evicts
-    others to the store. A row that was never used takes no memory: it gets the values of the
-    table's initializer for that id when it is first needed. Results are those of a table that
-    lies on the devices whole.
+    other rows to the store. A row that was never used takes no memory: it gets the values of the
+    table's initializer when it is first needed. Results equal those of a table that is on the
+    devices as a whole.
 
     Attributes:
-        rows: Number of rows on the devices, together. They must fit the distinct ids of
-            ``look_ahead + 3`` batches.
-        store: Where the other rows are, as a URL (``"memory://"``, ``"file:///data/users"``, see
-            `jaxrec.tier.stores.open_store`) or a `RowStore`. Each table has a store of its own;
+        rows: Number of rows on the devices, over all of them. It must be at least the number of
+            distinct ids of 3 consecutive batches (``2 * accumulate + 1`` of them). Below the number
+            of ``look_ahead + 3`` batches, `jaxrec.tier.ahead` looks fewer batches ahead.
+        store: Store of the other rows, as a URL (``"memory://"``, ``"file:///data/users"``, see
+            `jaxrec.tier.stores.open_store`) or a `RowStore`. Each table needs a store of its own;
             ``{table}`` in a URL stands for its name.
-        eviction: Which rows leave the devices first: `lru`, `lfu`, `lfu_lru`, `distance_lfu`,
-            `ttl`, `by_score` or `farthest`.
+        eviction: Policy that chooses the rows that leave the devices: `lru`, `lfu`, `lfu_lru`,
+            `distance_lfu`, `ttl`, `by_score` or `farthest`.
         evict_fraction: Share of ``rows`` that are evicted together.
 
     Raises:
@@ -185,6 +181,7 @@ class Cached:
             raise ValueError(f"Cached: rows is 1 or more, got {self.rows}")
         if self.store is None:
             raise TypeError("Cached: store is a URL such as 'memory://' or a jaxrec.tier.RowStore")
+        # The checks are those of `Dynamic`, with our name in their messages.
         try:
             _ = self.vocabulary
         except (TypeError, ValueError) as error:
@@ -192,7 +189,7 @@ class Cached:
 
     @property
     def vocabulary(self) -> Dynamic:
-        """Settings of the assignment of rows to ids: each id that is used gets one."""
+        """Settings of the vocabulary that assigns the rows on the devices to ids."""
         return Dynamic(
             eviction=self.eviction,
             unknown=NO_UNKNOWN,

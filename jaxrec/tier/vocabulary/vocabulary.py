@@ -24,7 +24,7 @@ _NO_ROWS = np.zeros(0, np.int32)
 
 
 class VocabularyFullError(ValueError):
-    """The batches under way have more distinct ids than there are rows."""
+    """The batches under way have more distinct ids than the table has rows."""
 
     def __init__(self, needed: int, available: int, room: int, first_id: int) -> None:
         super().__init__(needed, available, room, first_id)
@@ -32,43 +32,30 @@ class VocabularyFullError(ValueError):
 
 
 class TableFullError(ValueError):
-    """A batch cannot be planned for want of rows; the message is one sentence for the user."""
+    """No row is left for an id of a batch; the message tells the user which id and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """The rows of one batch's ids, and the changes of rows for them.
+    """Rows of one batch's ids, and the ids that gained or lost a row for the batch."""
 
-    Attributes:
-        rows: int32 row of each id, ``[n]``.
-        new_ids: Ids that got a row, int64 ``[m]``.
-        new_rows: Their rows, int32 ``[m]``.
-        evicted_ids: Ids that lost their row, int64 ``[e]``. A row may be given to a new id at once.
-        evicted_rows: The rows that they had, int32 ``[e]``.
-    """
-
-    rows: np.ndarray
-    new_ids: np.ndarray
-    new_rows: np.ndarray
-    evicted_ids: np.ndarray
-    evicted_rows: np.ndarray
+    rows: np.ndarray  # int32 [n], the row of each id of the batch
+    new_ids: np.ndarray  # int64 [m]
+    new_rows: np.ndarray  # int32 [m]
+    # An evicted row may be among `new_rows`: apply the evictions first.
+    evicted_ids: np.ndarray  # int64 [e]
+    evicted_rows: np.ndarray  # int32 [e]
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRows:
-    """Rows of ids before and after a vocabulary took over another's state.
+    """Rows of ids before and after a vocabulary took over another's state."""
 
-    Attributes:
-        old_rows: The row that each id had, int32 ``[n]``.
-        rows: The row that it has, int32 ``[n]``.
-        dropped_ids: Ids for which there was no room, int64 ``[m]``.
-        dropped_rows: The rows that they had, int32 ``[m]``.
-    """
-
-    old_rows: np.ndarray
-    rows: np.ndarray
-    dropped_ids: np.ndarray
-    dropped_rows: np.ndarray
+    old_rows: np.ndarray  # int32 [n], rows in the saved table
+    rows: np.ndarray  # int32 [n], rows of the same ids in this table
+    # Ids that did not fit into a smaller table, and their rows in the saved table.
+    dropped_ids: np.ndarray  # int64 [m]
+    dropped_rows: np.ndarray  # int32 [m]
 
 
 NO_CHANGE = Assignment(_NO_ROWS, _NO_IDS, _NO_ROWS, _NO_IDS, _NO_ROWS)
@@ -76,40 +63,30 @@ NO_CHANGE = Assignment(_NO_ROWS, _NO_IDS, _NO_ROWS, _NO_IDS, _NO_ROWS)
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """Changes that a batch would make to a vocabulary.
+    """Changes that a batch would make to a vocabulary."""
 
-    Attributes:
-        ids: The ids of the batch, ``[n]``.
-        batch: Number of the batch.
-        lookup: Row of each id, and the ids without a row.
-        sightings: Number of sightings of each of ``lookup.absent``.
-        admitted: Whether each of ``lookup.absent`` gets a row; None: each does.
-        victims: Rows to evict.
-    """
-
-    ids: np.ndarray
+    ids: np.ndarray  # int64 [n], with repeats
     batch: int
     lookup: Lookup
-    sightings: np.ndarray
-    admitted: np.ndarray | None
-    victims: np.ndarray
+    sightings: np.ndarray  # int64 [absent], of each of `lookup.absent`
+    admitted: np.ndarray | None  # bool [absent]; None: every absent id gets a row
+    victims: np.ndarray  # int32 [e], rows to evict
 
 
 class Vocabulary:
-    """Assigns the rows of a table to 64-bit ids, in batches.
+    """Assigns the rows of a table to 64-bit ids, batch by batch.
 
-    Everything follows from the sequence of batches alone (and from the clock, with a policy that
-    uses it), so that two runs over the same batches assign the same rows.
-
-    Args:
-        num_rows: Rows of the table. The first ``settings.unknown.rows`` of them are for
-            ids without a row of their own.
-        settings: Which ids get a row and which lose it.
-        num_ids: Ids are 0 to ``num_ids`` - 1; None: any int64 but -1.
+    Two runs over the same batches assign the same rows, unless the policy reads the clock. Ids are
+    0 to ``num_ids`` - 1, or any int64 but -1 where ``num_ids`` is None.
     """
+
+    # Several processes plan the same batches on their own and must agree on every row, and a run
+    # from a checkpoint must go on as if it had never stopped. Hence draws are hashes of the id and
+    # the batch's number, and ties are broken by the row index.
 
     def __init__(self, num_rows: int, settings: Dynamic, num_ids: int | None = None) -> None:
         self.num_rows, self.settings = num_rows, settings
+        # Rows below `first_row` are for ids without a row of their own.
         self.first_row = settings.unknown.rows
         self.room = num_rows - self.first_row
         if self.room < 1:
@@ -126,35 +103,35 @@ class Vocabulary:
         if settings.admit_after > 1:
             self.sightings = Sightings(settings.counters or num_rows)
         self.statistics = Statistics(self.room)
-        # Fresh rows are given in steps of about the golden ratio, so that any shards of consecutive
-        # rows fill evenly.
+        # Fresh rows are given in steps of about 0.618 of the table (the golden ratio), so that
+        # shards of consecutive rows fill evenly. The step has no common divisor with the number of
+        # rows: otherwise the steps would come back to a row before they have visited all.
         self._stride = _coprime_near(self.room, 0.618)
         self._num_fresh_given = 0
-        self._freed = _NO_ROWS
+        self._freed = _NO_ROWS  # a queue: rows are given again in the order of their eviction
 
     def __len__(self) -> int:
-        """Return the number of ids that have a row."""
         return len(self.map)
 
     @property
     def records(self) -> Records:
         """Use of the rows by all batches."""
+        # The property is for readers of counts and last uses. Code that needs `ids` and `born`
+        # alone reads `_records`, which holds them at any time.
         self._uses.record()
         return self._records
 
     def find(self, ids: np.ndarray, batch: int) -> np.ndarray:
-        """Return the row that each id had after a batch, int32 ``[n]``; -1 for none.
+        """Return the row that each id had after a batch, int32 ``[n]``, -1 for none.
 
-        Args:
-            ids: int64 ``[n]``, with repeats.
-            batch: Number of the batch. Ids that were evicted later have no row.
+        Ids that a later batch evicted have -1, too.
         """
         rows = self.map.find(ids)
         rows[(rows >= 0) & (self._records.born[rows] > batch)] = -1
         return rows
 
     def with_unknown(self, ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return rows with the row of unknown ids in place of each -1."""
+        """Replace each negative row, in place, by the row that unknown ids read."""
         unknown = rows < 0
         if unknown.any():
             rows[unknown] = self.settings.unknown.rows_of(ids[unknown])
@@ -170,14 +147,11 @@ class Vocabulary:
     ) -> Proposal:
         """Decide which rows the ids of a batch get, changing nothing.
 
-        Args:
-            ids: int64 ``[n]``, with repeats.
-            batch: Number of the batch; larger than that of any batch before.
-            held: Rows that the last ``held`` batches before this one use are not evicted.
-            lookup: The ids in `map`, if they were looked up already.
-            coming: Ids of each of the batches after this one, as far as they are known, nearest
-                first. Policies with a `foresight` look at them.
+        Rows that the last ``held`` batches before this one use are not evicted. ``coming`` has the
+        ids of the next batches, nearest first, for policies with a `foresight`.
         """
+        # Nothing changes here, so that a caller whose batch does not fit may try again with a
+        # smaller `held`, or raise an error that leaves all vocabularies of the model as they were.
         if lookup is None:
             (lookup,) = look_up([self.map], [ids])
         sightings = lookup.counts
@@ -190,12 +164,12 @@ class Vocabulary:
         return Proposal(ids, batch, lookup, sightings, admitted, victims)
 
     def commit(self, proposal: Proposal) -> Assignment:
-        """Carry out the last proposal, with nothing in between."""
+        """Carry out a proposal; the vocabulary must not have changed since `propose`."""
         (assignment,) = commit_all([self], [proposal])
         return assignment
 
     def _begin(self, proposal: Proposal) -> MapChange:
-        """Return the changes that a proposal makes to the map and the records."""
+        """Choose rows for a proposal's new ids, and return the changes to the map and records."""
         slots, misses, absent, inverse, _ = proposal.lookup
         admitted = proposal.admitted
         if self.sightings is not None:
@@ -213,7 +187,7 @@ class Vocabulary:
         return MapChange(self.map, self._records, proposal.victims, *taken, *of_misses)
 
     def _end(self, proposal: Proposal, change: MapChange, evicted_ids: np.ndarray) -> Assignment:
-        """Note the uses and the counts of a batch whose proposal was carried out."""
+        """Note the uses and counts of a batch whose map was changed, and return its assignment."""
         ids, rows, misses = proposal.ids, change.slots, change.misses
         self._uses.add(rows, proposal.batch)
         unknown = _NO_ROWS
@@ -233,14 +207,13 @@ class Vocabulary:
         return Assignment(rows, change.new_ids, change.new_slots, evicted_ids, change.victims)
 
     def bring(self, ids: np.ndarray, hits: np.ndarray, last_use: int, batch: int) -> Assignment:
-        """Give rows to stored ids for an evaluation; rows of other ids may be evicted to the store.
+        """Give rows to distinct stored ids, ``[n]``, for an evaluation; evict others if necessary.
 
-        Args:
-            ids: Distinct ids without a row, int64 ``[n]``.
-            hits: Rows of the batch's other ids, -1 where there is none; they stay.
-            last_use: Rows that were used after this training batch stay.
-            batch: Number of the next training batch; the ids count as unknown before it.
+        Rows in ``hits`` stay, as do rows used after training batch ``last_use``; ``batch`` is the
+        number of the next training batch.
         """
+        # The new rows count as used at `last_use`, not now, so that the next training batch may
+        # evict them when it is short of rows: an evaluation must not make training fail.
         records, victims = self.records, _NO_ROWS
         if ids.size > self._num_free:
             eligible, count = mark_eligible(records.born, records.last_use, last_use + 1, hits)
@@ -254,11 +227,9 @@ class Vocabulary:
         return Assignment(_NO_ROWS, ids, rows, evicted_ids, victims)
 
     def give_rows(self, ids: np.ndarray, batch: int) -> Assignment:
-        """Give free rows to ids, without the conditions of admission.
+        """Give free rows to distinct ids without a row, int64 ``[n]``, skipping admission.
 
-        Args:
-            ids: Distinct ids without a row, int64 ``[n]``, not more than there are free rows.
-            batch: Number of the batch after which they have them.
+        There must be ``n`` free rows. The ids have them after ``batch``.
         """
         new_rows = self._take_free(ids.size)
         self._insert(ids, new_rows, batch)
@@ -266,7 +237,7 @@ class Vocabulary:
         return Assignment(new_rows, ids, new_rows, _NO_IDS, _NO_ROWS)
 
     def remove(self, ids: np.ndarray) -> Assignment:
-        """Take the rows of ids away, int64 ``[n]``; ids without one are skipped."""
+        """Evict some ids, int64 ``[n]``; ids without a row are skipped."""
         self._uses.record()
         rows = self.map.find(ids)
         rows = rows[rows >= 0]
@@ -274,7 +245,7 @@ class Vocabulary:
         return Assignment(_NO_ROWS, _NO_IDS, _NO_ROWS, evicted_ids, rows)
 
     def _admit(self, ids: np.ndarray, sightings: np.ndarray, batch: int) -> np.ndarray | None:
-        """Return whether each id gets a row, bool ``[n]``; None: each does."""
+        """Return whether each id gets a row, bool ``[n]``; None: all do."""
         if self.settings.admit_after <= 1 and self.settings.admit_probability >= 1:
             return None
         admitted = sightings >= self.settings.admit_after
@@ -291,17 +262,10 @@ class Vocabulary:
         hits: np.ndarray,
         coming: Sequence[np.ndarray],
     ) -> np.ndarray:
-        """Return the rows to evict: expired rows, and more if new ids need them.
-
-        Args:
-            new_ids: Ids that need a row.
-            batch: Number of the batch.
-            held: Number of batches whose rows stay.
-            hits: Rows of the batch's ids, -1 where there is none.
-            coming: Ids of the batches after it that the policy looks at.
-        """
+        """Return the rows to evict, int32: expired rows, and more if new ids need them."""
         policy, free = self.settings.eviction, self._num_free
         is_due = batch % policy.expiry_interval == 0
+        # The usual batch of a table with free rows ends here; all else reads every record.
         if new_ids.size <= free and not is_due:
             return _NO_ROWS
         records = self.records
@@ -326,20 +290,16 @@ class Vocabulary:
         batch: int,
         coming: Sequence[np.ndarray] = (),
     ) -> np.ndarray:
-        """Return rows to evict by the policy, at least as many as lack.
+        """Return rows to evict by the policy, int32 ``[count]``, enough for all new ids.
 
-        Args:
-            new_ids: Ids that need a row.
-            free: Number of rows that are free.
-            eligible: Whether each row may be evicted, bool ``[rows]``.
-            available: Number of those.
-            batch: Number of the batch.
-            coming: Ids of the batches after it that the policy looks at.
+        ``eligible`` is bool ``[rows]``, with ``available`` rows set.
         """
         lacking = new_ids.size - free
         if lacking > available:
             fitting = free + available
             raise VocabularyFullError(new_ids.size, fitting, self.room, int(new_ids[fitting]))
+        # Choosing victims reads the keys of all rows, however few are needed. Evicting a share of
+        # the table at once leaves free rows for many batches, which then skip this.
         count = min(max(lacking, int(self.settings.evict_fraction * self.room)), available)
         keys = self.settings.eviction.keys(self.records, batch)
         if not coming:
@@ -369,7 +329,9 @@ class Vocabulary:
         return self.room - self._num_fresh_given + self._freed.size
 
     def _take_free(self, count: int) -> np.ndarray:
-        """Return rows that no id has had, then the rows that were freed first."""
+        """Take free rows, int32 ``[count]``: unused rows first, then the rows freed first."""
+        # Fresh rows are computed, not listed: a list would take 4 bytes for each row of the table
+        # before the first id came.
         num_fresh = min(count, self.room - self._num_fresh_given)
         steps = np.arange(self._num_fresh_given, self._num_fresh_given + num_fresh, dtype=np.int64)
         fresh = (self.first_row + steps * self._stride % self.room).astype(np.int32)
@@ -388,7 +350,9 @@ class Vocabulary:
     # State, for checkpoints.
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return all that the assignment of later batches depends on, as arrays."""
+        """Return everything that the assignment of later batches depends on, as arrays."""
+        # Records of rows with an id alone: their size in a checkpoint follows the ids, not the
+        # table. The map is not saved, since the records have its ids and rows.
         records = self.records
         rows = np.flatnonzero(records.born >= 0).astype(np.int32)
         state = {f"record_{name}": x for name, x in records.take(rows).arrays().items()}
@@ -405,11 +369,8 @@ class Vocabulary:
     def load_state(self, state: dict[str, np.ndarray], batch: int) -> LoadedRows:
         """Take over the ids of a saved vocabulary, which may have had another number of rows.
 
-        A vocabulary with fewer rows keeps the ids that its policy would evict last.
-
-        Args:
-            state: The result of `state`.
-            batch: Number of the last batch before it was saved.
+        A vocabulary with fewer rows keeps the ids that its policy would evict last, judged at the
+        number of a training batch, ``batch``.
         """
         saved_rows, first_saved, num_fresh_given = map(int, state["numbers"])
         old_rows = state["rows"].astype(np.int32)
@@ -430,10 +391,13 @@ class Vocabulary:
             rows = old_rows
             self._num_fresh_given, self._freed = num_fresh_given, state["freed"].astype(np.int32)
         else:
+            # The order of the free rows depends on the table's size, so the saved order is of no
+            # use. Ids keep their row where this table has it, so that few rows must be moved.
             self._num_fresh_given, self._freed = 0, _NO_ROWS
             is_free = np.ones(self.num_rows, np.bool_)
             stays = (old_rows >= self.first_row) & (old_rows < self.num_rows)
             is_free[old_rows[stays]] = False
+            # This counts all rows as given; those without an id become the queue of freed rows.
             in_order = self._take_free(self.room)
             free = in_order[is_free[in_order]]
             rows = old_rows.copy()
@@ -443,6 +407,7 @@ class Vocabulary:
         self._set_records(Records.empty(self.num_rows))
         for name, array in self._records.arrays().items():
             array[rows] = getattr(records, name)
+        # A sketch of another width cannot be converted: ids are then counted from 0 again.
         lines = state.get("sightings")
         if self.sightings is not None:
             self.sightings = Sightings(self.sightings.lines.shape[1])
@@ -456,7 +421,9 @@ class Vocabulary:
 def commit_all(
     vocabularies: Sequence[Vocabulary], proposals: Sequence[Proposal]
 ) -> list[Assignment]:
-    """Carry out the last proposals of several vocabularies for a batch."""
+    """Carry out the proposals of several vocabularies for one batch."""
+    # One native call changes the maps of all vocabularies. A model may have dozens, and the calls
+    # from Python would add up.
     changes = [each._begin(of) for each, of in zip(vocabularies, proposals, strict=True)]
     evicted = commit(changes, proposals[0].batch, FIRST_POWER) if proposals else []
     return [
@@ -468,7 +435,7 @@ def commit_all(
 
 
 def _coprime_near(number: int, share: float) -> int:
-    """Return a number near a share of another that has no common divisor with it."""
+    """Return the next number from ``share * number`` up that is coprime to ``number``."""
     candidate = max(1, round(number * share))
     while math.gcd(candidate, number) > 1:
         candidate += 1

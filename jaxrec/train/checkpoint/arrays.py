@@ -23,7 +23,7 @@ _READ_ERRORS = (ValueError, KeyError, TypeError, AttributeError, FileNotFoundErr
 
 
 def read_arrays(path: pathlib.Path, wanted: set[str]) -> dict[str, Any]:
-    """Read top-level parts of the tree that `tree.saved_tree` made, to the host."""
+    """Read top-level parts of `tree.saved_tree` to the host; missing parts are empty."""
     with _reader(path) as (saved, restore):
         target = {name: saved[name] for name in wanted if name in saved}
         return {name: {} for name in wanted} | _to_host(restore, target)
@@ -38,7 +38,7 @@ def read_forms(path: pathlib.Path) -> dict[str, Any]:
 def read_tables(
     path: pathlib.Path, collection: str, wanted: dict[str, LogicalTable], *, has_state: bool
 ) -> dict[str, LogicalTable]:
-    """Read tables of a collection to their devices; ``has_state``: with optimizer state."""
+    """Read tables of a collection to their devices, with their optimizer state if ``has_state``."""
     import orbax.checkpoint as ocp
 
     target = {
@@ -63,7 +63,7 @@ def read_tables(
 def read_table(
     path: pathlib.Path, collection: str, name: str, *, has_state: bool
 ) -> dict[str, np.ndarray]:
-    """Read one table to the host: its rows under "rows", and the arrays of its state by name."""
+    """Read a table to the host: its rows under "rows", and the arrays of its state by name."""
     with _reader(path) as (saved, restore):
         form = saved["tables"][collection][name]
         wanted = {"rows": form["rows"]} | ({"state": form.get("state") or {}} if has_state else {})
@@ -73,9 +73,10 @@ def read_table(
 
 
 def _to_host(restore: Callable[[Any, Any], Any], forms: Any) -> Any:
-    """Read arrays of some forms, nested as in the file."""
+    """Read arrays to the host, nested like ``forms``."""
     import orbax.checkpoint as ocp
 
+    # Orbax wants arrays as targets; those of `np.empty` take no memory until they are written.
     target = jax.tree.map(lambda form: np.empty(form.shape, form.dtype), forms)
     return restore(target, jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), target))
 
@@ -83,8 +84,8 @@ def _to_host(restore: Callable[[Any, Any], Any], forms: Any) -> Any:
 def read_changes(path: pathlib.Path) -> dict[str, dict[str, dict[str, np.ndarray]]]:
     """Read the changed rows of an incremental checkpoint, by collection and table.
 
-    Returns:
-        Row indices under "index", rows under "rows", and the arrays of their state by name.
+    Each table has row indices under "index", rows under "rows", and the arrays of its state by
+    name.
     """
     changes = read_arrays(path, {"changes"})["changes"]
     return {
@@ -108,7 +109,8 @@ _LEVELS = {"dense": 1, "optimizer": 1, "run": 1, "vocabularies": 2, "tables": 3,
 
 
 def _forms(tree: Any) -> dict[str, Any]:
-    """Return the shapes and types of a checkpoint's arrays, with empty parts as dictionaries."""
+    """Return the shapes and types of a checkpoint's arrays; empty parts are empty dictionaries."""
+    # Orbax writes an empty dictionary as None, so that depth alone tells an array from a part.
     forms = {name: _form(name, tree[name], _LEVELS[name]) for name in tree}
     for part, wanted in (("tables", {"rows"}), ("changes", {"rows", "index"})):
         for collection, tables in forms.get(part, {}).items():
@@ -131,9 +133,9 @@ def _form(name: str, tree: Any, levels: int) -> Any:
 
 @contextlib.contextmanager
 def _reader(path: pathlib.Path) -> Iterator[tuple[dict[str, Any], Callable[[Any, Any], Any]]]:
-    """Yield the tree of a checkpoint's arrays and a function that reads some of them.
+    """Yield the tree of a checkpoint's arrays, and a function that reads some of them.
 
-    An error of Orbax becomes a `CheckpointError` of one sentence; Orbax logs nothing.
+    Errors of Orbax become a `CheckpointError` of one sentence, and Orbax logs nothing.
     """
     import orbax.checkpoint as ocp
 
@@ -163,12 +165,7 @@ def _reader(path: pathlib.Path) -> Iterator[tuple[dict[str, Any], Callable[[Any,
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence Orbax's log, which repeats the errors that Orbax raises.
-
-    After a failed write Orbax closes its event loop, and each concurrent write that ends later
-    raises "Event loop is closed" in a callback from C++. Python would print these errors by
-    `sys.unraisablehook`.
-    """
+    """Silence Orbax's log, which repeats the errors that Orbax raises, and its late writes."""
 
     def is_wanted(record: logging.LogRecord) -> bool:
         return "orbax" not in record.pathname
@@ -177,6 +174,9 @@ def quiet() -> Iterator[None]:
         if str(raised.exc_value) != "Event loop is closed":
             hook(raised)
 
+    # After a failed write Orbax closes its event loop. Each concurrent write that ends later then
+    # raises "Event loop is closed" in a callback from C++, and Python prints it by
+    # `sys.unraisablehook`.
     log, hook = logging.getLogger("absl"), sys.unraisablehook
     log.addFilter(is_wanted)
     sys.unraisablehook = without_late_writes
@@ -190,7 +190,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def os_errors(path: pathlib.Path) -> Iterator[None]:
-    """Raise the operating system's error that an error of Orbax wraps; silence its log."""
+    """Silence Orbax's log, and raise the operating system's error that an error of Orbax wraps."""
     try:
         with quiet():
             yield
@@ -199,6 +199,7 @@ def os_errors(path: pathlib.Path) -> Iterator[None]:
             shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, OSError):
             raise
+        # TensorStore reports the system's error number only within its message.
         code = re.search(r"os_error_code='(\d+)'", str(error))
         if code is None:
             raise

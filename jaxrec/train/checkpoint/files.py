@@ -34,7 +34,7 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 # Entries of a checkpoint's folder.
 _ENTRIES = ("state", "tables", "run", STORES, "_CHECKPOINT_METADATA", CHECKSUMS_FILE)
 
-# Largest capacity factor that is taken over; the worst case of an exchange is one per device.
+# Largest capacity factor that is restored. The worst case of an exchange is the number of devices.
 _LARGEST_FACTOR = 1e9
 
 
@@ -47,7 +47,7 @@ class CheckpointError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A part that a model and a checkpoint do not have alike, so that it was not loaded.
+    """A part of a model or a checkpoint that was not loaded because the other does not match it.
 
     Attributes:
         kind: "collection", "table", "optimizer of table" (the state of its rows), "vocabulary",
@@ -72,7 +72,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointMetadata:
-    """Facts about the run that a checkpoint holds besides the model.
+    """The step, batches, metrics and plan of a checkpoint.
 
     Attributes:
         step: Number of training steps.
@@ -93,9 +93,8 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Place of a checkpoint in a chain of incremental ones.
 
     Attributes:
-        token: A random text that no other checkpoint has; empty: other checkpoints do not build on
-            it.
-        base: Step of the checkpoint on which it builds, the one before; None: it is full.
+        token: Random text that identifies this checkpoint; empty if no other can build on it.
+        base: Step of the checkpoint before, on which it builds; None: it is full.
         base_token: Token of that checkpoint.
     """
 
@@ -108,7 +107,7 @@ NO_LINK = Link("", None, "")
 
 
 class _Capacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A capacity of an exchange, as `jaxrec.mesh.capacity` describes it."""
+    """Capacity factor of an exchange, as `jaxrec.mesh.ahead.describe_capacities` returns it."""
 
     collection: str
     group: str
@@ -135,7 +134,7 @@ class PreservationPolicy:
 
     Attributes:
         latest: Number of newest checkpoints to keep.
-        best: Number of checkpoints with the best ``metric`` to keep besides.
+        best: Number of checkpoints with the best ``metric`` to keep besides the newest.
         metric: Name of a saved metric.
         mode: Whether the largest ("max") or the smallest ("min") value is the best.
 
@@ -181,16 +180,13 @@ class PreservationPolicy:
 
 @contextlib.contextmanager
 def lock_directory(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Lock a run's directory against other runs; make it if needed.
+    """Lock a run's directory against other runs, and make it if needed.
 
-    A process may lock a directory several times. With several processes each of them calls this,
-    and process 0 holds the lock.
-
-    Raises:
-        BlockingIOError: Another run has locked the directory; all processes raise it.
-        OSError: The directory cannot be written.
+    A process may lock a directory several times. Every process calls this; process 0 holds the
+    lock.
     """
     with contextlib.ExitStack() as stack:
+        # One process stands for the run: the others would find the directory locked.
         on_process_zero(
             lambda: stack.enter_context(locked(directory, is_shared=True)),
             (BlockingIOError, OSError),
@@ -224,17 +220,9 @@ def best_step(directory: str | os.PathLike[str], policy: PreservationPolicy) -> 
 
 
 def open_checkpoint(directory: str | os.PathLike[str], step: int | None) -> pathlib.Path:
-    """Find a checkpoint and compare all its files with their checksums.
+    """Return a checkpoint's folder after comparing all files of its chain with their checksums.
 
-    Args:
-        directory: Directory of the checkpoints.
-        step: The checkpoint's step; None: the newest.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        CheckpointError: There is no such checkpoint, or it is damaged.
+    ``step`` None is the newest checkpoint.
     """
     directory = pathlib.Path(directory).absolute()
     complete = all_steps(directory)
@@ -250,6 +238,7 @@ def open_checkpoint(directory: str | os.PathLike[str], step: int | None) -> path
             stacklevel=3,
         )
     else:
+        # Lazily, so that a base is checked before the metadata that it holds leads further back.
         for link in _links(path):
             if damage := find_damage(link):
                 raise damaged(path, damage, link)
@@ -257,12 +246,12 @@ def open_checkpoint(directory: str | os.PathLike[str], step: int | None) -> path
 
 
 def chain(path: pathlib.Path) -> list[pathlib.Path]:
-    """Return the checkpoints that make up one: the full one, and the incremental ones after it."""
+    """Return the folders that make up a checkpoint, from the full one to ``path``."""
     return list(_links(path))[::-1]
 
 
 def _links(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Iterate over the checkpoints of a chain, the last one first; see `chain`."""
+    """Yield the folders of a chain, the last one first."""
     current = path
     yield path
     while (link := read_link(current)).base is not None:
@@ -278,10 +267,7 @@ def _links(path: pathlib.Path) -> Iterator[pathlib.Path]:
 def damaged(path: pathlib.Path, damage: str, broken: pathlib.Path | None = None) -> CheckpointError:
     """Return an error that names the damage of a checkpoint and what to do.
 
-    Args:
-        path: The checkpoint.
-        damage: Its damage.
-        broken: The checkpoint that has the damage, on which ``path`` builds; None: ``path``.
+    ``broken`` is the checkpoint of the chain that is damaged; None: ``path`` itself.
     """
     if broken is not None and broken != path:
         steps = [step for step in all_steps(path.parent) if step >= int(broken.name)]
@@ -305,19 +291,17 @@ def write_checksums(directory: pathlib.Path) -> None:
 
 
 def find_damage(directory: pathlib.Path) -> str:
-    """Compare the files of a checkpoint with its checksums.
+    """Return the first damaged file of a checkpoint and its damage; empty if all files are whole.
 
-    With several processes each of them calls this and reads a part of the files.
-
-    Returns:
-        The first damaged file and its damage, the same text in all processes; empty if all files
-        are whole.
+    Each process reads a part of the files, and all return the same text.
     """
     try:
         damage = _find_damage(directory)
     except OSError as error:
         damage = f"{error.filename} cannot be read: {error.strerror}"
     if jax.process_count() > 1:
+        # All processes must raise or none: one that goes on alone would wait for the others in
+        # Orbax.
         damage = next(filter(None, gather_texts(damage)), "")
     return damage
 
@@ -326,6 +310,8 @@ def _find_damage(directory: pathlib.Path) -> str:
     try:
         content = (directory / CHECKSUMS_FILE).read_bytes()
         saved = msgspec.convert(json.loads(content)["files"], dict[str, StoredFile])
+        # Equal bytes, not only an equal checksum: JSON that parses to the same entries is still not
+        # what was written.
         is_same = content == _content(saved)
     except FileNotFoundError:
         return f"{CHECKSUMS_FILE} is missing"
@@ -333,7 +319,7 @@ def _find_damage(directory: pathlib.Path) -> str:
         is_same = False
     if not is_same:
         return f"{CHECKSUMS_FILE} is not what was saved"
-    # A file that nobody saved may be read in the place of one that was: refuse it too.
+    # Orbax may read an added file in the place of a saved one: refuse it too.
     if different := sorted(saved.keys() ^ set(_files(directory))):
         how = "is missing" if different[0] in saved else "was added after the checkpoint was saved"
         return f"{different[0]} {how}"
@@ -351,7 +337,7 @@ def _files(directory: pathlib.Path) -> list[str]:
 
 
 def _content(files: Mapping[str, StoredFile]) -> bytes:
-    """Return the content of ``checksums.json``, which ends with its own checksum."""
+    """Return the content of ``checksums.json``, which holds a checksum of itself."""
     plain = msgspec.to_builtins(files)
     crc = zlib.crc32(json.dumps(plain).encode())
     return json.dumps({"files": plain, "crc32_of_files": f"{crc:08x}"}, indent=1).encode()
@@ -360,7 +346,7 @@ def _content(files: Mapping[str, StoredFile]) -> bytes:
 def run_file(
     run: CheckpointMetadata, link: Link, capacities: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the content of ``run/metadata``, which `_RunFile` reads."""
+    """Return the content of ``run/metadata``, which `_RunFile` describes."""
     facts = dataclasses.asdict(run)
     del facts["differences"]  # between a checkpoint and the model that loaded it
     details = {"has_checksums": True, "link": msgspec.to_builtins(link), "capacities": capacities}
@@ -368,7 +354,7 @@ def run_file(
 
 
 def read_capacities(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Read the capacities of exchanges, for `jaxrec.mesh.ahead.restore_capacities`."""
+    """Read the exchanges' capacity factors, for `jaxrec.mesh.ahead.restore_capacities`."""
     capacities = _read_run_file(path).capacities
     if not all(0 < each.factor <= _LARGEST_FACTOR for each in capacities):
         raise damaged(path, "run/metadata has a capacity factor that no exchange has")
@@ -376,9 +362,10 @@ def read_capacities(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def read_link(path: pathlib.Path) -> Link:
-    """Read a checkpoint's place in its chain; one that an older jaxrec saved is full."""
+    """Read a checkpoint's place in its chain; a checkpoint of an older jaxrec is full."""
     link = _read_run_file(path).link
-    # The step of the folder, under which others name this checkpoint: a chain has an end.
+    # Compared with the folder's own step, under which others name it. Steps fall along a chain, so
+    # that it ends.
     if link.base is not None and not 0 <= link.base < int(path.name):
         raise damaged(path, f"run/metadata has step {link.base} as its base, which is no older one")
     return link
@@ -391,7 +378,7 @@ def read_run(path: pathlib.Path) -> CheckpointMetadata:
 
 
 def read_shapes(path: pathlib.Path) -> dict[str, dict[str, tuple[int, int]]]:
-    """Read the rows on the devices and the columns of tables, by collection and table."""
+    """Read each table's rows on the devices and columns, by collection and table."""
     shapes = _read_as(path, "tables/metadata", dict[str, dict[str, tuple[int, int]]])
     if any(min(shape) < 0 for tables in shapes.values() for shape in tables.values()):
         raise damaged(path, "tables/metadata does not hold the shapes of tables")
@@ -403,7 +390,7 @@ def _read_run_file(path: pathlib.Path) -> _RunFile:
 
 
 def _read_as(path: pathlib.Path, file: str, kind: type[Content]) -> Content:
-    """Read a JSON file of a checkpoint, whose entries must have the types of ``kind``."""
+    """Read a JSON file of a checkpoint and convert it to ``kind``."""
     try:
         return msgspec.convert(json.loads((path / file).read_text()), kind)
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:

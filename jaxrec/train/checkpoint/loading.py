@@ -69,8 +69,8 @@ def restore(
 ) -> CheckpointMetadata:
     """Load a checkpoint of a directory into a model, in place.
 
-    The checksums of all files, all names and all shapes are compared first: a difference leaves the
-    model and the optimizer as they were. If reading fails later, such as by a disk error, a note of
+    Checksums, names and shapes are compared before anything is loaded: a difference leaves the
+    model and the optimizer as they were. If reading fails later, such as by a disk error, a note on
     the error names the tables that are already loaded.
 
     Args:
@@ -78,12 +78,12 @@ def restore(
         model: A model with the same tables and parameters; their placement may differ.
         optimizer: The model's optimizer; None: load the model only.
         step: The checkpoint's step; None: the newest.
-        resized: Whether tables may have more or fewer rows than the saved ones. Rows that both have
-            are loaded with their state, other rows stay as they are: for a vocabulary that grew at
-            its end or was cut there.
+        resized: Whether tables may have more or fewer rows than the saved ones, as after a
+            vocabulary grew or was cut at its end. Rows that both have are loaded with their state;
+            the model's other rows stay as they are.
         partial: Whether the model may differ from the saved one: tables that were added, removed,
             frozen or trained again, other row optimizers, other layers. Tables, parameters and
-            optimizer state that fit by name and shape are loaded. All else of the model stays as it
+            optimizer state that fit by name and shape are loaded. The rest of the model stays as it
             is, and ``differences`` of the result lists it. The rows of a table with another row
             optimizer are loaded without their state.
 
@@ -91,8 +91,8 @@ def restore(
         The checkpoint's metadata.
 
     Raises:
-        CheckpointError: There is no such checkpoint, it is damaged, or its variables are not those
-            of the model; with ``partial``, no table and no parameter fits.
+        CheckpointError: There is no such checkpoint, it is damaged, or its variables are not the
+            model's; with ``partial``, no table and no parameter fits.
 
     Example:
         >>> import jaxrec, optax, tempfile
@@ -120,7 +120,7 @@ def load(
     resized: bool = False,
     partial: bool = False,
 ) -> CheckpointMetadata:
-    """Load the checkpoint in the folder ``path`` that `open_checkpoint` returned; see `restore`."""
+    """Load the checkpoint in a folder that `open_checkpoint` returned; see `restore`."""
     run, links, capacities = read_run(path), chain(path), read_capacities(path)
     saved = read_arrays(path, {"dense", "optimizer", "vocabularies"})
     shapes = read_shapes(path)
@@ -134,6 +134,8 @@ def load(
             f"{match.differences[0]}"
         )
     vocabularies = _vocabularies(match, tier, saved["vocabularies"], links)
+    # Converted before the first table changes: a value that does not fit must leave the model as it
+    # was.
     values = [
         (variable, value_like(value, variable.get_raw_value()))
         for variable, value in (*match.dense, *match.optimizer)
@@ -151,9 +153,12 @@ def load(
                 read = read_tables(links[0], name, forms, has_state=has_state)
                 for table in tables:
                     common = min(shapes[name][table.name][0], table.num_embeddings)
+                    # Popped, so that a table's arrays are freed before the next table is converted.
                     old, logical = collection.tables.get_value(), read.pop(table.name)
                     collection.tables.set_value(old.from_checkpoint(table.name, logical, common))
                     loaded.append(table.name)
+        # Except for its tables, an incremental checkpoint is complete. Tables come from the full
+        # one, and the changes of each link go over them, in order.
         for link in links[1:]:
             _load_changes(named, read_changes(link), match.tables)
         if tier is not None and vocabularies:
@@ -162,6 +167,7 @@ def load(
         if loaded:
             error.add_note(f"{path}: tables {listed(loaded)} of the model are loaded, others not")
         raise
+    # Last, since nothing can fail here any more.
     for variable, value in values:
         variable.set_value(value)
     restore_capacities(model, capacities)
@@ -169,11 +175,7 @@ def load(
 
 
 class StateError(CheckpointError):
-    """The state of the run was saved with other shapes.
-
-    Attributes:
-        reason: How the shapes differ; the end of a sentence.
-    """
+    """The state of the run was saved with other shapes; ``reason`` ends a sentence about it."""
 
     def __init__(self, path: pathlib.Path, saved: list[Any], wanted: list[Any]) -> None:
         self.reason = f"was saved with arrays of {saved}, but here it has {wanted}"
@@ -186,7 +188,7 @@ class StateError(CheckpointError):
 def restore_state(
     directory: str | os.PathLike[str], state: State, *, step: int | None = None
 ) -> State:
-    """Read the pytree that `CheckpointManager.save` got as ``state``.
+    """Return the pytree that was passed to `CheckpointManager.save` as ``state``.
 
     Args:
         directory: Directory of the checkpoints.
@@ -200,7 +202,7 @@ def restore_state(
 
 
 def load_state(path: pathlib.Path, state: State) -> State:
-    """Read the state in the folder that `open_checkpoint` returned; see `restore_state`."""
+    """Read the run's state from a folder that `open_checkpoint` returned; see `restore_state`."""
     saved = read_arrays(path, {"run"})["run"]
     leaves, tree = jax.tree.flatten(state)
     found = [saved.get(str(i)) for i in range(len(saved))]
@@ -215,15 +217,11 @@ def load_state(path: pathlib.Path, state: State) -> State:
 def _together(
     collection: Collection, has_state: Mapping[str, bool]
 ) -> Iterator[tuple[list[TableConfig], bool]]:
-    """Yield groups of tables of up to `_READ_BYTES`, or of one larger table.
+    """Yield groups of tables to read at once, up to `_READ_BYTES` or one larger table.
 
-    Args:
-        collection: The collection.
-        has_state: Whether a table is loaded with its state, by the names of the tables to load.
-
-    Yields:
-        The tables of a group, and whether they are loaded with their state.
+    ``has_state`` has the tables to load; each group comes with whether its state is loaded.
     """
+    # One read has one tree of arguments, with state or without.
     for with_state in (True, False):
         group: list[TableConfig] = []
         size = 0
@@ -247,7 +245,7 @@ def _vocabularies(
     saved: Mapping[str, dict[str, np.ndarray]],
     links: Sequence[pathlib.Path],
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Return the saved state of vocabularies that fit, without changing those of the model."""
+    """Return the saved state of the vocabularies that fit, after checking their row stores."""
     if tier is None or not match.vocabularies:
         return {}
     path = links[-1]
@@ -271,7 +269,7 @@ def _load_vocabularies(
     links: Sequence[pathlib.Path],
     has_state: Mapping[str, Mapping[str, bool]],
 ) -> None:
-    """Load vocabularies, their row stores, and rows whose place differs from the saved one."""
+    """Load vocabularies, their row stores, and the rows whose index differs from the saved one."""
     wanted = [each for each in tier.vocabularies if each.name in state]
     if len(wanted) < len(tier.vocabularies):
         tier.settle(model)  # the others keep their ids and rows
@@ -285,13 +283,9 @@ def _load_changes(
     changes: dict[str, Any],
     has_state: Mapping[str, Mapping[str, bool]],
 ) -> None:
-    """Load the changed rows of an incremental checkpoint into tables, as far as these reach.
+    """Write the changed rows of an incremental checkpoint, ``[collection][table]``, into tables.
 
-    Args:
-        named: The collections.
-        changes: The changed rows by collection and table.
-        has_state: Whether a table is loaded with its state, by collection and table; others are not
-            loaded.
+    Rows beyond a table that has fewer now are left out, and so are tables that ``has_state`` lacks.
     """
     for path, tables in changes.items():
         for name, arrays in tables.items():
@@ -315,9 +309,9 @@ def _move_rows(
     links: Sequence[pathlib.Path],
     has_state: Mapping[str, Mapping[str, bool]],
 ) -> None:
-    """Load the rows of ids whose row in the table is not the one that was saved.
+    """Load the rows of ids whose row index in the table is not the saved one.
 
-    Rows of ids without room go to the store.
+    Rows of ids that no longer have room go to the store.
     """
     for each in vocabularies:
         loaded = places[each.name]
@@ -336,6 +330,8 @@ def _move_rows(
                 index = changes.pop("index")
                 for key in read:
                     read[key][index] = changes[key]
+            # All old rows were read to the host, so that a row may move to where another one comes
+            # from.
             rows = {key: array[loaded.old_rows[moved]] for key, array in read.items()}
             placed = write(store.placed, [TableRows(name, loaded.rows[moved])], [rows])
             collection.tables.set_value(store.with_placed(placed))

@@ -51,22 +51,23 @@ _CHUNK_BYTES = 1 << 24
 class CheckpointManager:
     """Saves the checkpoints of a directory while training goes on, and deletes old ones.
 
-    The folder of a checkpoint gets its name, the step, when it is complete with the checksums of
-    all its data: a run killed at any moment leaves the last complete checkpoint.
+    A checkpoint's folder is renamed to its step once all data and checksums are written: a run
+    killed at any moment leaves the last complete checkpoint.
 
     With several processes each of them makes a manager and calls its methods.
 
     Args:
         directory: Directory of the checkpoints, one folder each. The manager locks it against other
             runs until it is closed (`jaxrec.train.checkpoint.files.lock_directory`).
-        preservation_policy: Which checkpoints are kept; None: the newest. Those on which a kept one
-            builds are kept too.
+        preservation_policy: Which checkpoints are kept; None: the newest. The checkpoints on which
+            a kept one builds are kept too.
         tracker: Tracks the changes of the model, so that checkpoints after a full one are
-            incremental: they hold the rows that changed since the one before, with their optimizer
-            state, also those in row stores, and all else as a full one does. None: all are full.
+            incremental. An incremental checkpoint holds the rows that changed since the one before,
+            with their optimizer state, on the devices and in row stores, and all variables outside
+            the tables. None: all are full.
         consumer: Name of the tracker's consumer for these checkpoints.
-        full_every: Number of checkpoints from one full one to the next. `restore` reads all from
-            the last full one on, and damage of one harms those that build on it.
+        full_every: Number of checkpoints from one full one to the next. `restore` reads the last
+            full one and all after it, so that damage to one harms those that build on it.
 
     Raises:
         KeyError: The tracker has no such consumer.
@@ -100,6 +101,7 @@ class CheckpointManager:
         if tracker is not None:
             self._increments = _Increments(self._directory, tracker, consumer, full_every)
         self._policy = preservation_policy or PreservationPolicy()
+        # If Orbax cannot start, this releases the lock and restores the log.
         with contextlib.ExitStack() as stack:
             stack.enter_context(lock_directory(self._directory))
             # Also for the threads that write while training goes on.
@@ -127,25 +129,27 @@ class CheckpointManager:
         """Start saving a checkpoint; the model may change as soon as this returns.
 
         Tables with replicas (``jaxrec.shard(replica_axis=...)``) are averaged first, in the model
-        itself (`jaxrec.mesh.average_replicas`): a run that is restored goes on as this one does.
+        itself (`jaxrec.mesh.average_replicas`), so that a restored run goes on as this one does.
 
         Args:
             model: The model. Its tables are saved by name, rows in logical order, with their
                 optimizer state, so that they load into any placement.
             optimizer: The model's optimizer; its step names the checkpoint.
-            state: A pytree of arrays of the run, such as the state of metrics.
+            state: A pytree of the run's own arrays, such as the state of metrics.
             batches, metrics, plan: See `CheckpointMetadata`.
 
         Returns:
             The folder of the checkpoint, which exists once it is complete.
 
         Raises:
-            FileExistsError: Something else than a checkpoint has the name of the step.
+            FileExistsError: A file or folder that is no checkpoint has the name of the step.
             OSError: This checkpoint or the one before cannot be written, such as on a full disk.
                 Earlier checkpoints stay.
         """
         import orbax.checkpoint as ocp
 
+        # Two checkpoints at once would take the memory of two copies, and the second might build on
+        # one that fails.
         self.wait_until_finished()
         step = int(optimizer.step.get_value())
         path = self._directory / str(step)
@@ -158,6 +162,7 @@ class CheckpointManager:
         if jax.process_index() == 0:
             for unfinished in self._directory.glob(f"*{UNFINISHED}*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
+        # Replicas differ between synchronizations, and a checkpoint has one value of each row.
         if has_replicas(model):
             average_replicas(model)
         run = CheckpointMetadata(step, batches, dict(metrics or {}), plan)
@@ -180,17 +185,20 @@ class CheckpointManager:
                         tables=ocp.args.JsonSave(table_shapes(model)),
                         run=ocp.args.JsonSave(run_file(run, link, describe_capacities(model))),
                     ),
+                    # Orbax would refuse a step that is there already; the new one takes its place.
                     force=True,
                 )
         except BaseException:
             if increment is not None:
                 increment.fail()
             raise
+        # Only now may `wait_until_finished` take the changes over: a failed save leaves them to the
+        # next.
         self._under_way = path, increment
         return path
 
     def wait_until_finished(self) -> None:
-        """Wait for the checkpoint that is being written, and delete those the policy drops.
+        """Wait for the checkpoint that is being written, then delete checkpoints by the policy.
 
         Raises:
             OSError: The checkpoint could not be written.
@@ -211,9 +219,11 @@ class CheckpointManager:
             return
         saved = all_steps(self._directory)
         metrics = {step: _metrics(self._directory / str(step)) for step in saved}
+        # Deletion waits for the new checkpoint, so that at any moment a complete one exists.
         kept = self._policy.preserved(metrics)
         for step in set(metrics) - kept - _bases(self._directory, kept):
-            # Under its own name a checkpoint is whole at any moment.
+            # Renamed before its files are deleted: under its own name a checkpoint is whole at any
+            # moment.
             leftover = self._directory / f"{step}{UNFINISHED}-removed"
             shutil.rmtree((self._directory / str(step)).rename(leftover))
 
@@ -235,7 +245,7 @@ class CheckpointManager:
 
 
 class _Increments:
-    """Decides which saves of a manager are incremental, and on which checkpoint they build."""
+    """Decides which saves of a manager are incremental, and on which checkpoint each builds."""
 
     def __init__(
         self, directory: pathlib.Path, tracker: ChangeTracker, consumer: str, full_every: int
@@ -253,18 +263,17 @@ class _Increments:
                 each.transfer.watchers.add(written)
 
     def link(self, step: int, position: str | None) -> Link:
-        """Return the place of the checkpoint of a step in a chain.
-
-        Args:
-            step: The step.
-            position: Step and token of the checkpoint since which changes are known.
-        """
+        """Return the link of a step's checkpoint: full, or built on the one at ``position``."""
+        # A step may be saved anew by a resumed run. The token tells that checkpoint from the one on
+        # which later ones were built.
         token = secrets.token_hex(8)
         full = Link(token, None, "")
         if position is None:
             return full
         base, base_token = position.split()
         path = self._directory / base
+        # A run that went back to an older step would make a chain without an end, or build on a
+        # checkpoint that this save replaces.
         if int(base) >= step or (self._directory / str(step)).exists() or not path.exists():
             return full
         try:
@@ -275,7 +284,7 @@ class _Increments:
 
 
 class _Increment:
-    """Changes that the checkpoint of a step takes over when it is complete."""
+    """The changes that one checkpoint saves; they count as read once it is complete."""
 
     def __init__(self, increments: _Increments, step: int) -> None:
         self._increments, self._step = increments, step
@@ -285,11 +294,12 @@ class _Increment:
         self.link = NO_LINK
 
     def take(self) -> Changes | None:
-        """Return the changes, if the checkpoint is incremental; None: it is full."""
+        """Return the changes for an incremental checkpoint; None for a full one."""
         increments = self._increments
         self._written = {name: ids.take() for name, ids in increments.written.items()}
         handed_over = increments.tracker.hand_over(increments.consumer)
         self._changes = changes = self._stack.enter_context(handed_over)
+        # Process 0 alone decides: the others might see the directory earlier or later.
         link = on_process_zero(
             lambda: msgspec.to_builtins(increments.link(self._step, changes.position))
         )
@@ -297,15 +307,16 @@ class _Increment:
         return None if self.link.base is None else Changes(changes.ids, self._written)
 
     def complete(self) -> None:
-        """Record that the checkpoint is complete."""
+        """Mark the changes as read, up to this checkpoint."""
         if self._changes is not None:
             self._changes.position = f"{self._step} {self.link.token}"
         self._stack.close()
 
     def fail(self) -> None:
-        """Leave the changes to the next checkpoint; call it where an error is handled."""
+        """Leave the changes to the next checkpoint; call it within ``except``."""
         for name, ids in self._written.items():
             self._increments.written[name].give_back(ids)
+        # The hand-over gives its changes back only if its block raises, so it gets the error.
         self._stack.__exit__(*sys.exc_info())
 
 
@@ -323,11 +334,7 @@ def save(
 def require_space(
     directory: str | os.PathLike[str], model: nnx.Module, optimizer: nnx.Optimizer
 ) -> None:
-    """Make the directory and check that its disk has space for a checkpoint.
-
-    Raises:
-        OSError: The disk has too little space, or the directory cannot be made.
-    """
+    """Make the directory, and raise an OSError unless its disk has space for a checkpoint."""
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     # An upper bound: on a mesh, replicated tables count once for each device.
@@ -342,7 +349,7 @@ def require_space(
 
 
 def _metrics(path: pathlib.Path) -> dict[str, float]:
-    """Return the metrics of a checkpoint; none if it is damaged, so that saving can go on."""
+    """Return the metrics of a checkpoint; a damaged one has none, so that saving goes on."""
     try:
         return read_run(path).metrics
     except CheckpointError:
@@ -350,7 +357,7 @@ def _metrics(path: pathlib.Path) -> dict[str, float]:
 
 
 def _bases(directory: pathlib.Path, steps: Iterable[int]) -> set[int]:
-    """Return the steps of the checkpoints on which others build, as far as these can be read."""
+    """Return the steps on which the checkpoints of ``steps`` build; damaged links are left out."""
     bases = set()
     for step in steps:
         with contextlib.suppress(CheckpointError):
@@ -359,11 +366,11 @@ def _bases(directory: pathlib.Path, steps: Iterable[int]) -> set[int]:
 
 
 def _no_changes() -> None:
-    """Let all rows be saved."""
+    """Return None: the checkpoint is full."""
 
 
 def _stores(directory: pathlib.Path, step: str) -> pathlib.Path:
-    """Return where snapshots of row stores are until the rest of the checkpoint is written."""
+    """Return the folder of row stores' snapshots until the rest of the checkpoint is written."""
     return directory / f"{step}{UNFINISHED}-{STORES}"
 
 
@@ -374,6 +381,8 @@ def _orbax() -> tuple[Any, type]:
     class Handler(ocp.CompositeCheckpointHandler):
         def finalize(self, directory: Any) -> None:
             """Write the checksums. Process 0 calls this after all processes have written."""
+            # Orbax renames the folder to the step only after this method, so that a checkpoint with
+            # a name always has its checksums.
             super().finalize(directory)
             path = pathlib.Path(directory)
             stores = _stores(path.parent, path.name.split(UNFINISHED)[0])

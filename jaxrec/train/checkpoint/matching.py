@@ -27,10 +27,10 @@ class Match:
     """The parts of a checkpoint that fit a model.
 
     Attributes:
-        tables: Whether the optimizer state of a table fits too, by collection and table.
+        tables: Whether a table's optimizer state fits too, by collection and table.
         vocabularies: Names of the vocabularies.
         dense, optimizer: Variables and their saved values.
-        differences: All that does not fit.
+        differences: Everything that does not fit.
     """
 
     tables: dict[str, dict[str, bool]] = dataclasses.field(default_factory=dict)
@@ -42,7 +42,7 @@ class Match:
     def common(
         self, kind: str, wanted: Iterable[str], saved: Iterable[str], collection: str = ""
     ) -> list[str]:
-        """Return the names that model and checkpoint have, and note the others."""
+        """Return the names that model and checkpoint share, and note the others as differences."""
         wanted, saved = list(wanted), set(saved)
         for reason, names in (
             (_NOT_SAVED, set(wanted) - saved),
@@ -54,11 +54,11 @@ class Match:
         return [name for name in wanted if name in saved]
 
     def note(self, kind: str, name: str, reason: str, collection: str = "") -> None:
-        """Note a difference."""
+        """Add a difference."""
         self.differences.append(Difference(kind, name, reason, collection))
 
     def leave(self, collection: str, name: str, reason: str) -> None:
-        """Leave out a table that fits by its shape."""
+        """Leave out a table whose shape fits, and note why."""
         if self.tables.get(collection, {}).pop(name, None) is not None:
             self.note("table", name, reason, collection)
 
@@ -72,15 +72,10 @@ def match_checkpoint(
     *,
     resized: bool,
 ) -> Match:
-    """Compare a model with a checkpoint; neither changes.
+    """Compare a model and its optimizer with a checkpoint; neither changes.
 
-    Args:
-        model: The model.
-        optimizer: Its optimizer; None: its variables and the state of tables are not compared.
-        saved: The arrays of the checkpoint by part: "dense", "optimizer", "vocabularies".
-        shapes: Shapes of the saved tables by collection and table.
-        forms: Shapes of tables and of their state in the files, by collection and table.
-        resized: As for `jaxrec.train.restore`.
+    ``saved`` has the arrays of "dense", "optimizer" and "vocabularies"; ``forms`` the shapes of the
+    tables' files. Without an optimizer, the state of tables is not compared.
     """
     match, named, tier = Match(), collections(model), tier_of(model)
     cached = set() if tier is None else tier.cached_tables
@@ -88,6 +83,8 @@ def match_checkpoint(
         match.tables[path] = {}
         configs = {table.name: table for table in placed_configs(named[path])}
         for name in match.common("table", configs, shapes[path], path):
+            # A cache may have another number of rows than the one that was saved: its rows are
+            # found by their ids.
             may_differ = resized or name in cached
             reason = _shape_difference(configs[name], tuple(shapes[path][name]), may_differ)
             if reason:
@@ -110,8 +107,9 @@ def match_checkpoint(
 
 
 def refusal(path: pathlib.Path, differences: list[Difference], *, resized: bool) -> CheckpointError:
-    """Return the error of a checkpoint that is to be loaded whole; it has the first differences."""
+    """Return the error of a checkpoint that must be loaded whole, with the first differences."""
     first = differences[0]
+    # One kind in one collection: a model that changed much would have an error of pages.
     alike = [x for x in differences if (x.kind, x.collection) == (first.kind, first.collection)]
     kinds = _PLURALS.get(first.kind, f"{first.kind}s")
     missing = [each.name for each in alike if each.reason == _NOT_SAVED]
@@ -133,7 +131,7 @@ def refusal(path: pathlib.Path, differences: list[Difference], *, resized: bool)
 
 
 def listed(names: list[str], limit: int = 8) -> str:
-    """Return names as text, at most the first ``limit``."""
+    """Return names as text, at most the first ``limit`` of them."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(map(repr, names[:limit])) + more if names else "nothing"
 
@@ -149,7 +147,7 @@ def _shape_difference(table: TableConfig, saved: tuple[int, ...], may_differ: bo
 
 
 def _state_difference(collection: Collection, name: str, saved: Mapping[str, Any]) -> str:
-    """Return how the saved state of a row optimizer differs in its names and widths."""
+    """Return how the saved state of a table differs in names and widths; empty if it fits."""
     wanted = collection.tables.get_value().checkpoint_shapes(name).state
     state = saved.get("state") or {}
     if _widths(wanted) == _widths(state):
@@ -168,7 +166,7 @@ def _kept(state: Mapping[str, Any]) -> str:
 def _match_vocabularies(
     match: Match, tier: Tier | None, saved: Mapping[str, Mapping[str, Any]], *, has_state: bool
 ) -> None:
-    """Match vocabularies; a table whose rows one assigns is loaded with it or not at all."""
+    """Match vocabularies; a vocabulary's tables are loaded with it or not at all."""
     vocabularies = {} if tier is None else {each.name: each for each in tier.vocabularies}
     others = set(saved) - {RUN_STATE}
     common = match.common("vocabulary", vocabularies, others)
@@ -191,7 +189,8 @@ def _match_vocabularies(
         if name not in common:
             for path, table in tables:
                 match.leave(path, table, "has a vocabulary that is not loaded")
-    # The rows of these tables are in the order of a vocabulary.
+    # A vocabulary that the model lacks chose the order of these tables' rows. Vocabularies that
+    # several tables share are named "a+b".
     unordered = {table for name in others - set(vocabularies) for table in (name, *name.split("+"))}
     for path, of_path in match.tables.items():
         for table in sorted(unordered & set(of_path)):
@@ -202,7 +201,7 @@ def _match_vocabularies(
 def _match_variables(
     match: Match, kind: str, named: Mapping[str, nnx.Variable], saved: Mapping[str, np.ndarray]
 ) -> list[tuple[nnx.Variable, np.ndarray]]:
-    """Return the variables whose saved values have their shapes."""
+    """Return the variables whose saved values have their shapes, with these values."""
     pairs = []
     for name in match.common(kind, named, saved):
         wanted = plain(named[name].get_raw_value()).shape

@@ -25,12 +25,7 @@ Collection = EmbeddingBagCollection | EmbeddingCollection
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """Changes since the checkpoint before, which an incremental one saves.
-
-    Attributes:
-        tables: The changed ids, by path of the collection and name of the table.
-        stores: Ids whose records in the row store changed, by name of the vocabulary; None: all.
-    """
+    """Changed ids by collection and table, and of row stores by vocabulary (None: all ids)."""
 
     tables: Mapping[tuple[str, str], ChangedIds]
     stores: Mapping[str, np.ndarray | None]
@@ -49,22 +44,18 @@ def saved_tree(
 ) -> dict[str, Any]:
     """Copy all arrays into the nested dictionaries of a checkpoint.
 
-    Copies, since the next training step donates the arrays themselves.
-
-    Args:
-        model: The model.
-        optimizer: Its optimizer.
-        state: State of the run.
-        stores: Directory for snapshots of the row stores, made if there is one; None: they are not
-            saved.
-        take_changes: Called when the tables agree with their vocabularies.
+    ``stores`` is the folder for snapshots of row stores; None: they are not saved. ``take_changes``
+    is called once the tables agree with their vocabularies.
     """
+    # Everything is copied, since the next training step donates the arrays themselves.
     tier = tier_of(model)
     if tier is None:
         changes = take_changes()
         return _saved_tree(model, optimizer, state, None if changes is None else changes.tables)
     with tier.settled(model):
         changes = take_changes()
+        # Within the same block as the copies of rows: a row that moved between the two would be in
+        # both places or in neither.
         if stores is not None:
             snapshot_stores(tier.vocabularies, stores, {} if changes is None else changes.stores)
         vocabularies = {
@@ -79,9 +70,11 @@ def saved_tree(
 
 
 def _changed_rows(tier: Tier, key: tuple[str, str], changed: ChangedIds) -> ChangedIds:
-    """Return the changed rows of a table on the devices, as row indices."""
+    """Return the changed rows of a table as row indices, without ids that only the store has."""
     for each in tier.vocabularies:
         if any((table.collection, table.config.name) == key for table in each.tables):
+            # The file of an incremental checkpoint names rows, as a full one does; the vocabulary
+            # that is saved with it says whose they are.
             rows = each.vocabulary.map.find(changed.ids)
             rows = np.concatenate([changed.unknown, rows[rows >= 0]])
             return ChangedIds(np.sort(rows), changed.removed, changed.unknown)
@@ -89,12 +82,12 @@ def _changed_rows(tier: Tier, key: tuple[str, str], changed: ChangedIds) -> Chan
 
 
 def _with_end(array: np.ndarray) -> np.ndarray:
-    """Append an element, since files hold no empty arrays."""
+    """Append an element, since Orbax's files hold no empty arrays."""
     return np.concatenate([array, np.zeros((1, *array.shape[1:]), array.dtype)])
 
 
 def without_end(array: np.ndarray) -> np.ndarray:
-    """Remove the element that was appended to an array of ``vocabularies`` for the file."""
+    """Remove the element that `_with_end` appended."""
     return array[:-1]
 
 
@@ -141,7 +134,7 @@ def _copy(value: Array) -> Array | np.ndarray:
 
 
 def _off_devices(collection: Collection, name: str) -> dict[str, Any]:
-    """Copy a table and its optimizer state to host memory."""
+    """Copy a table and its optimizer state from the devices to pinned host memory."""
     logical = collection.tables.get_value().checkpoint_view(name)
     table = {"rows": logical.rows, "state": logical.state}
     # One table at a time: copies of all tables may not fit the devices.
@@ -153,7 +146,7 @@ def _off_devices(collection: Collection, name: str) -> dict[str, Any]:
 
 
 def table_shapes(model: nnx.Module) -> dict[str, dict[str, list[int]]]:
-    """Return the rows on the devices and the columns by collection and table."""
+    """Return ``[rows on the devices, columns]`` of each table, by collection and table."""
     return {
         name: {
             table.name: [table.num_embeddings, table.embedding_dim]
@@ -164,12 +157,12 @@ def table_shapes(model: nnx.Module) -> dict[str, dict[str, list[int]]]:
 
 
 def placed_configs(collection: Collection) -> tuple[TableConfig, ...]:
-    """Return the tables with the number of rows that they have on the devices."""
+    """Return the tables' configurations with the numbers of rows that they have on the devices."""
     return collection.tables.get_value().layout.configs
 
 
 def collections(model: nnx.Module) -> dict[str, Collection]:
-    """Return the model's collections by their paths."""
+    """Return the model's collections by path; "." is the model itself."""
     return {
         "/".join(map(str, path)) or ".": module
         for path, module in nnx.iter_modules(model)

@@ -1,8 +1,8 @@
-"""Directories of `torch.distributed.checkpoint`, whatever the number of their processes.
+"""Directories of `torch.distributed.checkpoint`, written by any number of processes.
 
-The file ``.metadata`` says which shards a tensor has, and in which bytes of which file each of them
-lies. All of it is compared before anything is read: every element of a tensor comes from one shard,
-and every byte of a file belongs to one shard at most.
+The file ``.metadata`` names the shards of each tensor, and the file and bytes of each shard. It is
+checked before any tensor is read: the shards hold every element of a tensor once, and no two of
+them share a byte of a file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from jaxrec.train.torchrec.tensors import StateDict, StoredTensor, TensorFile
 
 METADATA_FILE = ".metadata"
 
-# Largest number of axes along which a tensor is cut. Shards of tables are cut along two.
+# Largest number of axes along which a tensor is cut: `holds_each_once` takes 2**axes corners of
+# each shard. Shards of tables are cut along two.
 _CUT_AXES = 8
 
 
@@ -81,15 +82,7 @@ _KNOWN: Mapping[tuple[str, str], Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A part of a tensor.
-
-    Attributes:
-        offsets: Position of its first element in the tensor.
-        sizes: Its shape.
-        file: Name of the file that has it.
-        start: Its first byte there.
-        length: Number of its bytes.
-    """
+    """The part of a tensor that the bytes ``start`` to ``start + length`` of a file hold."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -112,16 +105,14 @@ def open_distributed(path: pathlib.Path) -> StateDict:
 def holds_each_once(
     shape: tuple[int, ...], boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> bool:
-    """Return whether boxes hold each element of an array exactly once, and nothing else.
+    """Return whether boxes, ``(offsets, sizes)`` each, hold every element of an array exactly once.
 
-    The number of boxes that hold an element is a sum over the corners of the boxes before it, with
-    a sign for each: the differences of that number along all axes. The corners of the boxes
-    therefore add up to those of the array exactly if the numbers are the same everywhere.
-
-    Args:
-        shape: Shape of the array.
-        boxes: Position of the first element and shape of each, not negative.
+    The number of boxes over an element is the sum, over all corners at or before it, of the
+    corners' signs. So the boxes' corners with their signs cancel those of the array exactly if the
+    number is 1 everywhere.
     """
+    # Comparing corners takes time in proportion to the number of shards, comparing shards with each
+    # other its square, and counting elements the memory of the whole tensor.
     boxes = [box for box in boxes if 0 not in box[1]]
     if 0 in shape:
         return not boxes
@@ -149,7 +140,7 @@ def holds_each_once(
 def _read_metadata(
     path: pathlib.Path,
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, list[Shard]]]:
-    """Return the shapes of a directory's tensors, and their shards, by name."""
+    """Return the shapes of a directory's tensors and their shards, by name."""
     file = path / METADATA_FILE
     try:
         with open(file, "rb") as opened:
@@ -186,7 +177,7 @@ def _read_metadata(
 
 
 def _stored(stored: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...]], Record]:
-    """Return the places in files by tensor and position, checked: none is there twice."""
+    """Return the place of each shard by tensor and position; raise a ValueError if two overlap."""
     places: dict[tuple[str, tuple[int, ...]], Record] = {}
     parts: list[tuple[str, int, int]] = []
     for index, info in stored.items():
@@ -197,6 +188,7 @@ def _stored(stored: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...]], Reco
             raise ValueError(f"{key[0][:200]!r} has two shards at {list(key[1])}")
         places[key] = info
         file = _text(info.relative_path)
+        # A damaged or malicious directory must not name files outside of it.
         if file in ("", ".", "..") or not {"/", "\\", "\0"}.isdisjoint(file):
             raise ValueError(f"{file[:80]!r} is not the name of a file in the directory")
         parts.append((file, integer(info.offset), integer(info.length)))
@@ -263,6 +255,7 @@ def _read(
                     "of its shards"
                 )
             places = zip(shard.offsets, shard.sizes, strict=True)
+            # Copied shard by shard from the mapped file, so that one tensor is in memory at a time.
             whole[tuple(slice(start, start + count) for start, count in places)] = part
     return np.zeros(shape, np.float32) if whole is None else whole
 

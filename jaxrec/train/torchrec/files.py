@@ -24,7 +24,8 @@ _SAFETENSORS_TYPES = (
     *("U16", "U8", "BOOL"),
 )
 
-# Deepest nesting of dictionaries, and how much longer than a pickle all names in it may be.
+# Deepest nesting of dictionaries, and the most characters that all names together may have for each
+# byte of the pickle.
 _DEPTH = 64
 _NAMES_PER_BYTE = 64
 
@@ -99,11 +100,9 @@ def _torch(path: pathlib.Path, file: TensorFile) -> StateDict:
 
 
 def _flat(value: Any, path: pathlib.Path, limit: int) -> dict[str, StoredTensor | int | float]:
-    """Return the tensors and numbers of nested dictionaries by dotted names.
-
-    A dictionary may be in several others, or in itself: ``limit`` is the largest number of
-    characters of all names.
-    """
+    """Return the tensors and numbers of nested dictionaries by dotted names."""
+    # Dictionaries may contain each other any number of times, so that a small pickle can make
+    # endless names: `limit` is the largest number of characters of all of them.
     found: dict[str, StoredTensor | int | float] = {}
     left = [("", value, 0)]
     while left:

@@ -37,9 +37,8 @@ class DenseArray:
 
     Attributes:
         path: The variable's path in the model.
-        variable: The variable.
-        name: Name of the array of PyTorch.
-        order: Axes of PyTorch's array in the order of the variable's; None: they are the same.
+        name: Name of PyTorch's array.
+        order: PyTorch's axes in the order of the variable's; None: the same order.
         is_column: Whether PyTorch has ``[n, 1]`` where the variable has ``[n]``.
     """
 
@@ -94,10 +93,10 @@ _NAMES: dict[type[nnx.Module], dict[str, str]] = {
 def torchrec_layers(model: nnx.Module) -> dict[str, str]:
     """Return the names that a model's dense layers and collections have in TorchRec.
 
-    For the argument ``layers`` of `load_torchrec` and `save_torchrec`: paths in the model to the
-    beginnings of names in a state dict. The models and modules of `jaxrec.nn` that TorchRec has,
-    too, have TorchRec's names. Every other layer has its path in the model, as a model has that
-    names its layers in Flax as in PyTorch; change what differs.
+    The result is for the argument ``layers`` of `load_torchrec` and `save_torchrec`: paths in the
+    model to the beginnings of names in a state dict. Models and modules of `jaxrec.nn` that
+    TorchRec also has get TorchRec's names. Every other layer gets its path in the model; change the
+    entry if your PyTorch model names the layer otherwise.
 
     Args:
         model: The model.
@@ -128,12 +127,9 @@ def torchrec_layers(model: nnx.Module) -> dict[str, str]:
 
 
 def dense_arrays(model: nnx.Module, layers: Layers) -> list[DenseArray]:
-    """Return the dense variables of some layers, with their names in PyTorch.
+    """Return the dense variables of ``layers`` with their names in PyTorch, without collections.
 
-    Args:
-        model: The model.
-        layers: For layers, beginnings of names; for single variables, their names; by path.
-            Collections are left out.
+    ``layers`` has, by path, a layer's beginning of names or a single variable's name.
     """
     modules = {dotted(path): (path, module) for path, module in nnx.iter_modules(model)}
     single = {
@@ -177,7 +173,7 @@ def dotted(path: Path) -> str:
 
 
 def _own_variables(module: Any) -> dict[str, nnx.Variable]:
-    """Return the parameters and statistics of a module itself, by attribute."""
+    """Return a module's own parameters and statistics, by attribute."""
     return {
         name: value
         for name, value in vars(module).items()
@@ -186,7 +182,7 @@ def _own_variables(module: Any) -> dict[str, nnx.Variable]:
 
 
 def _order(module: Any, attribute: Any, count: int) -> tuple[int, ...] | None:
-    """Return PyTorch's axes in the order of a variable's: kernels have inputs and outputs last."""
+    """Return PyTorch's axes in the order of a kernel's, whose last two are inputs and outputs."""
     if attribute != "kernel" or not isinstance(module, nnx.Linear | nnx.Conv):
         return None
     return (*range(2, count), 1, 0)
@@ -196,7 +192,7 @@ Names: TypeAlias = Iterator[tuple[str, str]]
 
 
 def _within(ours: str, theirs: str, names: Names) -> Names:
-    """Yield the names of a part of a module."""
+    """Yield the names of a part of a module, with the part's paths before them."""
     for path, name in names:
         yield f"{ours}.{path}", f"{theirs}.{name}"
 
@@ -250,6 +246,7 @@ def _dlrm(model: Any) -> Names:
     yield from _within("bottom", "dense_arch.model", _mlp(model.bottom))
     last = f"layers.{len(model.top.layers) - 1}"
     for path, name in _mlp(model.top):
+        # TorchRec's over arch is an MLP and, apart from it, the last layer.
         is_last = path == last
         yield f"top.{path}", "over_arch.model.1" if is_last else f"over_arch.model.0.{name}"
 
@@ -268,6 +265,7 @@ def _dlrm_projection(model: Any) -> Names:
 def _simple_deepfm(model: Any) -> Names:
     yield "embeddings", "sparse_arch.embedding_bag_collection"
     for i in range(len(model.dense_arch.layers)):
+        # TorchRec's Sequential has an activation between two layers, which counts as a module.
         yield f"dense_arch.layers.{i}", f"dense_arch.model.{2 * i}"
     yield "interaction.deep.layers.0", "inter_arch.deep_fm.dense_module.0"
     yield "head", "over_arch.model.0"
@@ -291,8 +289,8 @@ _MODELS: dict[type, Callable[[Any], Names]] = {
 }
 
 
-# For each state of a row optimizer, its names in TorchRec: as sharded modules write it now, as they
-# wrote it, as `FusedEmbeddingBagCollection` has it, and as torchrec.optim's optimizers have it.
+# TorchRec's names of a row optimizer's states: as sharded modules write them now, as they wrote
+# them before, as `FusedEmbeddingBagCollection` and as torchrec.optim's optimizers have them.
 _FIRST = ("momentum1", "momentum_1")
 TABLE_STATES: dict[str, tuple[str, ...]] = {
     "accumulator": (*_FIRST, "sum"),
@@ -313,11 +311,9 @@ DENSE_STATES: dict[str, tuple[str, ...]] = {
 
 
 def table_state_names(kept: list[str], state: str) -> tuple[str, ...]:
-    """Return TorchRec's names of a state of a row optimizer, the one to write first.
+    """Return TorchRec's names of a row optimizer's state, first the one to write.
 
-    Args:
-        kept: Names of all state that the optimizer keeps.
-        state: One of them.
+    ``kept`` has the names of all state that the optimizer keeps.
     """
     if state == "second_moment" and "first_moment" not in kept:
         return _FIRST  # row-wise RMSprop has one state
@@ -327,9 +323,11 @@ def table_state_names(kept: list[str], state: str) -> tuple[str, ...]:
 def dense_states(
     optimizer: nnx.Optimizer, arrays: list[DenseArray]
 ) -> Iterator[tuple[DenseArray, nnx.Variable, tuple[str, ...]]]:
-    """Yield optax's state of some dense arrays, with PyTorch's names, the one to write first."""
+    """Yield optax's state of dense arrays with PyTorch's names, first the one to write."""
     by_path = {array.path: array for array in arrays}
     for path, variable in nnx.to_flat_state(nnx.state(optimizer)):
+        # optax keeps a state as a tree of the parameters' paths, behind transformations of any
+        # depth: "opt_state/0/mu/over/kernel".
         for position, part in enumerate(path):
             array = by_path.get(path[position + 1 :])
             if array is not None and part in DENSE_STATES:
@@ -337,7 +335,7 @@ def dense_states(
 
 
 def counters(optimizer: nnx.Optimizer) -> list[nnx.Variable]:
-    """Return the numbers of updates that an optimizer and its optax state count."""
+    """Return the variables that count an optimizer's updates, its own and those of optax."""
     found: list[Any] = [optimizer.step]
     for path, variable in nnx.to_flat_state(nnx.state(optimizer)):
         if path[0] == "opt_state" and path[-1] == "count":

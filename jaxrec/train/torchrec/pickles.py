@@ -1,8 +1,8 @@
 """Pickles of PyTorch's files, read without PyTorch and without running their code.
 
-A pickle is a program. The interpreter here knows the instructions that PyTorch's files have, makes
-objects of a few classes alone, and takes memory and time in proportion to the pickle's bytes:
-nothing that one instruction makes depends on the size of what others made.
+A pickle is a program. This interpreter knows only the instructions that PyTorch's files have, and
+makes objects of a few classes. Its memory and time are proportional to the pickle's bytes: what one
+instruction makes never depends on the size of what others made.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from jaxrec.train.checkpoint import CheckpointError
 # Largest pickle: a million tensors or shards.
 PICKLE_BYTES = 1 << 28
 
-# Largest numbers of axes of a tensor and of an object's fields; PyTorch's and its classes' own.
+# Largest numbers of axes of a tensor, which is PyTorch's, and of fields of an object.
 _AXES = 64
 _FIELDS = 16
 
 # Largest product of a tensor's sizes, without those that are 0, which NumPy counts too.
 _ELEMENTS = 1 << 59
 
-# Instructions of protocols 2 to 5 that are taken over from Python's unpickler. Those that are left
-# out allocate what the pickle claims (BYTEARRAY8), make large integers (LONG4), or are not written.
+# Instructions of protocols 2 to 5 that Python's unpickler may run. Left out are those that allocate
+# as much as the pickle claims (BYTEARRAY8), make large integers (LONG4), or that PyTorch never
+# writes.
 _INSTRUCTIONS = (
     *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET"),
     *("LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1"),
@@ -37,14 +38,14 @@ _INSTRUCTIONS = (
     *("BINPERSID",),
 )
 
-# Text of a value in an error, whatever the value is.
+# A short text of any value, for errors.
 _short = reprlib.Repr()
 _short.maxlevel, _short.maxtuple, _short.maxstring, _short.maxlong = 2, 8, 80, 80
 shorten = _short.repr
 
 
 class Record:
-    """An object of a class of PyTorch, with its fields as attributes; None for missing fields."""
+    """An object of a PyTorch class with its fields as attributes; missing fields are None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -55,17 +56,10 @@ class Record:
 def read_pickle(
     content: bytes, known: Mapping[tuple[str, str], Any], where: str, wanted: str
 ) -> Any:
-    """Return the object of a pickle.
+    """Return the object of a pickle; raise a CheckpointError if it is damaged or has other classes.
 
-    Args:
-        content: The pickle.
-        known: Functions and subclasses of `Record` by the module and name that the pickle has for
-            them. Each result must be of constant size.
-        where: Name of the file in errors.
-        wanted: The file's objects, for the error over others.
-
-    Raises:
-        CheckpointError: It is damaged, or holds objects of other classes.
+    ``known`` has a function or subclass of `Record`, with results of constant size, by the module
+    and name in the pickle; ``where`` and ``wanted`` are for errors.
     """
     if len(content) > PICKLE_BYTES:
         raise CheckpointError(
@@ -82,7 +76,7 @@ def read_pickle(
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's own unpickler with fewer instructions, and stricter ones."""
+    """Python's own unpickler with fewer and stricter instructions."""
 
     stack: list[Any]
     pop_mark: Callable[[], list[Any]]
@@ -96,6 +90,8 @@ class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self._known:
             return self._known[module, name]
+        # Types of storages and data types, such as `torch.FloatStorage`: a name is all that is
+        # needed.
         if module == "torch":
             return name
         raise CheckpointError(
@@ -120,11 +116,12 @@ class _Unpickler(pickle._Unpickler):
         self.stack.append(kind())
 
     def load_build(self) -> None:
-        """Set the fields of a record. Other state is of no use: attributes of an OrderedDict."""
+        """Set the fields of a record."""
         state = self.stack.pop()
         instance = self.stack[-1]
         if not isinstance(instance, Record | dict):
             raise ValueError(f"state of {shorten(instance)}")
+        # An OrderedDict's state is its attributes, which are of no use here.
         if isinstance(instance, Record) and isinstance(state, dict):
             if len(state) > _FIELDS or not all(isinstance(key, str) for key in state):
                 raise ValueError(f"{type(instance).__name__} with fields {shorten(state)}")
@@ -142,7 +139,7 @@ class _Unpickler(pickle._Unpickler):
         if type(target) is not dict or len(items) % 2:
             raise ValueError(f"items of {shorten(target)}")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            # The hash of nested tuples can take for ever.
+            # A tuple of tuples of tuples, each twice, has a hash that takes exponential time.
             if not all(map(_is_scalar, key if type(key) is tuple else (key,))):
                 raise ValueError(f"a key {shorten(key)}")
             target[key] = value
@@ -164,24 +161,24 @@ def _is_scalar(key: Any) -> bool:
 
 
 def torch_size(*arguments: Any) -> tuple[int, ...]:
-    """Return the numbers of a ``torch.Size``."""
+    """Return the integers of a ``torch.Size``."""
     (numbers,) = arguments or ((),)
     return integers(numbers)
 
 
 def ignored(*_: Any) -> None:
-    """Stand for a function whose result is of no use."""
+    """Stand for a function whose result is not used."""
 
 
 def array_shape(value: Any) -> tuple[int, ...]:
-    """Return the shape of a file's tensor if an array can have it."""
+    """Return the shape of a stored tensor; raise a ValueError if no array can have it."""
     if math.prod(filter(None, integers(value))) > _ELEMENTS:
         raise ValueError(f"{shorten(value)} is larger than any tensor")
     return integers(value)
 
 
 def integers(value: Any) -> tuple[int, ...]:
-    """Return a shape, a position or strides of a file if they can be such."""
+    """Return a shape, position or strides; raise a ValueError if the value is none of these."""
     if type(value) is not tuple or len(value) > _AXES:
         raise ValueError(f"{shorten(value)} is not the size of a tensor")
     for number in value:
@@ -190,7 +187,7 @@ def integers(value: Any) -> tuple[int, ...]:
 
 
 def integer(value: Any) -> int:
-    """Return an integer of a file."""
+    """Return a size or position; raise a ValueError if the value is neither."""
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{shorten(value)} is not a size or a position")
     return value

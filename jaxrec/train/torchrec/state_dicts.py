@@ -46,11 +46,12 @@ def load_torchrec(
 ) -> list[str]:
     """Set a model from a TorchRec ``state_dict``: tables, dense layers and optimizer state.
 
-    Tables are found by their names: the entry of a table is ``....embedding_bags.NAME.weight`` or
-    ``....embeddings.NAME.weight``. If several entries name the table, the entry whose path is the
-    collection's path in the model is read. Dense layers are found by ``layers``, kernels transposed
-    from PyTorch's order. Arrays are read one at a time, and all names and shapes are compared
-    before the first one is set. PyTorch is not needed; pickles are read without running their code.
+    The entry of a table is named ``....embedding_bags.NAME.weight`` or
+    ``....embeddings.NAME.weight``. If several entries name the table, the one under the
+    collection's path in the model is read. Dense layers are found by ``layers``; kernels are
+    transposed from PyTorch's order. All names and shapes are compared before the first variable
+    changes, and arrays are read one at a time. PyTorch is not needed, and pickles are read without
+    running their code.
 
     Args:
         model: The model, on one device or on a mesh.
@@ -59,23 +60,23 @@ def load_torchrec(
             - a file ``.safetensors`` (needs the extra ``jaxrec[torchrec]``) or ``.npz``;
             - a file of `torch.save` (``.pt``, ``.pth``, ``.bin``) with nested dictionaries of
               tensors, such as ``{"model": model.state_dict(), "optim": optimizer.state_dict()}``;
-            - a directory of `torch.distributed.checkpoint`, whatever its sharding.
+            - a directory of `torch.distributed.checkpoint`, of any sharding.
         layers: Paths in the model to beginnings of names in the file, such as
             ``{"over": "over_arch.model.1"}``, or ``jaxrec.train.torchrec_layers(model)``. None:
-            dense layers are left alone.
-        optimizer: The model's optimizer. With it, the state of row optimizers is read
-            (``....state.....NAME.weight.NAME.momentum1`` and the like), that of optax for the
-            layers in ``layers`` (``exp_avg``, ``exp_avg_sq``, ``square_avg``, ``momentum_buffer``,
-            ``sum``), and the number of updates, where a layer has a ``step``. None: state is left
-            alone.
+            dense layers stay as they are.
+        optimizer: The model's optimizer. With it, three kinds of state are read: that of row
+            optimizers (``....state.....NAME.weight.NAME.momentum1`` and the like); that of optax
+            for the layers in ``layers`` (``exp_avg``, ``exp_avg_sq``, ``square_avg``,
+            ``momentum_buffer``, ``sum``); and the number of updates, where a layer has a ``step``.
+            None: state stays as it is.
 
     Returns:
-        Names of the unused entries.
+        Names of the entries that the model does not use.
 
     Raises:
         CheckpointError: An entry is missing in the file, ambiguous, or has another shape; or the
             file cannot be read.
-        KeyError: ``layers`` names what the model does not have.
+        KeyError: ``layers`` names a path that the model does not have.
         ImportError: safetensors is not installed.
         OSError: The file cannot be read.
     """
@@ -83,7 +84,7 @@ def load_torchrec(
     dense = dense_arrays(model, layers or {})
     with open_state_dict(path) as state:
         entries = _Entries.find(state, model, dense, optimizer)
-        # All that can be refused is refused before the first variable changes.
+        # Every check comes before the first variable changes.
         entries.check_shapes()
         step = entries.step()
         try:
@@ -112,11 +113,8 @@ class _Entries:
     """The entries of a file that a model takes.
 
     Attributes:
-        state: The file.
-        collections: The model's collections by path.
-        dense: The dense variables of the model and of its optimizer.
-        tables: Entries by path of the collection and name of the table.
-        of_tables: Entries of the row optimizers' state, likewise, by name of the state.
+        tables: Entries by collection path and table name.
+        of_tables: Entries of the row optimizers' state, by the same key and the state's name.
         steps: Entries with the number of updates.
     """
 
@@ -135,7 +133,7 @@ class _Entries:
         arrays: list[DenseArray],
         optimizer: nnx.Optimizer | None,
     ) -> _Entries:
-        """Find the entries by their names."""
+        """Find the entries of a model and its optimizer by their names."""
         names, collections = _Names(state), _collections(model)
         tables = {
             (where, config.name): names.table(where, config.name)
@@ -158,7 +156,7 @@ class _Entries:
         return {*self.tables.values(), *self.steps, *(x.name for x in self.dense), *of_tables}
 
     def check_shapes(self) -> None:
-        """Raise a CheckpointError where an array of the file has another shape."""
+        """Raise a CheckpointError if an array of the file has another shape than its variable."""
 
         def check(name: str, what: str, *wanted: tuple[int, ...]) -> None:
             if (found := self.state.shape(name)) not in wanted:
@@ -176,11 +174,12 @@ class _Entries:
             shapes = _state_shapes(self.collections[where], table)
             for key, name in found.items():
                 wanted = shapes[key]
-                columns = [(*wanted, 1)] if len(wanted) == 1 else []  # one number a row
+                # One number a row is `[rows]` in FBGEMM and `[rows, 1]` in torchrec.optim.
+                columns = [(*wanted, 1)] if len(wanted) == 1 else []
                 check(name, f"{key} of table {table!r}", wanted, *columns)
 
     def step(self) -> int | None:
-        """Return the number of updates, the same in all `steps`; None without any."""
+        """Return the number of updates, the same in all ``steps``; None if there are none."""
         numbers = set()
         for name in self.steps:
             where = f"{self.state.path}, {name}"
@@ -197,7 +196,7 @@ class _Entries:
         return next(iter(numbers), None)
 
     def load(self) -> None:
-        """Set dense variables, tables and the state of row optimizers, one after another."""
+        """Set dense variables, tables and the state of row optimizers, one array at a time."""
         for entry in self.dense:
             value = entry.array.from_torch(self.state.read(entry.name))
             entry.variable.set_value(value_like(value, entry.variable.get_raw_value()))
@@ -213,18 +212,18 @@ class _Entries:
 
 
 class _Names:
-    """The names of a file, and which of them are meant."""
+    """The names of a file, and which entry each name of the model means."""
 
     def __init__(self, state: StateDict) -> None:
         self._state = state
         self._by_table: dict[str, list[str]] = {}
         for name in state.names:
-            # Other names, of any length, would be searched for long.
+            # The regular expression backtracks, which a damaged file's long names would make slow.
             if name.endswith(".weight") and (match := _TABLE.fullmatch(name)):
                 self._by_table.setdefault(match["table"], []).append(name)
 
     def table(self, where: str, table: str) -> str:
-        """Return the entry of a table of the collection at a path."""
+        """Return the entry of a table in the collection at path ``where``."""
         found = self._by_table.get(table, [])
         if len(found) > 1:
             begins = [n for n in found if n.rsplit(f".{table}.weight")[0].startswith(f"{where}.")]
@@ -237,7 +236,7 @@ class _Names:
         return found[0]
 
     def find(self, name: str) -> str:
-        """Return the entry of a name, or the only one that ends so."""
+        """Return the entry with a name, or the only entry that ends with it."""
         if name in self._state.names:
             return name
         found = [
@@ -248,11 +247,11 @@ class _Names:
         return self._only(found, name)
 
     def states(self, name: str, keys: Sequence[str]) -> list[str]:
-        """Return the optimizer's entries of a parameter."""
+        """Return the entries of a parameter's optimizer state."""
         return [each for each in self._state.names if _is_state_of(each, name, keys)]
 
     def state(self, name: str, keys: Sequence[str]) -> str:
-        """Return the optimizer's entry of a parameter."""
+        """Return the only entry of a parameter's optimizer state."""
         return self._only(self.states(name, keys), f"state.{name}.{' or '.join(keys)}")
 
     def _only(self, found: list[str], name: str) -> str:
@@ -284,7 +283,7 @@ def _collections(model: nnx.Module) -> dict[str, Collection]:
 def _state_entries(
     collections: dict[str, Collection], tables: dict[tuple[str, str], str], names: _Names
 ) -> dict[tuple[str, str], dict[str, str]]:
-    """Return the entries of the row optimizers' state, by table and name of the state."""
+    """Return the entries of the row optimizers' state, by table and the state's name."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for where, table in tables:
         store = collections[where].tables.get_value()
@@ -323,16 +322,16 @@ def save_torchrec(
 
     Tables have the names ``PATH.embedding_bags.TABLE.weight`` and ``PATH.embeddings.TABLE.weight``,
     where ``PATH`` is the collection's path in the model or its name in ``layers``. Load the file in
-    PyTorch by ``model.load_state_dict(safetensors.torch.load_file(path))``; state has names that
-    begin with ``state.`` and is for the optimizer's ``load_state_dict``. `load_torchrec` reads the
-    file. With several processes all of them call this, and the first writes.
+    PyTorch by ``model.load_state_dict(safetensors.torch.load_file(path))``; entries that begin with
+    ``state.`` are for the optimizer's ``load_state_dict``. `load_torchrec` reads the file. Every
+    process calls this, and process 0 writes.
 
     Args:
         model: The model, on one device or on a mesh.
         path: File ``.safetensors`` (needs the extra ``jaxrec[torchrec]``) or ``.npz``, which
             appears when it is complete. An npz file has bfloat16 numbers as float32.
         layers: As for `load_torchrec`. None: tables alone.
-        optimizer: The model's optimizer, whose state is written, too; None: none is.
+        optimizer: The model's optimizer, whose state is also written; None: no state is written.
 
     Returns:
         Names of the entries.
@@ -340,7 +339,7 @@ def save_torchrec(
     Raises:
         ValueError: The file's name has another ending, or a row optimizer keeps state that TorchRec
             does not have.
-        KeyError: ``layers`` names what the model does not have.
+        KeyError: ``layers`` names a path that the model does not have.
         ImportError: safetensors is not installed.
         OSError: The file cannot be written.
 
@@ -368,6 +367,7 @@ def save_torchrec(
     if optimizer is not None:
         for array, variable, keys in dense_states(optimizer, dense):
             arrays[f"state.{array.name}.{keys[0]}"] = array.to_torch(variable.get_value())
+        # PyTorch keeps `step` as a float32 tensor of each parameter.
         step = np.asarray(counters(optimizer)[0].get_value(), np.float32)
         arrays |= {
             f"state.{array.name}.step": step
@@ -379,7 +379,7 @@ def save_torchrec(
 
 
 def _table_arrays(collection: Collection, prefix: str, *, has_state: bool) -> dict[str, Any]:
-    """Return the rows of a collection's tables, and their state."""
+    """Return the rows of a collection's tables by entry, and their state if ``has_state``."""
     kind = "embedding_bags" if isinstance(collection, EmbeddingBagCollection) else "embeddings"
     begin = f"{prefix}.{kind}" if prefix else kind
     arrays: dict[str, Any] = {}

@@ -51,14 +51,7 @@ _WANTED = (
 
 @dataclasses.dataclass(frozen=True)
 class StateDict:
-    """The arrays of a file by their dotted names, read one at a time.
-
-    Attributes:
-        path: The file, or the directory of a distributed checkpoint.
-        names: Names of the arrays.
-        read: Function that reads an array.
-        shape: Function that returns the shape of an array, without reading it.
-    """
+    """The arrays of a file by dotted names; ``read`` reads one, ``shape`` only its shape."""
 
     path: pathlib.Path
     names: Sequence[str]
@@ -68,14 +61,14 @@ class StateDict:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a file, as the file describes it: nothing is compared yet.
+    """A tensor of a file as the file describes it, unchecked.
 
     Attributes:
-        storage: The file's array: PyTorch's name of its type, its name in the file, and its number
+        storage: PyTorch's name of the numbers' type, the storage's name in the file, and its number
             of elements.
         offset: Position of the tensor's first element in the storage.
         shape: Its shape.
-        strides: Number of elements between neighbours of each axis.
+        strides: Number of elements between neighbours along each axis.
     """
 
     storage: tuple[str, str, int]
@@ -115,20 +108,9 @@ _KNOWN: Mapping[tuple[str, str], Any] = {
 
 
 class TensorFile:
-    """A file that `torch.save` wrote, or a part of a file.
+    """A file that `torch.save` wrote, or the ``size`` bytes of a file from ``start`` on.
 
-    Args:
-        path: The file.
-        start: First byte of the part.
-        size: Number of its bytes; None: up to the file's end.
-
-    Attributes:
-        value: The object, with a `StoredTensor` for each tensor.
-        pickle_bytes: Number of bytes of its pickle.
-
-    Raises:
-        OSError: The file cannot be read.
-        CheckpointError: It is another file, damaged, or holds objects that are not read.
+    ``value`` is its object, with a `StoredTensor` for each tensor.
     """
 
     def __init__(
@@ -162,11 +144,11 @@ class TensorFile:
         return read_pickle(content, _KNOWN, self._where, _WANTED), size
 
     def read(self, tensor: StoredTensor) -> Shaped[np.ndarray, "..."]:
-        """Return the numbers of a tensor, a copy."""
+        """Return a copy of a tensor's numbers."""
         return np.array(self.view(tensor))
 
     def view(self, tensor: StoredTensor) -> Shaped[np.ndarray, "..."]:
-        """Return the numbers of a tensor where they lie in the file; see `read`."""
+        """Return a tensor's numbers as they lie in the file."""
         of_type, key, elements = tensor.storage
         if of_type not in _STORAGES:
             raise CheckpointError(
@@ -184,6 +166,7 @@ class TensorFile:
         if not count:
             return np.empty(tensor.shape, dtype)
         # No stride is negative: the last element has the largest position.
+        # A stride of an axis of size 1 may be any number, which `torch.save` keeps.
         steps = [s if n > 1 else 0 for n, s in zip(tensor.shape, tensor.strides, strict=True)]
         last = tensor.offset + sum(
             (n - 1) * step for n, step in zip(tensor.shape, steps, strict=True)
@@ -203,5 +186,5 @@ class TensorFile:
         )
 
     def close(self) -> None:
-        """Close the file. Numbers that were read stay."""
+        """Close the file; arrays that `read` returned stay valid."""
         self._archive.close()
