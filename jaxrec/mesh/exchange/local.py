@@ -18,7 +18,7 @@ class Alone(Exchange):
     """Look up and update the rows of the only device, as tables without a mesh do."""
 
     # Placements do not name this exchange. On a mesh of one device `choose_exchange` takes it
-    # instead of "rows", "pooled" and "bags", since these sort ids for owners that do not exist.
+    # instead of "rows", "pooled" and "bags", which would sort ids by owner for nothing.
 
     name: ClassVar[str] = "alone"
 

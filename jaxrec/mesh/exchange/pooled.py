@@ -193,7 +193,7 @@ def route_ids(
     is_padding = lookups.rows == placed.padding
     owners = jnp.where(has_row | is_padding, owners, 0)
     local_rows = jnp.where(has_row, local_rows, kernels.BAD_ROW)
-    # One stable sort by (owner, bag), a number below MAX_ROWS by the check above.
+    # One stable sort by (owner, bag) as a single number, which int32 holds by the check above.
     keys = jnp.where(is_padding, devices * num_bags, owners * num_bags + lookups.bags)
     buckets = kernels.bucket(keys, devices * num_bags)
     lengths = buckets.counts.reshape(devices, num_bags)
