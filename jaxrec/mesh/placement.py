@@ -59,8 +59,8 @@ class Candidate:
         is_asked: Whether the user named the sharding types. A type then gives its splits even if
             another type has the same.
         speeds: Relative speed of each device of the mesh.
-        heat: Function of ``n`` that returns the share of lookups in each of ``n`` equal runs of
-            rows, ``[n]``.
+        heat: Function of ``n`` that returns how a batch's distinct ids spread over ``n`` equal runs
+            of rows: their shares, ``[n]``.
     """
 
     rows: int

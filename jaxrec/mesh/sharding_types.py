@@ -129,8 +129,8 @@ class RowWise(Placement):
 
 def _rotations(table: Candidate) -> tuple[tuple[int, ...], ...]:
     """Return orders of the devices that put the hottest rows on different devices."""
-    # Several tables have their hot rows at the start, say. The planner spreads these heads over
-    # the devices. Up to 8 or so orders are enough, and none but the first if lookups are even.
+    # If several tables have their hot rows first, the planner can give each table another order, so
+    # that no device has them all. Some 8 orders are enough, and one if lookups are even.
     devices, count = table.devices, len(table.devices)
     if table.heat(count).max() < 1.05 / count:
         return (devices,)
