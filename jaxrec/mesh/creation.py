@@ -60,6 +60,7 @@ def init_on_mesh(
     # A first value is a function of the table's key, the row and the column. So each device makes
     # its own shards, and needs memory for one block of random numbers besides.
     layout = layout_mesh(tables, placements, mesh_shape(mesh, replica_axis))
+    # Each process fills its own shards, so different keys would go unnoticed.
     require_same("model", {"random key of tables": fingerprint(key)})
     sharded = ShardedTables.zeros(layout, mesh, replica_axis)
     for config in tables.configs:
@@ -144,6 +145,7 @@ def _fill_shards(
         def fill(shard, array):
             return fill_rows(array, key, draw, scale, ranges[0, shard], dim)
 
+        # A loop, so that the program does not grow with the number of shards.
         return jax.lax.fori_loop(0, ranges.shape[1], fill, array)
 
     everywhere = PartitionSpec()

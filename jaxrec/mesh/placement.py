@@ -142,6 +142,7 @@ class Placement(abc.ABC):
                 f"{self.kind}: a {self.place} is named by its number on the mesh, from 0, got "
                 f"{wrong[0]!r} ({type(wrong[0]).__name__})"
             )
+        # Plain integers, since NumPy's are not JSON and print their type in reports.
         object.__setattr__(self, "places", tuple(map(int, self.places)))
         if self.num_places not in (None, len(self.places)):
             raise ValueError(f"{self.kind}: it takes one {self.place}, got {self.places}")

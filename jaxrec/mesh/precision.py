@@ -82,6 +82,7 @@ def encode(rows: Float[Array, "*lines dim"], format: Format) -> tuple[Array, ...
         case "bfloat16":
             return (rows.astype(jnp.bfloat16),)
         case "float16":
+            # One infinite element would make its whole sum infinite.
             return (jnp.clip(rows, -_FLOAT16_MAX, _FLOAT16_MAX).astype(jnp.float16),)
         case "int8":
             rows = rows.astype(jnp.float32)

@@ -140,6 +140,7 @@ def _synchronize(tables: MeshStore) -> MeshStore:
 
     def step(name: str, rows: TableArray, state: GroupState) -> tuple[TableArray, GroupState]:
         optimizer = optimizers[name]
+        # `synchronize_replicas` refuses packed rows, so this is for the type checker.
         if not isinstance(optimizer, diloco) or isinstance(rows, PackedRows):
             return rows, state
         new_rows, new_state = optimizer.outer_step(rows, state)

@@ -171,6 +171,7 @@ def shard(
             if not isinstance(collection.tables.get_value().placed, MeshStore)
         ]
         _move_tables(elsewhere, placements, mesh, replica_axis)
+    # The settings of exchanges belong to the store, not to its arrays, so both paths set them here.
     for collection in _collections(made):
         tables = collection.tables.get_value()
         placed = dataclasses.replace(
@@ -180,6 +181,7 @@ def shard(
     for _, module in nnx.iter_modules(made):
         if isinstance(module, PoolRows):
             module.place(mesh)
+    # Everything else: variables that are neither tables nor pools.
     place_dense(made, dense_part, mesh)
     for finish in ON_SHARDED:
         finish(made)

@@ -163,7 +163,7 @@ class TowerTables(ShardedTables):
         return row_gradients(residuals, cotangents.values)
 
     def _output_names(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        return (), ()
+        return (), ()  # the same column is another feature on another host
 
     def _route_lookups(
         self,
@@ -256,7 +256,7 @@ class TowerTables(ShardedTables):
         step: Step,
     ) -> tuple[TableArray, dict[str, TableArray]]:
         on_host, gradient = self._on_host(placed, gradient)
-        # The gradient has a route, so the exchange makes none and needs no capacity.
+        # `_on_host` gave the gradient a route, so the exchange needs no capacity to make one.
         return ROWS.update(on_host, table, state, gradient, step, self.within, 0)
 
     def _squares(
@@ -332,6 +332,7 @@ def run_towers(
 
             return run
 
+        # The host is a traced number, so all hosts' towers are in the program and one runs.
         out = jax.lax.switch(tables.across.index, [on_host(h) for h in range(hosts)], values)
         home = tables.across.send_rows(out.reshape(hosts, -1, max(ends))).astype(dtype)
         return [

@@ -117,6 +117,7 @@ class Request:
     @property
     def scaled_lookups(self) -> Lookups:
         """The lookups with `scales`, without derivatives."""
+        # The derivative in the weights is that of `Exchange.pool`; the update reads mere numbers.
         return dataclasses.replace(self.lookups, scales=constant(self.scales))
 
 
@@ -331,6 +332,7 @@ def update_owned(
     gradient = clip_tables(placed, gradient, channel)
     # The norm is already within its bound. The kernel would bound it by this device's rows alone.
     optimizer = dataclasses.replace(placed.group.optimizer.of_batch, clip_norm=None)
+    # A skipped update writes padding rows alone. A branch around the update would copy the table.
     rows = gradient.rows_to_write(gradient.lookups.rows, placed.local_rows)
     lookups = dataclasses.replace(gradient.lookups, rows=rows)
     return kernels.fused_update(
@@ -363,6 +365,7 @@ def clip_tables(placed: PlacedGroup, gradient: RowGradients, channel: Channel) -
     squares = table_squares(placed, gradient, optimizer.clip_value, channel)
     factors = clip_factors(squares, optimizer.clip_norm, channel)
     factors = factors[placed.tables_of(lookups.rows, channel.index)]
+    # A factor goes into the scale of each lookup, so the gradient itself is not copied.
     scales = factors if lookups.scales is None else factors * lookups.scales
     lookups = dataclasses.replace(lookups, scales=scales)
     return dataclasses.replace(gradient, lookups=lookups)

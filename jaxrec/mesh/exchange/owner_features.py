@@ -75,7 +75,7 @@ class OwnerFeatures:
             strides=bags,
             row_offsets=(0,) * count,
             row_counts=(num_rows,) * count,
-            means=(False,) * count,
+            means=(False,) * count,  # senders have put means into the scales
             interleave=False,
         )
 
@@ -91,6 +91,8 @@ class OwnerFeatures:
 
         ``starts`` and ``counts`` give each feature's values, ``sizes`` are those of the columns.
         """
+        # An absent feature has no values, so that its column is all padding. The copy is made in
+        # `parts_out` arrays, as kernels do, for channels that send one array per device.
         absent = len(starts)
         places = [
             feature
@@ -147,6 +149,7 @@ def send_lookups(
 
     ``rows`` has the row that the owner looks up, ``lengths`` those of all bags of the batch.
     """
+    # Rows and bag lengths alone: the owner knows the layout, since it is static.
     rows, lengths = channel.send_together(
         owned.pack(rows, _starts(layout.capacities), layout.capacities, owned.capacities),
         owned.pack(lengths, layout.length_starts, layout.strides, owned.strides),
