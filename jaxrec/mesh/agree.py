@@ -27,7 +27,7 @@ _BYTES_AT_ONCE = 1 << 24
 
 
 def require_same(what: str, facts: Mapping[str, str]) -> None:
-    """Raise a ValueError in all processes if their ``facts`` (by name) on ``what`` differ."""
+    """Raise a ValueError in all processes if their ``facts``, by name, about ``what`` differ."""
     if jax.process_count() == 1:
         return
     texts = gather_texts(json.dumps(dict(facts)))
@@ -64,7 +64,7 @@ def gather_numbers(numbers: Sequence[int]) -> np.ndarray:
 
 
 def on_host(array: Array | np.ndarray) -> np.ndarray:
-    """Return this process's part of an array, cut along the first axis, as one host array."""
+    """Return the rows of an array that this process's devices store, in order, on the host."""
     if isinstance(array, np.ndarray) or array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     # By start: several devices may hold the same part.
@@ -81,7 +81,7 @@ def of_all_processes(values: np.ndarray) -> np.ndarray:
 
 
 def gather_ids(ids: np.ndarray) -> list[np.ndarray]:
-    """Return each process's 64-bit ids, ``[n]`` with an ``n`` of its own."""
+    """Return the 64-bit ids of each process, ``[n]`` with an ``n`` of its own."""
     return gather_id_lists([ids])[0]
 
 
@@ -119,7 +119,7 @@ def gather_rows(rows: np.ndarray, error: Exception | None = None) -> list[np.nda
     sizes = _gather_sizes([len(rows)], error)[:, 0]
     row_bytes = max(1, rows.dtype.itemsize * int(np.prod(rows.shape[1:])))
     at_once = max(1, _BYTES_AT_ONCE // row_bytes)
-    # Every process receives everything, so some rows at a time bound the padding in memory.
+    # Every process receives the rows of all, padded to the longest; some at a time bounds that.
     parts: list[list[np.ndarray]] = [[rows[:0]] for _ in sizes]
     for start in range(0, int(sizes.max()), at_once):
         ends = np.clip(sizes - start, 0, at_once)

@@ -52,8 +52,8 @@ def shard_batch(
             `jaxrec.Packer` gets the capacities that the packer remembers; any other batch gets
             the demand of its fullest device, rounded up. Processes agree on these by a small
             gather. With ``capacities`` they need no gather, so a thread of `jaxrec.data.Pipeline`
-            may put batches while a step runs. (A gather beside a step has no order with it that all
-            processes share.)
+            may put batches while a step runs. (A gather beside a step may come before the step's
+            collectives in one process and after them in another.)
         id_bits: 64: ids are row indices of 64 bits, stored as two words
             (`jaxrec.ragged.WideIds`). Tables of more than 2**31 rows need them, and other tables
             accept them. The batch may then have been packed with ``id_bits=64``.
@@ -127,7 +127,7 @@ class _Column:
         The third counts the ids of a shared bag once for each of its samples.
         """
         ids, bags = int(self.lengths.sum(axis=1).max()), self.lengths.shape[1]
-        # Processes exchange int32. Shared bags can count up to more, which no capacity could hold.
+        # Processes exchange int32, and ids of shared bags may count up to more.
         return ids, bags, min(int(self.of_samples.sum(axis=1).max(initial=0)), INT32_BOUND - 1)
 
     @property

@@ -98,7 +98,7 @@ class Channel:
 
     @property
     def across(self) -> Channel:
-        """Channel between hosts: it joins the devices that have one number on their hosts.
+        """Channel between the devices that have the same number on different hosts.
 
         The last of `axes` numbers the devices of a host, the others number the hosts.
         """
@@ -141,7 +141,7 @@ class Channel:
         *more: Int32[Array, "devices _"],
         fill: int,
     ) -> tuple[Int32[Array, "devices n"], ListLengths, list[Int32[Array, "devices _"]]]:
-        """Send a list to each device, padded with ``fill``, and a line of each array in ``more``.
+        """Send each device its list, padded with ``fill``, and its line of each array in ``more``.
 
         Returns:
             The received lists, padded with ``fill``; the lengths of both; the received ``more``.
@@ -280,8 +280,8 @@ class OneByOne(Turns):
     """Order in which each exchange depends on the result of the one before it."""
 
     # XLA removes a jax.lax.optimization_barrier before it schedules, so the dependence is
-    # arithmetic: each input is combined with a number from the last result that never changes it,
-    # which the compiler cannot know.
+    # arithmetic: each input is combined with a number from the last result. The number never
+    # changes the input, but the compiler cannot know that.
 
     def __init__(self) -> None:
         self._last: Int32[Array, ""] | None = None

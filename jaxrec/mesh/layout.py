@@ -334,7 +334,7 @@ def _outputs(
 
 def _check_together(groups: tuple[PlacedGroup, ...]) -> None:
     """Raise a ValueError if slices that are updated together lie in several groups."""
-    # Only `_number_arrays` can part them, where one array has no space for all.
+    # `layout_tables` parts a group whose rows int32 cannot number.
     seen: set[str] = set()
     for placed in groups:
         clips = placed.is_sliced and placed.group.optimizer.clip_norm is not None

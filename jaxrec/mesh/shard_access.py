@@ -138,8 +138,8 @@ def write_shards(
     ``values`` has the whole table, or its state, from row ``first`` on. ``columns`` are the slice's
     first column and the column after its last.
     """
-    # All devices write in one program, each some rows of its own. A device that has fewer rows, or
-    # belongs to another process, gets a range of 0 rows or leaves the host's values unread.
+    # All devices write in one program, each some of its own rows. A device that has no rows left
+    # gets a range of 0 rows. Values for the devices of other processes are not read here.
     here = {shard.index[0].start or 0 for shard in stored(array).addressable_shards}
     for steps in _steps(placed, shards, _rows_at_a_time(array)):
         # The size comes from a ladder, so that few programs compile.

@@ -25,7 +25,7 @@ from jaxrec.ragged.key_segments import take_segments
 from jaxrec.ragged.wide_ids import narrow
 
 # Capacity factor before anything is measured. It is a compromise, not a limit: a batch that needs
-# more takes more rounds (or a larger program), and one that needs less sends padding.
+# more takes more rounds (or a branch with larger messages), and one that needs less sends padding.
 DEFAULT_CAPACITY_FACTOR = 1.25
 
 Route: TypeAlias = Any
@@ -117,7 +117,7 @@ class Request:
     @property
     def scaled_lookups(self) -> Lookups:
         """The lookups with `scales`, without derivatives."""
-        # The derivative in the weights is that of `Exchange.pool`; the update reads mere numbers.
+        # `Exchange.pool` has the derivative in the weights. The update needs the numbers alone.
         return dataclasses.replace(self.lookups, scales=constant(self.scales))
 
 
@@ -207,7 +207,7 @@ class Exchange(abc.ABC):
     def route(
         self, placed: PlacedGroup, request: Request, channel: Channel, capacity: int
     ) -> Route:
-        """Plan the exchange of one batch, and send this device's row requests to their owners.
+        """Plan the exchange of one batch: send this device's ids, or row requests, to the owners.
 
         Args:
             placed: The group.
@@ -307,7 +307,9 @@ class Exchange(abc.ABC):
     def squares(
         self, placed: PlacedGroup, gradient: RowGradients, channel: Channel, capacity: int
     ) -> Float[Array, " tables"]:
-        """Return the sum of squares of each table's gradient, over this device's rows.
+        """Return this device's part of the sum of squares of each table's gradient.
+
+        The caller adds the parts of all devices.
 
         Args:
             placed: The group.
