@@ -316,7 +316,7 @@ def _column(batch: KeyedJaggedArray, key: int, devices: int) -> _Column:
     taken = lengths[bags]
     cut = np.zeros((devices, int(is_used.sum(axis=1).max(initial=0))), np.int32)
     cut[owners, renumbered[owners, bags]] = taken
-    # Position where each bag's ids begin in the batch, minus that where they will begin.
+    # How far each bag's ids move: their first position in the batch, minus that in the result.
     shifts = (np.cumsum(lengths) - lengths)[bags] - (np.cumsum(taken) - taken)
     source = np.repeat(shifts, taken) + np.arange(int(taken.sum()))
     return _Column(

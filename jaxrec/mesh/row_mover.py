@@ -106,7 +106,7 @@ class RowMover:
         ``out_of`` and ``into`` are the first column and the column after the last, in the source
         and in the target; None: all columns.
         """
-        # State of one number a row is the same for all columns of the row.
+        # State with one number per row is equal in all column slices, and has no columns to cut.
         if source.ndim == 1 or source.shape[1:] == target.shape[1:]:
             out_of = into = None
         devices, moves = self.devices, list(moves)

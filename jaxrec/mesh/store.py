@@ -260,7 +260,7 @@ class MeshStore(TableStore):
         placed, _ = self.layout.shards(name)[0]
 
         def read(key: str, array: TableArray) -> Array:
-            # State of one number a row is the same for all columns of the row.
+            # State with one number per row, `[rows]`, is equal in all column slices.
             shape = (config.num_embeddings, config.embedding_dim)[: array.ndim]
             return self._read(name, lambda placed: self.state[placed.name][key], shape)
 
@@ -455,7 +455,7 @@ class MeshStore(TableStore):
         placed, _ = self.layout.shards(name)[0]
 
         def shape(array: TableArray) -> jax.ShapeDtypeStruct:
-            # State of a table that is cut by columns may be one number a row all the same.
+            # State may have one number per row, `[rows]`.
             sizes = (padded_rows, config.embedding_dim)[: array.ndim]
             return jax.ShapeDtypeStruct(sizes, array.dtype, sharding=mover.sharding)
 

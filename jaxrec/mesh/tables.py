@@ -95,7 +95,8 @@ class ShardedTables(MeshStore):
         # run a training loop of their own.
         tables = ", ".join(config.name for config in self.layout.configs)
         check_call("steps", f"traces a lookup in tables {tables}", lambda: batch_facts(features))
-        # Inside of `jax.shard_map` no array is known any more.
+        # Capacities of samples that share bags may depend on the batch's values, which are traced
+        # inside `jax.shard_map`.
         features = with_known_capacities(features)
 
         def on_device(rows, features, routes):
@@ -330,7 +331,8 @@ class ShardedTables(MeshStore):
         """
         optimizer, scale = placed.group.optimizer, 1
         if self.num_replicas > 1 and not placed.is_replicated:
-            # A replica learns from the mean over its own samples, not over those of all replicas.
+            # The loss is a mean over the samples of all replicas, but a replica learns from the
+            # mean over its own samples.
             scale = self.num_replicas
         # `bound_samples` runs before the gradient is scaled, so its bound is divided by the scale.
         if scale > 1 and optimizer.clip_value is not None:

@@ -374,6 +374,6 @@ def _total(
     slices = kernels.build_runs(wanted.reshape(-1), jnp.iinfo(jnp.int32).max)
     ordered, column = home[slices.order], lambda values: values[:, None]
     totals = sum_stretches(column, ordered, slices.segments, home.size, 1)[:, 0]
-    # Every device that requested a row has made the same total; any of them will do.
+    # All devices that requested a row made the same total, so it does not matter which is kept.
     back = channel.send(totals[slices.inverse].reshape(wanted.shape)).reshape(-1)
     return jnp.zeros(back.shape, back.dtype).at[runs.inverse].set(back)
