@@ -1,4 +1,7 @@
-"""Values that several processes agree on; a single process agrees with itself."""
+"""Values that processes exchange or compare; a single process needs no collectives.
+
+All processes must call the functions that gather or that raise together, in the same order.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ from jaxrec.ragged.capacity import capacity_for
 
 Result = TypeVar("Result")
 
-# Bytes of each process that `gather_rows` sends at once.
+# Bytes of each process that `gather_rows` sends at once. Each process receives this much from all.
 _BYTES_AT_ONCE = 1 << 24
 
 
 def require_same(what: str, facts: Mapping[str, str]) -> None:
-    """Raise a ValueError in all processes unless all have the same facts on ``what``, by name."""
+    """Raise a ValueError in all processes if their ``facts``, by name, about ``what`` differ."""
     if jax.process_count() == 1:
         return
     texts = gather_texts(json.dumps(dict(facts)))
@@ -43,7 +46,8 @@ def require_same(what: str, facts: Mapping[str, str]) -> None:
 
 @losses_first()
 def gather_texts(text: str) -> list[str]:
-    """Return the texts of all processes; every process calls this."""
+    """Return the texts of all processes."""
+    # Gathers need one shape in all processes, so lengths travel first.
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = gather_numbers([data.size])[:, 0]
     padded = np.zeros(sizes.max(), np.uint8)
@@ -54,47 +58,43 @@ def gather_texts(text: str) -> list[str]:
 
 @losses_first()
 def gather_numbers(numbers: Sequence[int]) -> np.ndarray:
-    """Return the numbers of all processes, ``[processes, n]``; every process calls this."""
+    """Return the int32 numbers of all processes, ``[processes, n]``."""
     gathered = multihost_utils.process_allgather(np.asarray(numbers, np.int32))
     return np.asarray(gathered).reshape(jax.process_count(), -1)
 
 
 def on_host(array: Array | np.ndarray) -> np.ndarray:
-    """Return the parts of an array on this process's devices, in the order of the first axis."""
+    """Return the rows of an array that this process's devices store, in order, on the host."""
     if isinstance(array, np.ndarray) or array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
+    # By start: several devices may hold the same part.
     parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
     return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
 
 
 @losses_first()
 def of_all_processes(values: np.ndarray) -> np.ndarray:
-    """Return the values of all processes, ``[processes, ...]``; every process calls this.
-
-    The values have equal shapes on all processes.
-    """
+    """Return the values of all processes, ``[processes, ...]``; their shapes must be equal."""
     if jax.process_count() == 1:
         return values[None]
     return np.asarray(multihost_utils.process_allgather(values)).reshape(-1, *values.shape)
 
 
 def gather_ids(ids: np.ndarray) -> list[np.ndarray]:
-    """Return the 64-bit ids of each process, which may have different numbers of them.
-
-    Every process calls this.
-    """
+    """Return the 64-bit ids of each process, ``[n]`` with an ``n`` of its own."""
     return gather_id_lists([ids])[0]
 
 
 def gather_id_lists(lists: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-    """Return for each of several lists of 64-bit ids, int64 ``[n]``, the ids of each process.
+    """Return the ids of each process, for each list: ``result[list][process]``, int64 ``[n]``.
 
-    Every process calls this with equally many lists, or `fail_together` in its place.
+    All processes pass the same number of lists. One that failed calls `fail_together` instead.
     """
     if jax.process_count() == 1:
         return [[ids] for ids in lists]
     sizes = _gather_sizes([ids.size for ids in lists])
-    # As 32-bit words, since JAX has no 64-bit integers by default; on a ladder of sizes.
+    # As 32-bit words, since JAX has no 64-bit integers by default. The size comes from a ladder:
+    # each new shape compiles a new gather.
     words = np.zeros((capacity_for(int(sizes.sum(axis=1).max())), 2), np.uint32)
     joined = np.concatenate([np.zeros(0, np.int64), *lists])
     words[: joined.size] = joined.view(np.uint32).reshape(-1, 2)
@@ -109,9 +109,9 @@ def gather_id_lists(lists: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
 
 
 def gather_rows(rows: np.ndarray, error: Exception | None = None) -> list[np.ndarray]:
-    """Return the rows of each process, ``[n, ...]``, each with an ``n`` of its own.
+    """Return the rows of each process, ``[n, ...]`` with an ``n`` of its own.
 
-    Every process calls this. One with an error gives any rows and raises it, and so all do.
+    If a process passes an error, its rows don't matter, and all processes raise.
     """
     if jax.process_count() == 1:
         raise_together(error)
@@ -119,6 +119,7 @@ def gather_rows(rows: np.ndarray, error: Exception | None = None) -> list[np.nda
     sizes = _gather_sizes([len(rows)], error)[:, 0]
     row_bytes = max(1, rows.dtype.itemsize * int(np.prod(rows.shape[1:])))
     at_once = max(1, _BYTES_AT_ONCE // row_bytes)
+    # Every process receives the rows of all, padded to the longest; some at a time bounds that.
     parts: list[list[np.ndarray]] = [[rows[:0]] for _ in sizes]
     for start in range(0, int(sizes.max()), at_once):
         ends = np.clip(sizes - start, 0, at_once)
@@ -133,16 +134,20 @@ def gather_rows(rows: np.ndarray, error: Exception | None = None) -> list[np.nda
 def gather_flags(
     flags: Sequence[np.ndarray], owners: Sequence[np.ndarray], error: Exception | None = None
 ) -> list[np.ndarray]:
-    """Return for each of several lists all flags, bool ``[n]``, of which each process has some.
+    """Join the flags that processes own, for each list: bool ``[n]`` in every process.
 
-    Every process calls this with its own flags of each list, bool ``[m]``, the process that owns
-    each flag, int ``[n]``, and its error, as for `gather_rows`.
+    Args:
+        flags: For each list the flags that this process owns, bool ``[m]``, in order.
+        owners: For each list the process that owns each flag, int ``[n]``.
+        error: As for `gather_rows`.
     """
     if jax.process_count() == 1:
         raise_together(error)
         return list(flags)
     all_owners = np.concatenate([np.zeros(0, np.int64), *owners])
     most = int(np.bincount(all_owners, minlength=1).max())
+    # One gather: a byte that says whether the process failed, then its flags as bits. All processes
+    # know `owners`, so they know the size of the longest message without asking.
     message = np.zeros(1 + capacity_for(-(-most // 8)), np.uint8)
     message[0] = error is not None
     if error is None:
@@ -159,23 +164,22 @@ def gather_flags(
 
 
 def fail_together(error: Exception, num_lists: int) -> NoReturn:
-    """Raise an error here, and its text in processes that gather ``num_lists`` lists of ids."""
+    """Raise an error here and in the processes that call `gather_id_lists` meanwhile.
+
+    They gather ``num_lists`` lists.
+    """
     if jax.process_count() > 1:
+        # Takes part in their first gather, that of sizes, which also says that a process failed.
         _gather_sizes([0] * num_lists, error)
     raise error
 
 
 def raise_together(error: Exception | None, kinds: Sequence[type[Exception]] = ()) -> None:
-    """Raise an error in all processes if one has it; every process calls this.
+    """Raise in all processes if one of them has an error.
 
-    Args:
-        error: The error of this process; None: it has none.
-        kinds: Types of errors that all processes raise alike, the special ones first.
-
-    Raises:
-        Exception: A process has an error: its own here, or that of another process, of the first
-            of ``kinds`` that it is of, else a RuntimeError. Where several have one and ``kinds``
-            are given, that of the first process counts.
+    The other processes raise the first type of ``kinds`` that the error is an instance of, else a
+    RuntimeError, so subclasses come first in ``kinds``. If several processes have an error, each
+    raises its own without ``kinds``; with ``kinds`` all raise that of the first process.
     """
     if jax.process_count() > 1:
         _gather_sizes([], error, kinds)
@@ -186,14 +190,9 @@ def raise_together(error: Exception | None, kinds: Sequence[type[Exception]] = (
 def on_process_zero(
     function: Callable[[], Result], kinds: Sequence[type[Exception]] = (OSError, ValueError)
 ) -> Result:
-    """Call a function in process 0, and return its result in all processes; every process calls it.
+    """Call a function in process 0, and return its result or raise its error in all processes.
 
-    Args:
-        function: Returns what JSON can hold; between processes tuples become lists.
-        kinds: As for `raise_together`.
-
-    Raises:
-        Exception: The function raised it in process 0; see `raise_together`.
+    The result travels as JSON, so its tuples become lists.
     """
     if jax.process_count() == 1:
         return function()
@@ -211,14 +210,15 @@ def on_process_zero(
 def _gather_sizes(
     sizes: Sequence[int], error: Exception | None = None, kinds: Sequence[type[Exception]] = ()
 ) -> np.ndarray:
-    """Return the sizes of all processes, ``[processes, n]``, unless one of them has an error."""
+    """Return the sizes of all processes, ``[processes, n]``; raise as `raise_together` does."""
+    # The flag of an error rides with the sizes, so that success costs one gather.
     gathered = gather_numbers([error is not None, *sizes])
     if not gathered[:, 0].any():
         return gathered[:, 1:]
     kind = next((i for i, each in enumerate(kinds) if isinstance(error, each)), None)
     text = str(error) if kind is not None else f"{type(error).__name__}: {error}"
     texts = gather_texts(json.dumps([kind, getattr(error, "errno", None), text]))
-    process = int(np.argmax(gathered[:, 0]))
+    process = int(np.argmax(gathered[:, 0]))  # the first that failed
     if error is not None and (not kinds or process == jax.process_index()):
         raise error
     kind, number, text = json.loads(texts[process])
@@ -229,20 +229,21 @@ def _gather_sizes(
 
 
 def fingerprint(value: Any) -> str:
-    """Return a text that tells apart arrays that lie whole on a device of this process."""
+    """Return the type, shape and checksum of an array, to compare it between processes."""
     host = _on_host(value)
     return f"{host.dtype}{list(host.shape)} of checksum {zlib.crc32(host.tobytes()):08x}"
 
 
 def on_every_device(value: Any, mesh: Mesh) -> Array:
-    """Put a value that every process has on every device of a mesh, whole."""
+    """Replicate a value, which every process has, on all devices of a mesh."""
     return put_on_mesh(value, NamedSharding(mesh, PartitionSpec()))
 
 
 def put_on_mesh(value: Any, sharding: NamedSharding) -> Array:
-    """Put a value that every process has whole on the devices of a mesh."""
+    """Shard a value, which every process has whole, over the devices of a mesh."""
     if jax.process_count() == 1:
         return jax.device_put(value, sharding)
+    # jax.device_put would first compare the value between all processes.
     host = _on_host(value)
     placed = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
     if _is_key(value):

@@ -1,10 +1,10 @@
-"""Batches looked at ahead of their steps: routes, embeddings, and the capacities they need.
+"""Routes, embeddings and capacities of batches, computed ahead of their steps.
 
-Before anything is measured, a message between two devices has space for 1.25 even shares of a
-device's lookups (`DEFAULT_CAPACITY_FACTOR`). Rows that repeat within a batch travel once, so a
-batch may need much less. Where requests to owners are uneven it needs more, and an exchange of rows
-then takes several rounds. Both cost time only: whatever the capacity, the exchange is exact.
-Capacity factors come from a ladder, so that few programs compile.
+The capacity of a message between two devices begins at 1.25 even shares of a device's lookups
+(`DEFAULT_CAPACITY_FACTOR`). A batch with many repeated ids needs less, since each row travels once.
+A batch with uneven owners needs more, and an exchange of rows then takes several rounds. Either
+costs time only: the exchange is exact at any capacity. Capacity factors come from a ladder, so that
+few programs compile.
 """
 
 from __future__ import annotations
@@ -37,12 +37,7 @@ from jaxrec.mesh.store import mesh_stores
 
 @dataclasses.dataclass(eq=False)
 class LookupProbe(Probe):
-    """Looks embeddings up, along routes where these were computed before, and keeps both.
-
-    Attributes:
-        routed: Routes of the calls, in order.
-        calls: The routes and embeddings of the calls so far.
-    """
+    """Looks embeddings up along the calls' ``routed`` routes, and records both in ``calls``."""
 
     routed: Sequence[Ahead] = ()
     calls: list[Ahead] = dataclasses.field(default_factory=list)
@@ -56,7 +51,7 @@ class LookupProbe(Probe):
 
 @dataclasses.dataclass(eq=False)
 class RouteProbe(Probe):
-    """Keeps the routes of each call; calls look nothing up and give zeros."""
+    """Records the routes of each call; the calls return zeros without a lookup."""
 
     calls: list[Ahead] = dataclasses.field(default_factory=list)
 
@@ -75,26 +70,28 @@ def look_up_ahead(
 ) -> dict[str, list[Ahead]]:
     """Return the embeddings of each collection's calls in one evaluation, by collection path.
 
-    The calls take the routes that `use_ahead` gave the model. The model stays as it is. XLA removes
-    the rest of the evaluation as dead code.
+    The calls take the routes that `use_ahead` gave the model. The model does not change.
     """
+    # XLA removes the rest of the evaluation as dead code.
     return _probe(evaluate, model, lambda module: LookupProbe(_contents(module)))
 
 
 def route_ahead(evaluate: Callable[[nnx.Module], Any], model: nnx.Module) -> dict[str, list[Ahead]]:
     """Return the routes of each collection's calls in one evaluation, by collection path.
 
-    The model stays as it is. Routes follow from the batch alone, so that the model is not computed.
+    The model does not change.
     """
+    # Routes follow from the batch alone, so XLA removes all of the model's own computation.
     return _probe(evaluate, model, lambda module: RouteProbe())
 
 
 def changes_ids(model: nnx.Module) -> bool:
-    """Return whether calls of the model change the ids that it looks up for a batch.
+    """Return whether calls of the model change which ids it looks up for a batch.
 
-    A module says so by an attribute ``changes_ids = True``: maps of managed collisions and pools of
-    ids do. Others that compute ids from variables that their calls change have to, too.
+    A module that computes ids from variables which its calls change sets ``changes_ids = True``, as
+    maps of managed collisions and pools of ids do.
     """
+    # Routes of such a model would be those of the ids before the step in between.
     return any(getattr(module, "changes_ids", False) for _, module in nnx.iter_modules(model))
 
 
@@ -103,7 +100,8 @@ def _probe(
     model: nnx.Module,
     make_probe: Callable[[TappedModule], LookupProbe | RouteProbe],
 ) -> dict[str, list[Ahead]]:
-    # With variables of its own: batch normalization would change the model's statistics twice.
+    # The copy has variables of its own. With the model's, batch normalization would update its
+    # statistics once here and again in the step.
     copy = nnx.merge(*nnx.split(model), copy=True)
     probes = {path: make_probe(module) for path, module in tapped_modules(copy).items()}
     for path, module in tapped_modules(copy).items():
@@ -118,7 +116,8 @@ def _contents(module: TappedModule) -> list[Ahead]:
 
 @contextlib.contextmanager
 def use_ahead(model: nnx.Module, ahead: Mapping[str, Sequence[Ahead]]) -> Iterator[None]:
-    """Let differentiated calls use what was computed ahead, in the same order, while this lasts."""
+    """Within this context, differentiated calls take the routes and embeddings of ``ahead``."""
+    # Calls are matched by their order, so a step must make the calls that the probe saw.
     before = {path: module.ahead for path, module in tapped_modules(model).items()}
     for path, module in tapped_modules(model).items():
         module.ahead = nnx.List([AheadVariable(call) for call in ahead[path]])
@@ -131,7 +130,7 @@ def use_ahead(model: nnx.Module, ahead: Mapping[str, Sequence[Ahead]]) -> Iterat
 
 @contextlib.contextmanager
 def use_routes(model: nnx.Module, ahead: Mapping[str, Sequence[Ahead]]) -> Iterator[None]:
-    """Let calls that are not differentiated use routes, in the same order, while this lasts."""
+    """Within this context, calls that are not differentiated take the routes of ``ahead``."""
     for path, module in tapped_modules(model).items():
         module.probe = LookupProbe(ahead[path])
     try:
@@ -141,11 +140,13 @@ def use_routes(model: nnx.Module, ahead: Mapping[str, Sequence[Ahead]]) -> Itera
             module.probe = None
 
 
-# Steps of the ladder are powers of 2 ** (1 / 4): less than a fifth above the demand.
+# The ladder has the powers of 2 ** (1 / 4), so a capacity is less than a fifth above the demand and
+# its margin.
 _STEPS_PER_DOUBLING = 4
 # Safety margin over the measured demand.
 _MARGIN = 1.05
-# Number of batches in a row that must need less before a capacity shrinks.
+# Number of batches in a row that must need less before a capacity shrinks. A new capacity compiles
+# a new program, so a single light batch must not change it.
 WINDOW = 32
 
 GroupPath: TypeAlias = tuple[str, str]
@@ -153,14 +154,9 @@ GroupPath: TypeAlias = tuple[str, str]
 
 
 def measure_demand(ahead: Mapping[str, list[Ahead]]) -> dict[GroupPath, Float[Array, ""]]:
-    """Return the capacity factors that a batch needs.
+    """Return the largest demand of each group over all calls, from the result of `route_ahead`.
 
-    Args:
-        ahead: Result of `jaxrec.mesh.ahead.route_ahead` for the batch.
-
-    Returns:
-        Largest demand over all calls of each group whose exchange has a capacity, the same on all
-        devices.
+    Groups whose exchange has no capacity are missing. The demand is the same on all devices.
     """
     demands: dict[GroupPath, Array] = {}
     for path, calls in ahead.items():
@@ -175,7 +171,8 @@ def measure_demand(ahead: Mapping[str, list[Ahead]]) -> dict[GroupPath, Float[Ar
 
 
 def capacity_factor(demand: float) -> float:
-    """Return the smallest capacity factor of the ladder for a demand, with a margin."""
+    """Return the smallest capacity factor of the ladder that holds a demand with its margin."""
+    # Without the 1e-9, rounding would lift a demand that is on the ladder to the next step.
     steps = math.log2(max(demand, 1e-3) * _MARGIN) * _STEPS_PER_DOUBLING
     return 2.0 ** (math.ceil(steps - 1e-9) / _STEPS_PER_DOUBLING)
 
@@ -184,12 +181,11 @@ def capacity_factor(demand: float) -> float:
 class Capacities:
     """Chooses the capacity factors of a model's exchanges, batch by batch.
 
-    A capacity grows when a batch needs more, and shrinks when `WINDOW` batches in a row needed
-    less. All processes see the same demands and choose alike.
-
-    Attributes:
-        model: The model; its tables' `MeshStore.capacity_factors` are changed.
+    A factor grows as soon as a batch needs more. It shrinks when `WINDOW` batches in a row needed
+    less. It is written to `MeshStore.capacity_factors` of the model's tables.
     """
+
+    # All processes see the same demands, so they choose alike without a collective.
 
     model: nnx.Module
 
@@ -197,7 +193,7 @@ class Capacities:
         self._seen: dict[GroupPath, collections.deque[float]] = {}
 
     def observe(self, demands: Mapping[GroupPath, float | np.ndarray | Array]) -> bool:
-        """Record a batch's demands; return whether a factor changed, which takes a new program."""
+        """Record a batch's demands; return whether a factor changed, which compiles a program."""
         changed: dict[GroupPath, float] = {}
         for group, demand in demands.items():
             seen = self._seen.setdefault(group, collections.deque(maxlen=WINDOW))
@@ -213,7 +209,7 @@ class Capacities:
 
 
 def capacity_factors(model: nnx.Module) -> dict[GroupPath, float]:
-    """Return the capacity factors that measured batches gave the groups of a model's tables."""
+    """Return the capacity factors that were set for groups of a model's tables."""
     return {
         (path, name): factor
         for path, tables in mesh_stores(model).items()
@@ -222,7 +218,7 @@ def capacity_factors(model: nnx.Module) -> dict[GroupPath, float]:
 
 
 def set_capacity_factors(model: nnx.Module, factors: Mapping[GroupPath, float]) -> None:
-    """Set the capacity factors of some groups, in place; a changed factor takes a new program."""
+    """Set the capacity factors of some groups, in place; a changed one compiles a new program."""
     for path, module in tapped_modules(model).items():
         of_module = {name: factor for (at, name), factor in factors.items() if at == path}
         if of_module:
@@ -233,12 +229,9 @@ def set_capacity_factors(model: nnx.Module, factors: Mapping[GroupPath, float]) 
 
 
 def describe_capacities(model: nnx.Module) -> list[dict[str, Any]]:
-    """Describe the capacity factors of a model's tables for `restore_capacities`.
-
-    Returns:
-        For each group with a measured factor a dictionary for a JSON file. A factor holds for one
-        number of devices and one exchange, which the dictionary names.
-    """
+    """Return the capacity factors of a model's tables as JSON, for `restore_capacities`."""
+    # A factor is a ratio to an even share, so it holds for one number of devices and one exchange.
+    # Both are part of the description.
     return [
         {
             "collection": path,
@@ -254,13 +247,9 @@ def describe_capacities(model: nnx.Module) -> list[dict[str, Any]]:
 
 
 def restore_capacities(model: nnx.Module, described: Iterable[Mapping[str, Any]]) -> None:
-    """Set the capacity factors of groups that have the same devices and the same exchange again.
+    """Set the capacity factors that `describe_capacities` returned, in place.
 
-    Other groups keep theirs: a factor is a ratio to an even share of one number of devices.
-
-    Args:
-        model: The model, changed in place.
-        described: Result of `describe_capacities`, of this model or of another.
+    Groups whose number of devices or exchange differs from the described one keep their factors.
     """
     known = {
         tuple(each[key] for key in ("collection", "group", "devices", "exchange")): each["factor"]

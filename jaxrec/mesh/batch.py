@@ -1,4 +1,8 @@
-"""Host batches on a mesh."""
+"""Host batches on a mesh: `shard_batch` cuts a batch by samples and pads each device's part.
+
+All devices must have equal shapes. So a key's capacity is that of the fullest device, and several
+processes have to agree on it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from jaxrec.ragged.packing import id_bits_of
 from jaxrec.ragged.shared_bags import sample_capacity
 from jaxrec.ragged.wide_ids import WideIds
 
-# Count of the numbers that processes gather at a time.
+# How many numbers processes gather at a time. A fixed count compiles one gather for all batches.
 _NUMBERS = 256
 
 
@@ -35,35 +39,35 @@ def shard_batch(
     capacities: Mapping[str, int] | None = None,
     id_bits: Literal[32, 64] = 32,
 ) -> Any:
-    """Put a host batch on a mesh, its samples in equal parts over all devices.
+    """Put a host batch on a mesh, with an equal number of samples on each device.
 
-    Where samples share bags (``inverse_indices``), each device gets the bags of its own samples.
+    If samples share bags (``inverse_indices``), each device gets the bags of its own samples.
 
     Args:
         batch: Any pytree of `KeyedJaggedArray`s and arrays with a leading batch axis. With several
-            processes, this process's part of the batch; all of them call this together, in the
-            same order.
+            processes, each passes its own part of the batch. All call `shard_batch` together, in
+            the same order.
         mesh: The devices.
         capacities: Capacity of each key on a device, the same in all processes. None: a batch of a
-            `jaxrec.Packer` gets capacities that the packer remembers, and another batch the demand
-            of its fullest device; processes agree on them by a small gather. With capacities they
-            need not wait for each other, and a thread of `jaxrec.data.Pipeline` may put batches
-            while a step runs; gathers beside a step would have no common order.
-        id_bits: 64: the ids of all batches are row indices of 64 bits, two words on the devices
-            (`jaxrec.ragged.WideIds`), as tables of more than 2**31 rows take them; collections
-            without such tables take them, too. Then a batch may have been packed with
-            ``id_bits=64``.
+            `jaxrec.Packer` gets the capacities that the packer remembers; any other batch gets
+            the demand of its fullest device, rounded up. Processes agree on these by a small
+            gather. With ``capacities`` they need no gather, so a thread of `jaxrec.data.Pipeline`
+            may put batches while a step runs. (A gather beside a step may come before the step's
+            collectives in one process and after them in another.)
+        id_bits: 64: ids are row indices of 64 bits, stored as two words
+            (`jaxrec.ragged.WideIds`). Tables of more than 2**31 rows need them, and other tables
+            accept them. The batch may then have been packed with ``id_bits=64``.
 
     Returns:
-        The same pytree. Arrays are ``[batch, ...]`` over the devices. A `KeyedJaggedArray` has one
-        more axis in front, over the devices: each device has its own samples as a batch. All have
-        equal capacities and numbers of bags.
+        The same pytree. Arrays are ``[batch, ...]``, sharded over the devices. A `KeyedJaggedArray`
+        has one more axis in front, over the devices: each device has its samples as a batch of its
+        own. All devices have equal capacities and numbers of bags.
 
     Raises:
         TypeError: A leaf is not an array of numbers, or ``mesh`` is not a mesh.
-        ValueError: The batch does not divide by the devices; an integer does not fit 32 bits; this
-            process has no device of the mesh; processes pass batches of different kinds; a key has
-            more ids than its capacity.
+        ValueError: The number of samples does not divide by the devices; an integer does not fit
+            32 bits; this process has no device of the mesh; processes pass batches of different
+            kinds; a key has more ids than its capacity.
 
     Example:
         >>> import jax, jaxrec
@@ -102,13 +106,13 @@ def shard_batch(
 
 @dataclasses.dataclass(frozen=True)
 class _Column:
-    """A key's ids and bags, device by device.
+    """One key's ids and bags, device by device.
 
     Attributes:
         ids: The ids of all devices, one after the other, without padding.
         weights: Their weights, or None.
-        lengths: ``[devices, bags]`` lengths of bags; devices with fewer bags have empty ones.
-        inverse: ``[devices, samples]`` the bag of each sample, or None.
+        lengths: Lengths of bags, ``[devices, bags]``. Devices with fewer bags end with empty ones.
+        inverse: Bag of each sample, ``[devices, samples]``; None: samples share no bags.
     """
 
     ids: np.ndarray
@@ -118,14 +122,17 @@ class _Column:
 
     @property
     def demand(self) -> tuple[int, int, int]:
-        """The ids, the bags and the ids of all samples that the fullest device has."""
+        """Largest numbers of ids, of bags, and of the samples' ids, on any device.
+
+        The third counts the ids of a shared bag once for each of its samples.
+        """
         ids, bags = int(self.lengths.sum(axis=1).max()), self.lengths.shape[1]
-        # As far as int32 holds it, which processes exchange.
+        # Processes exchange int32, and ids of shared bags may count up to more.
         return ids, bags, min(int(self.of_samples.sum(axis=1).max(initial=0)), INT32_BOUND - 1)
 
     @property
     def of_samples(self) -> Int[np.ndarray, "devices samples"]:
-        """Number of ids of each sample; none where samples share no bags."""
+        """Number of ids of each sample; ``[devices, 0]`` if samples share no bags."""
         if self.inverse is None:
             return np.zeros((len(self.lengths), 0), np.int64)
         return np.take_along_axis(self.lengths.astype(np.int64), self.inverse, axis=1)
@@ -133,7 +140,7 @@ class _Column:
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """A batch cut by samples."""
+    """A `KeyedJaggedArray` cut by samples, before its devices' parts are padded."""
 
     keys: tuple[str, ...]
     columns: tuple[_Column, ...]
@@ -146,7 +153,7 @@ class _Cut:
 
     @property
     def demand(self) -> tuple[int, ...]:
-        """The `_Column.demand` of each key, one after the other."""
+        """`_Column.demand` of each key, joined: three numbers a key."""
         return tuple(itertools.chain.from_iterable(column.demand for column in self.columns))
 
     @property
@@ -156,7 +163,7 @@ class _Cut:
 
     @property
     def kind(self) -> str:
-        """Description of the batch that must be the same on all processes."""
+        """Description that must be the same in all processes."""
         kind = ", ".join(sorted({column.ids.dtype.name for column in self.columns}))
         weighted = any(column.weights is not None for column in self.columns)
         return (
@@ -175,10 +182,9 @@ class _Cut:
         return self.memory.sizes(self.keys, self.samples, self.all_devices)
 
     def sizes(self, demand: Sequence[int]) -> list[int]:
-        """Return the capacity, the number of bags and the sample capacity of each key.
+        """Return the capacity, the number of bags and the sample capacity of each key, joined.
 
-        Args:
-            demand: The most of each number of `demand` over all processes.
+        ``demand`` is the maximum of each number of `demand` over all processes.
         """
         ids, bags, of_samples = demand[::3], list(demand[1::3]), demand[2::3]
         # No device uses more bags than it has samples.
@@ -191,7 +197,8 @@ class _Cut:
                 for each in zip(capacities, of_samples, strict=True)
             ]
         else:
-            bags = [self.samples] * len(bags)  # a number that never changes
+            # A packer promises batches of one shape, so the number of bags must never change.
+            bags = [self.samples] * len(bags)
             fitting = self._fitting(self.memory, ids, of_samples)
             capacities, sample_capacities = map(list, fitting)
         triples = zip(capacities, bags, sample_capacities, strict=True)
@@ -201,6 +208,7 @@ class _Cut:
         self, memory: CapacityMemory, ids: Sequence[int], of_samples: Sequence[int]
     ) -> tuple[Sequence[int], Sequence[int]]:
         """Return the capacities and the sample capacities that a packer remembers."""
+        # The memory expects a bag for each sample; where samples share bags, empty ones fill up.
         missing = [self.samples - column.lengths.shape[1] for column in self.columns]
         of_bags = [
             np.pad(column.lengths, ((0, 0), (0, empty))).reshape(-1)
@@ -219,11 +227,7 @@ class _Cut:
         )
 
     def padded(self, sizes: Sequence[int]) -> KeyedJaggedArray:
-        """Return the batch with an axis over the devices.
-
-        Args:
-            sizes: Capacity, number of bags and sample capacity of each key, one after the other.
-        """
+        """Return the batch padded to `sizes`, with an axis over the devices in front."""
         capacities, strides = tuple(sizes[::3]), tuple(sizes[1::3])
         values = _fill([column.ids for column in self.columns], self.columns, capacities)
         lengths = np.zeros((self.devices, sum(strides)), np.int32)
@@ -235,6 +239,8 @@ class _Cut:
         if shared := [column.inverse for column in self.columns if column.inverse is not None]:
             inverse = np.stack(shared, axis=1)
         arrays = [array for array in (values, lengths, weights, inverse) if array is not None]
+        # The constructor checks shapes, so it gets the first device's arrays. The tree of that
+        # batch then takes the arrays of all devices.
         first = KeyedJaggedArray(
             np.zeros(values.shape[1:], np.int32) if self.is_wide else values[0],
             lengths[0],
@@ -251,7 +257,7 @@ class _Cut:
 
 
 def _cut(leaf: Any, mesh: Mesh, name: str, is_wide: bool) -> _Cut | np.ndarray:
-    """Return a leaf of a batch cut by devices; a dense array stays whole."""
+    """Return a leaf of a batch, cut by samples if it is ragged."""
     devices = len(mesh.local_devices)
     if not isinstance(leaf, KeyedJaggedArray):
         array = numbers(name, leaf)
@@ -262,6 +268,7 @@ def _cut(leaf: Any, mesh: Mesh, name: str, is_wide: bool) -> _Cut | np.ndarray:
         return array.copy() if np.may_share_memory(array, leaf) else array
     if np.ndim(leaf.values) != 1:
         raise ValueError(f"{name} is on a mesh already; shard_batch takes batches on the host")
+    # 64-bit ids skip the check that every integer fits 32 bits.
     wide, narrow = None, leaf
     if is_wide and jnp.issubdtype(leaf.values.dtype, np.integer):
         wide, narrow = np.asarray(leaf.values, np.int64), leaf._with(values=None)
@@ -303,12 +310,13 @@ def _column(batch: KeyedJaggedArray, key: int, devices: int) -> _Column:
     on_device = np.arange(devices)[:, None]
     is_used = np.zeros((devices, lengths.size), bool)
     is_used[on_device, inverse] = True
+    # Each device numbers the bags that its samples use from 0, in the batch's order.
     renumbered = np.cumsum(is_used, axis=1, dtype=np.int32) - np.int32(1)
     owners, bags = np.nonzero(is_used)
     taken = lengths[bags]
     cut = np.zeros((devices, int(is_used.sum(axis=1).max(initial=0))), np.int32)
     cut[owners, renumbered[owners, bags]] = taken
-    # Position where each bag's ids begin in the batch, minus that where they will begin.
+    # How far each bag's ids move: their first position in the batch, minus that in the result.
     shifts = (np.cumsum(lengths) - lengths)[bags] - (np.cumsum(taken) - taken)
     source = np.repeat(shifts, taken) + np.arange(int(taken.sum()))
     return _Column(
@@ -322,7 +330,7 @@ def _column(batch: KeyedJaggedArray, key: int, devices: int) -> _Column:
 def _fill(
     arrays: Sequence[np.ndarray | None], columns: Sequence[_Column], capacities: Sequence[int]
 ) -> np.ndarray:
-    """Return each device's part of an array, each key in a segment of its capacity."""
+    """Return ``[devices, sum(capacities)]``: each key in a segment of its capacity, padded."""
     present = [array for array in arrays if array is not None]
     devices = columns[0].lengths.shape[0]
     filled = np.zeros((devices, sum(capacities)), np.result_type(*present))
@@ -358,8 +366,8 @@ def _fit(cuts: dict[str, _Cut | np.ndarray], capacities: Mapping[str, int]) -> l
                     f"{name}: a device has {needed} ids of key {key!r}, but its capacity is "
                     f"{capacities.get(key, 0)}"
                 )
-            # No device uses more bags than it has samples. Several processes would have to agree on
-            # the number of ids of samples, so it is the largest possible.
+            # A device uses at most one bag per sample. Processes would have to agree on the
+            # samples' number of ids, so with several it is the largest possible.
             alone = jax.process_count() == 1
             of_samples = column.demand[2] if alone or not cut.is_shared else INT32_BOUND - 1
             capacity = capacities[key]
@@ -389,15 +397,11 @@ def _agree(cuts: dict[str, _Cut | np.ndarray]) -> list[int]:
 
 
 def _most(numbers: Sequence[int], facts: Mapping[str, str] | None = None) -> list[int]:
-    """Return the most of each number over all processes.
-
-    Raises:
-        ValueError: Processes have other ``facts``.
-    """
+    """Return the maximum of each number over all processes, which must have equal ``facts``."""
     if jax.process_count() == 1:
         return list(numbers)
-    # The number of gathers must not depend on the batch, or processes with different batches would
-    # wait for each other.
+    # A checksum of the facts goes first, so that equal batches need no gather of the facts. All
+    # processes with equal facts have equally many numbers; others stop after the first gather.
     numbers = [zlib.crc32(repr(facts).encode()) >> 1, *numbers]
     agreed: list[int] = []
     for start in range(0, len(numbers), _NUMBERS):

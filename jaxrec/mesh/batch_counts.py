@@ -1,4 +1,4 @@
-"""Equally many batches in all processes, however many each of them has."""
+"""Equal numbers of batches in all processes, whatever number each of them has."""
 
 from __future__ import annotations
 
@@ -16,59 +16,53 @@ from jaxrec.mesh.processes import NoteBoard
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two looks at the notes of the others, the first and the longest.
+# Shortest and longest wait between two reads of the other processes' notes, in seconds.
 _FIRST_WAIT, _LONGEST_WAIT = 0.001, 0.05
 
-# Numbers the iterators of a process; those of equal numbers belong together.
+# Numbers the iterators of a process. Those with one number in all processes belong together.
 _numbers = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Progress:
-    """How far a process has come.
-
-    Attributes:
-        count: Number of its batches so far.
-        is_at_end: Whether it has no more.
-        error: Text of the error that ended its batches.
-    """
+    """Progress of a process: its number of batches so far, and how they ended, if they did."""
 
     count: int = 0
     is_at_end: bool = False
     error: str = ""
 
     def has_answered(self, index: int) -> bool:
-        """Return whether it is known if the process has a batch ``index``."""
+        """Return whether the process has said if it has a batch ``index``."""
         return self.count > index or self.is_at_end or bool(self.error)
 
 
 def even_batches(
     batches: Iterable[Any], *, empty: Callable[[Any], Any] | None = None
 ) -> EvenBatches:
-    """Iterate over this process's batches, equally many in all processes.
+    """Iterate over this process's batches, with the same number of batches in all processes.
 
-    A step over a mesh waits for all processes, so that one without data would stop the others for
-    ever. This iterator compares how far each of them is before it yields a batch. By default all
-    end after the last batch that every process has. With ``empty`` the processes that have no more
-    batches go on with empty ones until all have ended, so that each sample is trained on once.
-    Either way process 0 logs one line that names the processes that ended first.
+    A step over a mesh waits for all processes, so one without data would block the others for ever.
+    Before it yields a batch, this iterator compares how many batches each process has. By default
+    all processes stop after the last batch that every process has. With ``empty``, a process that
+    has no more batches continues with empty ones until all have ended, so each sample is trained on
+    once. In both cases process 0 logs one line that names the processes that ended first.
 
-    The processes compare numbers at JAX's coordination service, without the devices. Any thread may
-    iterate, such as the reader of a `jaxrec.data.Pipeline`, and batches that are read ahead are
-    compared ahead. An error of one process's batches is raised in all of them.
+    The processes compare numbers through JAX's coordination service, without the devices. So any
+    thread may iterate, such as the reader of a `jaxrec.data.Pipeline`. An error of one process's
+    batches is raised in all processes.
 
     Args:
         batches: The batches of this process. All processes make their iterators in the same order.
-        empty: Function from a batch of this process to one that counts for nothing, such as
-            `jaxrec.data.empty_batch`; None: all processes end with the first one.
+        empty: Function from a batch of this process to an empty batch without effect, such as
+            `jaxrec.data.empty_batch`. None: all processes end with the first that ends.
 
     Returns:
-        An iterator. A single process has its own batches, unchanged.
+        An iterator. A single process gets its own batches, unchanged.
 
     Raises:
-        RuntimeError: Another process cannot read its batches, or has none from which to make an
-            empty one.
-        ValueError: This process has no batch from which to make an empty one.
+        RuntimeError: Another process failed to read its batches, or needs an empty batch and has
+            none to make it from.
+        ValueError: This process needs an empty batch and has no batch to make it from.
 
     Example:
         >>> import numpy as np, jaxrec
@@ -82,12 +76,7 @@ def even_batches(
 
 
 class EvenBatches(Iterator[Any]):
-    """The iterator that `even_batches` returns.
-
-    Args:
-        batches, empty: As for `even_batches`.
-        board: Notes on how far each process is; None: there is one process.
-    """
+    """The iterator that `even_batches` returns; without a ``board`` there is one process."""
 
     def __init__(
         self, batches: Iterable[Any], empty: Callable[[Any], Any] | None, board: NoteBoard | None
@@ -116,7 +105,7 @@ class EvenBatches(Iterator[Any]):
         return self._empty(self._last)
 
     def interrupt(self) -> None:
-        """End the iterator, also while another thread waits for the other processes."""
+        """End the iterator, even while another thread waits in it for the other processes."""
         self._stopped.set()
         if hasattr(self._batches, "interrupt"):
             self._batches.interrupt()
@@ -128,7 +117,7 @@ class EvenBatches(Iterator[Any]):
             self._source.close()
 
     def _read(self, board: NoteBoard) -> tuple[bool, Any]:
-        """Read a batch of this process, and say how far it is; return whether it has one."""
+        """Read a batch of this process, and tell the others; return whether it has one."""
         if self._mine.is_at_end:
             return False, None
         try:
@@ -155,7 +144,7 @@ class EvenBatches(Iterator[Any]):
     def _tell(
         self, board: NoteBoard, progress: _Progress, error: BaseException | None = None
     ) -> None:
-        """Write how far this process is, and raise its error."""
+        """Tell the other processes the progress of this one, and raise its error."""
         if error is not None:
             progress = dataclasses.replace(progress, error=f"{type(error).__name__}: {error}")
         self._mine = progress
@@ -164,7 +153,8 @@ class EvenBatches(Iterator[Any]):
             raise error
 
     def _agree(self, board: NoteBoard) -> bool:
-        """Return whether all processes go on with batch ``index``."""
+        """Return whether all processes go on with the batch of this index."""
+        # A process that reads ahead has told of later batches, which need no further read of notes.
         if self._index < self._are_known:
             return True
         of_all = self._wait(board)
@@ -181,7 +171,7 @@ class EvenBatches(Iterator[Any]):
         return self._empty is not None and len(ended) < len(of_all)
 
     def _wait(self, board: NoteBoard) -> dict[int, _Progress] | None:
-        """Wait until all processes say whether they have batch ``index``; None: interrupted."""
+        """Wait until all processes say whether they have this batch; None: interrupted."""
         seconds = _FIRST_WAIT
         while True:
             notes = {p: _Progress(**json.loads(note)) for p, note in board.read().items()}

@@ -1,8 +1,8 @@
-"""A check, for debugging, that all processes make the same calls in the same order.
+"""A debugging check that all processes make the same calls in the same order.
 
-Processes that call different programs, or the same one with batches of different shapes, exchange
-rows with partners that do not answer: they hang, without a word. With `SWITCH` set, each call is
-compared first.
+Processes that call different programs, or one program with batches of different shapes, wait for
+each other in different collectives, and hang silently. If the environment variable `SWITCH` is set,
+processes compare each call first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxrec.mesh.store import mesh_stores
 from jaxrec.ragged import KeyedJaggedArray
 
 SWITCH = "JAXREC_CHECK_CALLS"
-"""Environment variable with the seconds that a process waits for the same call of the others."""
+"""Environment variable: seconds that a process waits until the others make the same call."""
 
 # Seconds between two looks at the notes of the others.
 _POLL = 0.005
@@ -32,11 +32,9 @@ class CallMismatchError(RuntimeError):
 
 
 class CallSequence:
-    """The calls of this process that have one order, each compared with those of the others.
+    """One sequence of calls of this process, each compared with that of the other processes.
 
-    Args:
-        board: A note of each process on its last call.
-        seconds: Seconds to wait for the others.
+    The note of a process on ``board`` is its last call. A process waits ``seconds`` for the others.
     """
 
     def __init__(self, board: NoteBoard, seconds: float) -> None:
@@ -44,19 +42,14 @@ class CallSequence:
         self._number = 0
 
     def compare(self, call: str, facts: Mapping[str, str]) -> None:
-        """Compare the next call with the same one of all processes.
+        """Compare the next call and its ``facts`` with those of all processes.
 
-        Args:
-            call: Name of the call.
-            facts: What must be the same in all processes, by name.
-
-        Raises:
-            CallMismatchError: A process makes another call, or none in time; all raise it.
+        If a process makes another call, or none in time, all raise a CallMismatchError.
         """
         self._number += 1
         self._board.write(json.dumps({"number": self._number, "facts": {"call": call, **facts}}))
         notes = self._wait(call)
-        # A process that has gone on has compared its call with this one.
+        # A process with a higher number has compared this call already, and found no difference.
         of_call = {p: note["facts"] for p, note in notes.items() if note["number"] == self._number}
         one = min(of_call)
         for name in dict.fromkeys(name for each in of_call.values() for name in each):
@@ -69,7 +62,7 @@ class CallSequence:
                 )
 
     def _wait(self, call: str) -> dict[int, dict[str, Any]]:
-        """Wait until all processes have come to this call."""
+        """Wait until all processes have made this call; return their notes."""
         end = time.monotonic() + self._seconds
         while True:
             notes = {process: json.loads(note) for process, note in self._board.read().items()}
@@ -96,15 +89,9 @@ _sequences: dict[str, CallSequence] = {}
 def check_call(sequence: str, call: str, facts: Callable[[], Mapping[str, str]]) -> None:
     """Compare a call with those of the other processes if `SWITCH` is set.
 
-    Args:
-        sequence: Name of the calls that have an order among each other, such as those of a thread.
-        call: Name of the call.
-        facts: Returns what must be the same in all processes.
-
-    Raises:
-        CallMismatchError: A process makes another call, or none in time.
-        ValueError: `SWITCH` is not a number of seconds.
+    ``facts`` returns what must be the same in all processes.
     """
+    # Calls of one thread have an order, those of two threads have none: each is a sequence.
     text = os.environ.get(SWITCH)
     if not text or jax.process_count() == 1:
         return
@@ -126,7 +113,7 @@ def batch_facts(batch: Any) -> dict[str, str]:
 
 
 def table_facts(model: Any) -> dict[str, str]:
-    """Return the tables of a model over a mesh and the capacities of their exchanges."""
+    """Return a model's tables over a mesh, and the capacity factors of their exchanges."""
     if not isinstance(model, nnx.Module):
         return {}
     return {

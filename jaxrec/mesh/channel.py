@@ -1,4 +1,8 @@
-"""Channels: how arrays travel between the devices of a mesh; all inside `jax.shard_map`."""
+"""Channels: collectives between the devices of a mesh, called inside `jax.shard_map`.
+
+An exchange reaches other devices through a `Channel` alone. So what a platform needs stays in this
+file: `RaggedChannel` for GPUs and TPUs, `SimulatedChannel` for simulated CPU devices.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +19,17 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxrec.mesh.precision import ExchangePrecision, Format, decode, encode
 
-# Where XLA has a ragged all-to-all.
+# Platforms on which XLA has a ragged all-to-all.
 _RAGGED_PLATFORMS = ("gpu", "tpu")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ListLengths:
-    """Lengths of the lists that a device exchanges with each other device.
+    """Lengths of the lists that a device exchanges with each device.
 
     Attributes:
-        sent: Length of the list for each device; the rest of the list is padding.
+        sent: Length of the list for each device. Padding follows in the list.
         received: Length of the list from each device.
     """
 
@@ -34,34 +38,30 @@ class ListLengths:
 
     @property
     def reversed(self) -> ListLengths:
-        """The lengths of answers, one for each entry."""
+        """Lengths of the answers, which have an entry for each entry of the lists."""
         return ListLengths(self.received, self.sent)
 
 
 class Turns:
-    """Order of the exchanges of one program; here each runs as soon as its data is ready."""
+    """Order of the exchanges of one program: each runs as soon as its data is ready."""
 
     def run(
         self, exchange: Callable[..., Any], awaited: Any, *args: Any, floats: bool = True
     ) -> Any:
-        """Return ``exchange(awaited, *args)``.
+        """Return ``exchange(awaited, *args)``, where all communication depends on ``awaited``.
 
-        Args:
-            exchange: Function that communicates.
-            awaited: Pytree that all communication depends on.
-            *args: Further arguments.
-            floats: Whether communication depends on the floating-point leaves of ``awaited``, too.
+        If ``floats`` is False, it depends on the integer leaves of ``awaited`` alone.
         """
         return exchange(awaited, *args)
 
 
 @dataclasses.dataclass(frozen=True)
 class Channel:
-    """Collectives between the devices that share tables.
+    """Collectives between the devices along some axes of the mesh.
 
     Attributes:
-        axes: Names of the mesh's axes that the devices lie along.
-        precision: Formats of rows and gradients under way.
+        axes: Names of the axes.
+        precision: Formats in which rows and gradients are sent.
     """
 
     axes: tuple[str, ...]
@@ -69,57 +69,59 @@ class Channel:
 
     @property
     def turns(self) -> Turns:
-        """An order for the exchanges of one program."""
+        """A new order for the exchanges of one program."""
         return Turns()
 
     @property
     def sent(self) -> dict[str, int]:
-        """Hints for a kernel whose result is sent over this channel."""
+        """Arguments of a kernel whose result this channel sends."""
         return {}
 
     @property
     def received(self) -> dict[str, int]:
-        """Hints for a kernel whose rows or gradients came over this channel."""
+        """Arguments of a kernel that reads rows or gradients from this channel."""
         return {}
 
     def split(self, values: Array) -> list[Array]:
-        """Return received values as the arrays that they came in."""
+        """Split received values into the arrays that they came in."""
         return [values]
 
     @property
     def index(self) -> Int32[Array, ""]:
-        """This device's number among the devices."""
+        """Number of this device, from 0 to ``size - 1``."""
         return jax.lax.axis_index(self.axes)
 
     @property
     def size(self) -> int:
-        """Number of the devices."""
+        """Number of devices."""
         return jax.lax.axis_size(self.axes)
 
     @property
     def across(self) -> Channel:
-        """Channel between the devices of one number on all hosts, along all axes but the last."""
+        """Channel between the devices that have the same number on different hosts.
+
+        The last of `axes` numbers the devices of a host, the others number the hosts.
+        """
         return self.along(self.axes[:-1])
 
     @property
     def within(self) -> Channel:
-        """Channel between the devices of a host, along the last axis."""
+        """Channel between the devices of one host."""
         return self.along(self.axes[-1:])
 
     def along(self, axes: tuple[str, ...]) -> Channel:
-        """Return the channel between the devices along some of the axes."""
+        """Return the channel along some of the axes."""
         return dataclasses.replace(self, axes=axes)
 
     def send(self, values: Array, lengths: ListLengths | None = None) -> Array:
-        """Send line ``d`` to device ``d``; line ``d`` of the result came from there.
+        """Send ``values[d]`` to device ``d``, ``[devices, n, ...]``; ``result[d]`` comes from it.
 
-        Args:
-            values: ``[devices, n, ...]``.
-            lengths: Lengths of the lines; what follows may be lost. None: ``n``.
+        Elements of a list past its length may be lost. Without ``lengths`` all ``n`` arrive.
         """
 
         def move(bits: Array) -> Array:
-            # In this shape XLA sees that parts are joined to be taken apart, and does neither.
+            # A tiled all-to-all over one flat axis: XLA then sees that the devices' arrays are
+            # joined only to be taken apart again, and skips both copies.
             flat = bits.reshape(-1, *bits.shape[2:])
             moved = jax.lax.all_to_all(flat, self.axes, split_axis=0, concat_axis=0, tiled=True)
             return moved.reshape(bits.shape)
@@ -127,7 +129,8 @@ class Channel:
         return _as_bits(move, values)
 
     def send_together(self, *values: Int32[Array, "devices _"]) -> list[Int32[Array, "devices _"]]:
-        """Send several arrays by one collective."""
+        """Send several arrays in one collective."""
+        # A collective costs its latency, however small: lengths and demands ride with the ids.
         ends = np.cumsum([each.shape[1] for each in values])
         return jnp.split(self.send(jnp.concatenate(values, axis=1)), ends[:-1], axis=1)
 
@@ -138,16 +141,10 @@ class Channel:
         *more: Int32[Array, "devices _"],
         fill: int,
     ) -> tuple[Int32[Array, "devices n"], ListLengths, list[Int32[Array, "devices _"]]]:
-        """Send a list to each device, and further arrays with it.
-
-        Args:
-            lists: The lists, padded with ``fill``.
-            lengths: Lengths of the lists.
-            *more: Further arrays, line by line.
-            fill: The padding.
+        """Send each device its list, padded with ``fill``, and its line of each array in ``more``.
 
         Returns:
-            The lists that came in, padded; their lengths; and the further arrays that came in.
+            The received lists, padded with ``fill``; the lengths of both; the received ``more``.
         """
         lists, received, *rest = self.send_together(lists, lengths[:, None], *more)
         return lists, ListLengths(lengths, received[:, 0]), rest
@@ -155,29 +152,30 @@ class Channel:
     def send_rows(
         self, rows: Float[Array, "devices n dim"], lengths: ListLengths | None = None
     ) -> Float[Array, "devices n dim"]:
-        """Send rows of tables, in their format."""
+        """Send rows of tables, encoded as `precision` says."""
         return self._send_as(rows, self.precision.forward, lengths)
 
     def send_gradients(
         self, rows: Float[Array, "devices n dim"], lengths: ListLengths | None = None
     ) -> Float[Array, "devices n dim"]:
-        """Send gradients, in their format."""
+        """Send gradients, encoded as `precision` says."""
+        # Scaled on the way only: small gradients would be zero in float16.
         scale = self.precision.loss_scale
         return self._send_as(rows * scale, self.precision.backward, lengths) / scale
 
     def sum_rows(self, rows: Float[Array, "devices n dim"]) -> Float[Array, "n dim"]:
-        """Return the sum of the rows that all devices have for this one."""
+        """Return the sum over all devices of the rows that they have for this device."""
         if self.precision.forward == "float32":
             return jax.lax.psum_scatter(rows, self.axes)
         # A collective cannot add encoded values; sending them one by one moves as many bytes.
         return self.send_rows(rows).astype(jnp.float32).sum(axis=0)
 
     def gather(self, values: Array) -> Array:
-        """Return the values of all devices, one after the other."""
+        """Return the values of all devices, joined along the first axis."""
         return _as_bits(lambda bits: jax.lax.all_gather(bits, self.axes, tiled=True), values)
 
     def gather_gradients(self, rows: Float[Array, "n dim"]) -> Float[Array, "all dim"]:
-        """Return the gradients of all devices, one after the other."""
+        """Return the gradients of all devices, joined along the first axis; encoded on the way."""
         scale = self.precision.loss_scale
         parts = encode(rows * scale, self.precision.backward)
         gathered = tuple(self.gather(part) for part in parts)
@@ -190,7 +188,7 @@ class Channel:
 
 
 class RaggedChannel(Channel):
-    """A channel that sends lists without their padding, where a device knows their lengths.
+    """A channel that sends lists of known lengths without their padding.
 
     It uses XLA's ragged all-to-all, which CPUs lack.
     """
@@ -199,6 +197,7 @@ class RaggedChannel(Channel):
         return super().send(values) if lengths is None else self._send_ragged(values, lengths, 0)
 
     def send_lists(self, lists, lengths, *more, fill):
+        # Lengths go first: a ragged all-to-all needs to know what it receives.
         received, *rest = self.send_together(lengths[:, None], *more)
         both = ListLengths(lengths, received[:, 0])
         return self._send_ragged(lists, both, fill), both, rest
@@ -223,7 +222,7 @@ class RaggedChannel(Channel):
 
 
 def check_ragged(mesh: Mesh) -> None:
-    """Raise a ValueError where a mesh's devices have no ragged all-to-all."""
+    """Raise a ValueError if XLA has no ragged all-to-all for a mesh's devices."""
     platform = mesh.devices.flat[0].platform
     if platform not in _RAGGED_PLATFORMS:
         raise ValueError(
@@ -232,7 +231,9 @@ def check_ragged(mesh: Mesh) -> None:
 
 
 def _as_bits(move: Callable[[Array], Array], values: Array) -> Array:
-    """Move values as bits: XLA widens narrow floats where a device has no arithmetic for them."""
+    """Return ``move(values)``, with narrow floats moved as integers."""
+    # Where a device has no arithmetic for a narrow float, XLA widens it, and would send the wide
+    # one.
     if values.dtype.itemsize >= 4 or not jnp.issubdtype(values.dtype, jnp.floating):
         return move(values)
     unsigned = {1: jnp.uint8, 2: jnp.uint16}[values.dtype.itemsize]
@@ -244,7 +245,8 @@ def _as_bits(move: Callable[[Array], Array], values: Array) -> Array:
 def _send_encoded(
     rows: Array, lengths: ListLengths | None, channel: Channel, format: Format
 ) -> Array:
-    """Send rows in a format; derivatives treat them as sent unchanged."""
+    """Send rows in a format; the derivative is that of sending them unchanged."""
+    # A packed format has several arrays, such as codes and scales; each is sent.
     parts = encode(rows, format)
     return decode(tuple(channel.send(part, lengths) for part in parts), format)
 
@@ -265,10 +267,8 @@ _send_encoded.defvjp(_send_encoded_forward, _send_encoded_backward)
 
 
 def run_if(flag: Bool[Array, ""], body: Callable[[Any], Any], carried: Any) -> Any:
-    """Return ``body(carried)`` if the flag holds, else ``carried``.
-
-    It works in place, where `jax.lax.cond` copies.
-    """
+    """Return ``body(carried)`` if the flag holds, else ``carried``; in place."""
+    # A loop of at most one turn. jax.lax.cond would copy the carried tables.
 
     def once(state: Any) -> Any:
         return jnp.zeros((), bool), body(state[1])
@@ -277,7 +277,11 @@ def run_if(flag: Bool[Array, ""], body: Callable[[Any], Any], carried: Any) -> A
 
 
 class OneByOne(Turns):
-    """Makes each exchange depend on the one before it."""
+    """Order in which each exchange depends on the result of the one before it."""
+
+    # XLA removes a jax.lax.optimization_barrier before it schedules, so the dependence is
+    # arithmetic: each input is combined with a number from the last result. The number never
+    # changes the input, but the compiler cannot know that.
 
     def __init__(self) -> None:
         self._last: Int32[Array, ""] | None = None
@@ -305,7 +309,8 @@ class OneByOne(Turns):
 
 
 def _negative(values: Shaped[Array, "..."]) -> Int32[Array, ""]:
-    """Return a negative number that depends on the values and that the compiler cannot know."""
+    """Return a negative number that depends on the values."""
+    # It differs with the value's bits, so XLA cannot fold it; one element is enough to wait for.
     value = jax.lax.stop_gradient(values[(0,) * values.ndim])
     if jnp.issubdtype(value.dtype, jnp.floating):
         value = jax.lax.bitcast_convert_type(value.astype(jnp.float32), jnp.int32)
@@ -314,16 +319,14 @@ def _negative(values: Shaped[Array, "..."]) -> Int32[Array, ""]:
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedChannel(Channel):
-    """A channel between simulated CPU devices, which need favours that accelerators do not.
+    """A channel between the ``num_devices`` simulated devices of a CPU."""
 
-    XLA's all-to-all on CPUs takes and gives one array a device, and copies an array that is not
-    split like that. And XLA runs CPU collectives that do not depend on each other at the same time,
-    each holding a thread of a pool that all simulated devices share: with many of them under way,
-    some device finds no thread to take part, and all wait for it for ever.
-
-    Attributes:
-        num_devices: Number of devices, and of arrays that a message is split into.
-    """
+    # Two favours that accelerators do not need:
+    # - XLA's all-to-all on CPUs works on one array per device and copies an array that is not split
+    #   like that. So kernels write and read messages as `num_devices` arrays (`sent`, `received`).
+    # - XLA runs collectives that do not depend on each other at the same time. Each holds a thread
+    #   of a pool that all simulated devices share. With many under way some device finds no thread
+    #   to take part, and all wait for it for ever. So `turns` orders them.
 
     num_devices: int = 1
 

@@ -1,7 +1,7 @@
-"""Fresh tables on a mesh, and tables moved to one.
+"""New tables on a mesh, and tables moved to one.
 
-With several processes each calls these functions with the same arguments, and touches its own
-devices alone.
+With several processes all call these functions with the same arguments, and each fills its own
+devices.
 """
 
 from __future__ import annotations
@@ -31,12 +31,9 @@ from jaxrec.mesh.tables import ShardedTables
 
 
 def mesh_shape(mesh: Mesh, replica_axis: str | None = None) -> MeshShape:
-    """Return a mesh as hosts of devices: the last axis is within a host, the others are over hosts.
+    """Return the hosts and devices of a mesh, or of one replica of the sharded tables.
 
-    With a ``replica_axis`` these are the devices of one replica of the sharded tables.
-
-    Raises:
-        ValueError: The mesh lacks the axis, or has no other.
+    The last axis numbers the devices of a host, the others number the hosts.
     """
     if replica_axis is not None and replica_axis not in mesh.axis_names:
         raise ValueError(
@@ -59,14 +56,11 @@ def init_on_mesh(
     mesh: Mesh,
     replica_axis: str | None = None,
 ) -> ShardedTables:
-    """Make fresh tables on a mesh, equal to those of `jaxrec.embed.init_tables` on one device.
-
-    Each device makes its own shards; beyond them it holds at most one block of random numbers.
-
-    Raises:
-        ValueError: The placements do not fit the tables or the mesh.
-    """
+    """Make new tables on a mesh, equal to those of `jaxrec.embed.init_tables` on one device."""
+    # A first value is a function of the table's key, the row and the column. So each device makes
+    # its own shards, and needs memory for one block of random numbers besides.
     layout = layout_mesh(tables, placements, mesh_shape(mesh, replica_axis))
+    # Each process fills its own shards, so different keys would go unnoticed.
     require_same("model", {"random key of tables": fingerprint(key)})
     sharded = ShardedTables.zeros(layout, mesh, replica_axis)
     for config in tables.configs:
@@ -96,10 +90,10 @@ def shard_tables(
     mesh: Mesh,
     replica_axis: str | None = None,
 ) -> ShardedTables:
-    """Return the same tables and optimizer state over a mesh.
+    """Move tables and their optimizer state to a mesh.
 
-    No device gets more than its part: rows travel from device to device if the tables are on a mesh
-    of the same devices, else some at a time over the host.
+    Rows travel from device to device if the tables are on a mesh of the same devices, else over the
+    host, some at a time. Packed tables are read whole on the way.
 
     Raises:
         ValueError: The placements do not fit the tables or the mesh.
@@ -114,13 +108,13 @@ def layout_on_mesh(
     mesh: Mesh,
     replica_axis: str | None = None,
 ) -> MeshLayout:
-    """Return the layout that tables, which may be on a mesh already, would have."""
+    """Return the layout that tables would have on a mesh; they may be on another mesh now."""
     whole = tables.layout if tables.devices.mesh is None else tables.layout.whole
     return layout_mesh(whole, placements, mesh_shape(mesh, replica_axis))
 
 
 def _ranges(placed: PlacedGroup, config: TableConfig) -> np.ndarray:
-    """Return each device's shards of a table as `fill_rows` takes them, ``[devices, shards, 6]``.
+    """Return the arguments of `fill_rows` for each device's shards, ``[devices, shards, 6]``.
 
     Devices with fewer shards have empty ones.
     """
@@ -145,12 +139,13 @@ def _fill_shards(
     dim: int,
     sharding: NamedSharding,
 ) -> Float[TableArray, "rows width"]:
-    """Fill the shards of a table, each device its own; for ``ranges`` see `_ranges`."""
+    """Fill each device's shards of a table; ``ranges`` is the result of `_ranges`."""
 
     def on_device(array, key, scale, ranges):
         def fill(shard, array):
             return fill_rows(array, key, draw, scale, ranges[0, shard], dim)
 
+        # A loop, so that the program does not grow with the number of shards.
         return jax.lax.fori_loop(0, ranges.shape[1], fill, array)
 
     everywhere = PartitionSpec()

@@ -1,4 +1,4 @@
-"""The dense part of a model on a mesh."""
+"""The dense part of a model on a mesh: replicated, or sharded over all devices ("fsdp")."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from jaxrec.mesh.precision import DenseFormat, ExchangePrecision
 
 @dataclasses.dataclass(frozen=True)
 class Gathered(DensePlacement):
-    """Reads gather the array; its gradient is summed over the devices and put as the array lies.
+    """A sharded array that a read gathers, and whose gradient is summed and sharded like it.
 
     Attributes:
         ndim: Number of axes of the array.
@@ -67,10 +67,9 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather_in_format(array: Array, placement: Gathered) -> Array:
-    """Gather an array as one whose gradient every device has for its own samples alone.
-
-    JAX calls such arrays reduced, and their gradients unreduced. It knows them over Explicit axes.
-    """
+    """Gather an array so that each device keeps the gradient of its own samples."""
+    # JAX calls such arrays reduced and their gradients unreduced, and has them for Explicit axes
+    # alone. With other axes XLA adds the gradients up, in their own type, before we see them.
     if not isinstance(array, jax.core.Tracer):
         return put(array, placement.replicated)
     mesh = placement.sharding.mesh
@@ -91,11 +90,9 @@ _gather_in_format.defvjp(_gather_in_format_forward, _gather_in_format_backward)
 
 
 def _sum_over_devices(gradient: Float[Array, "..."], placement: Gathered) -> Float[Array, "..."]:
-    """Add the gradients of all devices in float32, which travel in fewer bits.
-
-    Each device sends each other one its part, and sums the parts that come in. Where the array is
-    replicated, the sums travel to all devices.
-    """
+    """Add the gradients of all devices, which travel in `Gathered.format`, in float32."""
+    # A reduce-scatter by hand: XLA's own would add in the narrow format. Each device sends every
+    # device the part that it adds up. If the array is replicated, the sums then go to all devices.
     mesh, spec = placement.sharding.mesh, placement.sharding.spec
     axes, devices = tuple(mesh.axis_names), mesh.devices.size
     cut = next((i for i, names in enumerate(spec) if names is not None), None)
@@ -112,6 +109,7 @@ def _sum_over_devices(gradient: Float[Array, "..."], placement: Gathered) -> Flo
     def flat_shards(own: Array) -> Array:
         flat = jnp.pad(own.reshape(-1), (0, -own.size % devices))
         sums = sum_parts(flat.reshape(devices, -1)).astype(placement.format)
+        # As bits, or XLA may gather them in float32 where it widens bfloat16.
         return jax.lax.bitcast_convert_type(sums, jnp.uint16)
 
     unreduced = PartitionSpec(*[None] * gradient.ndim, unreduced=set(axes))
@@ -125,24 +123,19 @@ def _sum_over_devices(gradient: Float[Array, "..."], placement: Gathered) -> Flo
 
 
 MIN_SHARDED_SIZE = 2**16
-"""Number of elements from which "fsdp" shards an array."""
+"""Smallest number of elements of a parameter that "fsdp" shards."""
 
 DenseName: TypeAlias = Literal["replicated", "fsdp"]
 
 DenseRule: TypeAlias = Callable[[str, jax.ShapeDtypeStruct], PartitionSpec | None]
-"""Returns where a dense parameter lies, given its path such as "over/kernel" and its shape.
+"""Function from a dense parameter's path, such as "over/kernel", and its shape to its sharding.
 
 None leaves the parameter to "fsdp".
 """
 
 
 def check_dense(dense: Any, mesh: Mesh, format: DenseFormat) -> None:
-    """Check the argument ``dense`` of `jaxrec.shard`, and the format of dense gradients.
-
-    Raises:
-        TypeError: ``dense`` is neither a name nor a function.
-        ValueError: The name is unknown, or the mesh has no such format.
-    """
+    """Check the argument ``dense`` of `jaxrec.shard`, and the format of dense gradients."""
     if isinstance(dense, str) and dense not in get_args(DenseName):
         raise ValueError(
             f"dense={dense!r} is not one of {', '.join(map(repr, get_args(DenseName)))}; or give a "
@@ -163,18 +156,13 @@ def check_dense(dense: Any, mesh: Mesh, format: DenseFormat) -> None:
 
 
 def place_dense(model: nnx.Module, placements: Mapping[str, DensePlacement], mesh: Mesh) -> None:
-    """Put all variables of a model but its tables and pools on a mesh.
+    """Put all variables of a model on a mesh, except for tables and pools, in place.
 
-    Args:
-        model: The model, changed in place.
-        placements: Result of `dense_placements`; other variables are replicated.
-        mesh: The devices.
-
-    Raises:
-        ValueError: The processes have different models.
+    Variables without a placement are replicated.
     """
     state = nnx.state(model, nnx.Not(nnx.Any(TableVariable, RowsVariable)))
     named = {_name(path): variable for path, variable in nnx.to_flat_state(state)}
+    # Replicas start from each process's own values, which must therefore be the same.
     if jax.process_count() > 1:
         for variable in named.values():
             if isinstance(variable, PlacedVariable):  # of another mesh, or sharded otherwise
@@ -196,17 +184,9 @@ def place_dense(model: nnx.Module, placements: Mapping[str, DensePlacement], mes
 def dense_placements(
     model: nnx.Module, dense: DenseName | DenseRule, mesh: Mesh, format: DenseFormat = "float32"
 ) -> dict[str, DensePlacement]:
-    """Return the placements, by path, of the parameters that are not simply replicated.
+    """Return the placements of parameters by path; a parameter without one is replicated.
 
-    Args:
-        model: The model.
-        dense: See `jaxrec.shard`.
-        mesh: The devices.
-        format: Format in which gradients of large parameters travel.
-
-    Raises:
-        TypeError: The rule returns something else.
-        ValueError: A sharding does not fit its parameter or the mesh.
+    ``format`` is that in which gradients of large parameters travel.
     """
     placements: dict[str, DensePlacement] = {}
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -220,6 +200,7 @@ def dense_placements(
             continue
         spec = PartitionSpec() if dense == "replicated" else _fsdp(name, array, mesh)
         sharding = NamedSharding(mesh, spec)
+        # Small arrays would save little, and vectors, such as biases and scales, stay exact.
         is_large = array.ndim > 1 and array.size >= MIN_SHARDED_SIZE
         if format != "float32" and is_large and mesh.devices.size > 1:
             placements[name] = Gathered(sharding, array.ndim, format)

@@ -1,4 +1,7 @@
-"""How a collection's tables are cut and grouped over a mesh."""
+"""Layout of a collection's tables over a mesh: their shards, groups, and positions in the arrays.
+
+`layout_mesh` makes it of the tables' placements. Everything here is static; no arrays are made.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,16 @@ from jaxrec.optim import RowOptimizer
 class MeshLayout:
     """A collection's tables over a mesh.
 
-    Lookups see a table that is cut by columns as several tables, its *column slices*.
+    A lookup sees a table that is cut by columns as several tables, its *column slices*.
 
     Attributes:
         whole: The tables as they are on one device.
-        slices: The column slices in groups, with the outputs in the order of the tables' outputs.
-        groups: Places of the groups' rows.
+        slices: Layout of the column slices. Its outputs follow the order of the tables' outputs.
+        groups: Groups of the column slices, with the positions of their rows.
         exchanges: Exchange of each group.
         placements: Placement of each table.
         mesh: The devices.
-        wide: Names of the tables with more rows than int32 can number, whose ids have 64 bits.
+        wide: Names of the tables with more rows than int32 can number. Their ids have 64 bits.
     """
 
     whole: TableLayout
@@ -80,29 +83,22 @@ class MeshLayout:
         return self.whole.bounds
 
     def slice_keys(self) -> dict[str, list[str]]:
-        """Return for each output of the tables the outputs of its column slices, by column."""
+        """Return the keys of the slices' outputs that make up each output, in column order."""
+        # A slice's key is that of the output with its columns behind it: "user[0:32]".
         keys: dict[str, list[str]] = {}
         for output in self.slices.outputs:
             keys.setdefault(output.key[: output.key.rindex("[")], []).append(output.key)
         return keys
 
     def shards(self, table: str) -> list[tuple[PlacedGroup, PlacedShard]]:
-        """Return all shards of a table with their groups.
-
-        Raises:
-            KeyError: No table has that name.
-        """
+        """Return all shards of a table with their groups."""
         self.whole.find(table)
         return [(g, placed) for g in self.groups for placed in g.shards if placed.table == table]
 
     def column_slices(
         self, table: str
     ) -> Iterator[tuple[PlacedGroup, tuple[int, int], list[PlacedShard]]]:
-        """Iterate over a table's column slices: their group, columns, and shards by row.
-
-        Raises:
-            KeyError: No table has that name.
-        """
+        """Iterate over a table's column slices: their group, columns, and shards by row."""
         slices: dict[tuple[int, int], tuple[PlacedGroup, list[PlacedShard]]] = {}
         for group, placed in self.shards(table):
             slices.setdefault(placed.shard.columns, (group, []))[1].append(placed)
@@ -112,13 +108,13 @@ class MeshLayout:
 
 @dataclasses.dataclass(frozen=True)
 class _Slice:
-    """Columns of a table, as a table of their own.
+    """A column slice, as a table of its own.
 
     Attributes:
         table: Name of the table.
-        config: The slice's configuration for lookups, as wide as it is stored.
+        config: Configuration of the slice. Its width is the stored one.
         shards: Shards of the slice, by row.
-        exchange: Its exchange.
+        exchange: Exchange of the slice.
         whole_dim: Number of columns of the table.
     """
 
@@ -132,13 +128,7 @@ class _Slice:
 def layout_mesh(
     tables: TableLayout, placements: Mapping[str, Placement], mesh: MeshShape
 ) -> MeshLayout:
-    """Cut tables as their placements say, and give each shard a place.
-
-    Raises:
-        ValueError: A table has no placement; its placement does not fit the mesh; its optimizer
-            needs whole rows and the placement cuts them; its exchange refuses it; int32 cannot
-            number its rows on a device.
-    """
+    """Cut tables as their placements say, and give each shard a position in its owner's array."""
     for table in tables.configs:
         if table.name not in placements:
             raise ValueError(
@@ -174,7 +164,7 @@ def layout_mesh(
 def cut_of(
     table: TableConfig, optimizer: RowOptimizer, shards: Sequence[Shard], mesh: MeshShape
 ) -> Cut:
-    """Return a table's shards as exchanges see them."""
+    """Describe a table's shards for `Exchange.refuse`."""
     parts: dict[tuple[int, int], list[int]] = {}
     for shard in shards:
         parts.setdefault(shard.columns, []).append(shard.device)
@@ -199,10 +189,7 @@ def cut_of(
 def is_large(num_rows: int, local_rows: int, mesh: MeshShape) -> bool:
     """Return whether int32 cannot number a table's rows, or the slots of its array.
 
-    Args:
-        num_rows: Number of its rows.
-        local_rows: Number of rows on the fullest device.
-        mesh: The devices.
+    ``local_rows`` is the number of rows on the fullest device. All devices' arrays are as long.
     """
     return max(num_rows, local_rows * mesh.num_devices) > MAX_ROWS
 
@@ -243,16 +230,12 @@ def _slices(
 def slice_widths(
     table: TableConfig, optimizer: RowOptimizer, columns: Iterable[tuple[int, int]]
 ) -> dict[tuple[int, int], int]:
-    """Return the number of stored columns of each column slice.
+    """Return the number of stored columns of each column slice, ``(first, after the last)``.
 
-    Slices that are updated together are stored as one array, all as wide as the widest, with zeros
-    behind their columns. Others have their own width.
-
-    Args:
-        table: The table.
-        optimizer: Its row optimizer.
-        columns: The first column of each slice and the column after its last.
+    It is the slice's own width, or that of the widest slice where slices are updated together.
     """
+    # Slices that are updated together must be one group, and a group has one width. Zeros fill the
+    # narrow ones up; packed rows have no place for them (`_check_cut`).
     widths = {(start, stop): stop - start for start, stop in columns}
     if _joins(optimizer, widths) and isinstance(table.row_format, PlainRows):
         return dict.fromkeys(widths, max(widths.values()))
@@ -260,18 +243,19 @@ def slice_widths(
 
 
 def _apart(part: _Slice) -> tuple[Exchange, int | None]:
-    """Return what slices of one group have in common."""
+    """Return what slices must share to be in one group, beside width, type and optimizer."""
     optimizer = part.config.optimizer
     joins_slices = optimizer is not None and optimizer.needs_whole_rows
     return part.exchange, part.whole_dim if joins_slices else None
 
 
 def _number_arrays(slices: Mapping[str, _Slice], mesh: MeshShape) -> dict[str, int]:
-    """Return for each slice the number of its array, among those that slices of its kind share.
+    """Return the number of each slice's array among the arrays of slices of its kind.
 
-    There are several arrays where int32 cannot number the slots of one. Slices take the first that
-    has space, and equal slices of a table take it together.
+    There are several where int32 cannot number the slots of one.
     """
+    # First fit. Equal slices of a table go into one array together, since they may have to be
+    # updated together.
     alike: dict[tuple[Hashable, str], list[_Slice]] = {}
     for each in slices.values():
         config = each.config
@@ -283,6 +267,7 @@ def _number_arrays(slices: Mapping[str, _Slice], mesh: MeshShape) -> dict[str, i
         rows: Counter[int] = Counter()
         for shard in (shard for part in parts for shard in part.shards):
             rows[shard.device] += shard.num_rows
+        # Each device's array is as long as the fullest one, so this bounds the fullest.
         limit = MAX_ROWS // (1 if parts[0].exchange.is_replicated else mesh.num_devices)
         arrays = filled.setdefault(kind, [])
         fitting = (i for i, array in enumerate(arrays) if max((array + rows).values()) <= limit)
@@ -296,6 +281,7 @@ def _number_arrays(slices: Mapping[str, _Slice], mesh: MeshShape) -> dict[str, i
 
 def _joins(optimizer: RowOptimizer, columns: Collection[tuple[int, int]]) -> bool:
     """Return whether column slices must be updated together."""
+    # Sums over whole rows, and the norm of a table's gradient, need all of a row's slices.
     return len(columns) > 1 and (optimizer.needs_whole_rows or optimizer.clip_norm is not None)
 
 
@@ -305,7 +291,7 @@ def _check_cut(
     placement: Placement,
     columns: Mapping[tuple[int, int], list[Shard]],
 ) -> None:
-    """Raise a ValueError where the optimizer cannot update parts of rows."""
+    """Raise a ValueError if a placement cuts rows that the optimizer needs whole."""
     if not _joins(optimizer, columns):
         return
     name = type(optimizer).__name__
@@ -328,7 +314,7 @@ def _check_cut(
 def _outputs(
     tables: TableLayout, layout: TableLayout, slices: Mapping[str, _Slice]
 ) -> tuple[Output, ...]:
-    """Return the slices' outputs in the order of the tables' own: by table, feature and column."""
+    """Return the slices' outputs in the order of the tables' outputs, then by column."""
     by_output: dict[tuple[str, str], list[tuple[int, Output]]] = {}
     for g, group in enumerate(layout.groups):
         for position, (feature, index) in enumerate(group.features):
@@ -347,7 +333,8 @@ def _outputs(
 
 
 def _check_together(groups: tuple[PlacedGroup, ...]) -> None:
-    """Raise a ValueError where slices that are updated together lie in several groups."""
+    """Raise a ValueError if slices that are updated together lie in several groups."""
+    # `layout_tables` parts a group whose rows int32 cannot number.
     seen: set[str] = set()
     for placed in groups:
         clips = placed.is_sliced and placed.group.optimizer.clip_norm is not None
@@ -363,7 +350,7 @@ def _check_together(groups: tuple[PlacedGroup, ...]) -> None:
 
 
 def _place(group: Group, slices: Mapping[str, _Slice], mesh: MeshShape) -> PlacedGroup:
-    """Stack the group's shards on each device in the order of the slices."""
+    """Stack the group's shards in each device's array, in the order of the slices."""
     first = slices[group.tables[0].name]
     filled = [0] * mesh.num_devices
     shards = []
@@ -394,16 +381,14 @@ def _place(group: Group, slices: Mapping[str, _Slice], mesh: MeshShape) -> Place
     return placed
 
 
-# A warning needs this many wasted bytes, and more than the group uses.
+# Fewest unused bytes to warn of; they must also be more than the group uses.
 _MIN_WASTE = 64 << 20
 
 
 def warn_of_unused_memory(layout: MeshLayout) -> None:
-    """Warn of groups whose arrays are mostly empty.
-
-    JAX's arrays over a mesh have equal parts on all devices. So each device allocates as much for a
-    group of tables as the fullest device needs.
-    """
+    """Warn of groups whose arrays are mostly empty."""
+    # JAX's arrays over a mesh have equal parts on all devices. So each device allocates as much for
+    # a group of tables as the fullest device needs.
     for placed in layout.groups:
         if placed.is_replicated:
             continue
@@ -433,7 +418,7 @@ def rows_by_device(placed: PlacedGroup) -> list[int]:
 
 
 def row_bytes(placed: PlacedGroup) -> int:
-    """Return the bytes of a row of the group's array and of its optimizer state."""
+    """Return the bytes of a row of the group and of its optimizer state."""
     group = placed.group
     return group.row_format.row_bytes(group.dim) + state_bytes(group.optimizer, group.dim)
 

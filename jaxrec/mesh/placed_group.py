@@ -1,4 +1,8 @@
-"""Shards of tables in the arrays of a mesh's devices."""
+"""Positions of shards in the devices' arrays: rows of a group, slots, and rows of an array.
+
+A lookup names a row of the group. `PlacedGroup` turns it into a slot, which says the owner and the
+row of the owner's array: ``slot = owner * local_rows + local_row``.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +25,13 @@ from jaxrec.ragged.wide_ids import WideIds, widen
 
 @dataclasses.dataclass(frozen=True)
 class PlacedShard:
-    """A shard and its place.
+    """A shard and its position in its owner's array.
 
     Attributes:
         table: Name of the table.
-        shard: The part of the table, and its owner.
-        first_row: Row of the group, as lookups number them, that the shard starts with.
-        local_row: Row of the owner's array that the shard starts at.
+        shard: The shard.
+        first_row: The shard's first row, as a row of the group.
+        local_row: The shard's first row, as a row of the owner's array.
     """
 
     table: str
@@ -40,22 +44,21 @@ class PlacedShard:
 class PlacedGroup:
     """Tables of equal width, type and optimizer, cut into shards over the devices.
 
-    A table that is cut by columns counts as several tables here, its *column slices*. The rows of
-    the tables, one after the other, are the group's rows; lookups number them so. A *slot* is a
-    row of the group's global array ``[num_devices * local_rows, dim]``, whose first axis lies over
-    the devices. In a *large* group, whose rows or slots int32 cannot number, each device numbers
-    its own slots from 0, and so do lookups, which name the owner beside (`Lookups.owners`).
+    A table that is cut by columns counts as several tables here, its *column slices*. The group's
+    rows are those of its tables, one table after the other. A *slot* is a row of the group's global
+    array ``[num_devices * local_rows, dim]``, which is sharded by rows. In a *large* group int32
+    cannot number the rows or the slots. Each device then numbers its slots from 0, lookups use
+    these numbers, and `Lookups.owners` names the device.
 
     Attributes:
-        group: The column slices, as `jaxrec.embed` sees a group of tables.
+        group: The column slices, as a group of `jaxrec.embed`. Slices that are updated together are
+            stored as wide as the widest, with padding behind their columns.
         shards: All shards by first row.
         local_rows: Number of rows of each device's array.
         num_devices: Number of devices; 1 if every device has all rows.
         is_replicated: Whether every device has all rows.
-        whole_dim: Number of columns of the tables; the group's own width where they are not cut.
-        is_large: Whether int32 cannot number the rows or the slots; all are of one table.
-
-    Slices that are updated together are as wide as the widest, with padding behind their columns.
+        whole_dim: Number of columns of the uncut tables.
+        is_large: Whether the group is large.
     """
 
     group: Group
@@ -78,7 +81,7 @@ class PlacedGroup:
 
     @property
     def without_bound(self) -> PlacedGroup:
-        """The group with an optimizer that does not bound the elements of gradients."""
+        """The group with ``clip_value`` taken from its optimizer."""
         optimizer = dataclasses.replace(self.group.optimizer, clip_value=None)
         return dataclasses.replace(self, group=dataclasses.replace(self.group, optimizer=optimizer))
 
@@ -99,7 +102,7 @@ class PlacedGroup:
 
     @property
     def padding(self) -> int:
-        """Row of lookups that are padding."""
+        """Row that padding looks up: the number of rows."""
         return self.local_rows if self.is_large else self.group.num_rows
 
     @property
@@ -108,16 +111,13 @@ class PlacedGroup:
         return tuple(dict.fromkeys(shard.table for shard in self.shards))
 
     def slots(self, rows: Int32[Array, " n"]) -> Int32[Array, " n"]:
-        """Return the slot of each row; `num_slots` for a row outside of the group.
-
-        Raises:
-            ValueError: The group is large.
-        """
+        """Return the slot of each row of the group; `num_slots` for rows outside of it."""
         if self.is_large:
             raise ValueError(
                 f"table {self.tables[0]!r} has more slots over the mesh than int32 can number; "
                 "locate() finds the owners of rows and the rows of their arrays"
             )
+        # Rows and slots of a shard differ by a constant, so no table of all rows is needed.
         starts = tuple(shard.first_row for shard in self.shards)
         shifts = tuple(self._slot(shard) - shard.first_row for shard in self.shards)
         return kernels.shift_rows(rows, starts, shifts, self.group.num_rows, self.num_slots)
@@ -125,7 +125,7 @@ class PlacedGroup:
     def locate(self, lookups: Lookups) -> tuple[Int32[Array, " lookups"], Int32[Array, " lookups"]]:
         """Return the owner of each lookup's row, and the row in the owner's array.
 
-        The owner is `num_devices` and the row arbitrary where a lookup has none.
+        For a lookup without a row the owner is `num_devices` and the row arbitrary.
         """
         if lookups.owners is not None:
             has_row = (lookups.rows >= 0) & (lookups.rows < self.local_rows)
@@ -138,14 +138,15 @@ class PlacedGroup:
     def device_slots(
         self, device: Int32[Array, "..."], local_rows: Int32[Array, "..."]
     ) -> Int32[Array, "..."]:
-        """Return the slots of rows of devices' arrays."""
+        """Return the slots of rows of the devices' arrays."""
         return local_rows if self.is_large else device * self.local_rows + local_rows
 
     def whole_rows(self, slots: Int32[Array, " n"]) -> Int32[Array, " n"]:
-        """Return a number for each slot's whole row, the same for all its column slices.
+        """Return a number for each slot's row, equal for all column slices of the row.
 
-        On a device the numbers ascend with the slots. `group.num_rows` past the last slot.
+        On a device the numbers ascend with the slots. Past the last slot it is `group.num_rows`.
         """
+        # A row is numbered by its place in the table's first slice.
         first_slice: dict[str, int] = {}
         for placed in self.shards:
             first_slice.setdefault(placed.table, placed.first_row - placed.shard.rows[0])
@@ -162,10 +163,7 @@ class PlacedGroup:
     def tables_of(
         self, local_rows: Int32[Array, " n"], device: Int32[Array, ""]
     ) -> Int32[Array, " n"]:
-        """Return the index in `tables` of the table of each row of a device's array.
-
-        Arbitrary for a row that belongs to no table.
-        """
+        """Return each row's table, as an index of `tables`; arbitrary for rows of no table."""
         if len(self.tables) == 1:
             return jnp.zeros_like(local_rows)
         tables = [self.tables.index(shard.table) for shard in self.shards]
@@ -174,10 +172,10 @@ class PlacedGroup:
     def is_column(
         self, local_rows: Int32[Array, " n"], device: Int32[Array, ""]
     ) -> Bool[Array, "n dim"] | None:
-        """Return which columns of rows of a device's array belong to their slices; None: all.
+        """Return which columns of each row are not padding; None: all of them.
 
-        The rows of a slice that is narrower than the group end with columns of padding. Arbitrary
-        for a row that belongs to no table.
+        A row ends with columns of padding if its slice is narrower than the group. The result is
+        arbitrary for rows of no table.
         """
         widths = [stop - start for start, stop in (shard.shard.columns for shard in self.shards)]
         if min(widths) == self.group.dim:
@@ -188,7 +186,7 @@ class PlacedGroup:
     def _of_shards(
         self, values: Sequence[int], local_rows: Int32[Array, " n"], device: Int32[Array, ""]
     ) -> Int32[Array, " n"]:
-        """Return for each row of a device's array the value of its shard."""
+        """Return the value of each row's shard."""
         order = sorted(range(len(self.shards)), key=lambda i: self._slot(self.shards[i]))
         starts = np.array([self._slot(self.shards[i]) for i in order], np.int32)
         slots = device * self.local_rows + local_rows
@@ -201,13 +199,7 @@ class PlacedGroup:
 
 
 def flatten_large(features: KeyedJaggedArray, layout: BagLayout, placed: PlacedGroup) -> Lookups:
-    """Return a large group's lookups in a batch, as `jaxrec.embed.outputs.flatten` does for others.
-
-    Args:
-        features: The batch of one device.
-        layout: Layout of the group's features in the batch.
-        placed: The group.
-    """
+    """Return the lookups of a large group; `jaxrec.embed.outputs.flatten` serves other groups."""
     ids = widen(features.values)
     shards = _shards_by_table(placed)
     owners, rows = [], []
@@ -217,6 +209,7 @@ def flatten_large(features: KeyedJaggedArray, layout: BagLayout, placed: PlacedG
         of_feature = _locate(ids[start : start + capacity], shards[first_row], first_row)
         owners.append(of_feature[0])
         rows.append(of_feature[1])
+    # Rows are those of the owners' arrays by now: no offsets, and bounds of the arrays.
     local = dataclasses.replace(
         layout,
         id_starts=tuple(itertools.accumulate(layout.capacities, initial=0))[:-1],
@@ -230,7 +223,7 @@ def flatten_large(features: KeyedJaggedArray, layout: BagLayout, placed: PlacedG
 
 
 def _shards_by_table(placed: PlacedGroup) -> dict[int, list[PlacedShard]]:
-    """Return the shards of each of the group's tables by row, by the table's first row."""
+    """Return the shards of each column slice in the order of rows, by the slice's first row."""
     shards: dict[int, list[PlacedShard]] = {}
     for each in placed.shards:
         shards.setdefault(each.first_row - each.shard.rows[0], []).append(each)
@@ -240,13 +233,7 @@ def _shards_by_table(placed: PlacedGroup) -> dict[int, list[PlacedShard]]:
 def _locate(
     ids: WideIds, shards: list[PlacedShard], first_row: int
 ) -> tuple[Int32[Array, " n"], Int32[Array, " n"]]:
-    """Return the owner of each id's row and the row of its array; `BAD_ROW` outside the table.
-
-    Args:
-        ids: Row indices of a table.
-        shards: The table's shards by row.
-        first_row: Row of the group that the table starts with.
-    """
+    """Return each id's owner and its row there; the row is `BAD_ROW` outside of the table."""
     owner = jnp.zeros(ids.shape, jnp.int32)
     row = jnp.full(ids.shape, kernels.BAD_ROW, jnp.int32)
     # From the last shard to the first: each takes the ids below its end.

@@ -1,4 +1,4 @@
-"""The interface of placements: how a sharding type cuts tables, and the options of the planner."""
+"""The interface of placements: how a sharding type cuts tables, and what the planner may choose."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from jaxrec.ragged.columns import is_integer
 Owner = TypeVar("Owner", int, tuple[int, ...])
 
 SHARDING_TYPES: dict[str, type[Placement]] = {}
-"""The sharding types by name: each class derived from `Placement`, in the order of definition."""
+"""Sharding types by name: the classes derived from `Placement`, in the order of definition."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A cut of a table that the planner may choose: equal parts, each of which goes to a site.
+    """One way to cut a table, before the planner assigns its parts to sites.
+
+    A site is a tuple of devices. A part's shards go to the devices of its site, in order.
 
     Attributes:
-        sites: Possible sites of a part, each as the devices of the part's shards in order.
-        parts: Number of parts.
-        column_parts: Number of cuts of the columns, over all parts.
-        row_parts: Number of cuts of the rows of each.
-        shares: Relative number of rows of each row part; empty: equal.
+        sites: Possible sites of a part.
+        parts: Number of parts, of equal size.
+        column_parts: Number of column slices of the table.
+        row_parts: Number of shards that the rows of each slice are cut into.
+        shares: Relative number of rows of each of these shards; empty: equal.
     """
 
     sites: tuple[tuple[int, ...], ...]
@@ -44,20 +46,21 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A table that the planner looks for splits of.
+    """A table for which the planner asks sharding types for splits.
 
     Attributes:
-        rows: Number of rows that devices hold.
+        rows: Number of rows on the devices.
         dim: Number of columns.
-        is_cached: Whether the rows are those of a cache.
-        devices: Devices that may hold shards.
-        host_sites: Devices of each host all of whose devices may hold shards.
+        is_cached: Whether these rows are a cache.
+        devices: Devices that may store shards.
+        host_sites: Devices of each host whose devices may all store shards.
         mesh: All devices.
         min_column_width: Smallest number of columns of a shard.
-        is_asked: Whether the user named the sharding types, so that none is left out since another
-            one does the same.
+        is_asked: Whether the user named the sharding types. A type then gives its splits even if
+            another type has the same.
         speeds: Relative speed of each device of the mesh.
-        heat: Returns how lookups spread over a number of equal runs of rows, ``[n]``.
+        heat: Function of ``n`` that returns how a batch's distinct ids spread over ``n`` equal runs
+            of rows: their shares, ``[n]``.
     """
 
     rows: int
@@ -77,39 +80,39 @@ class Candidate:
         return tuple((device,) for device in self.devices)
 
     def column_counts(self, most: int) -> list[int]:
-        """Return the numbers of parts, 2 to ``most``, that the columns divide into equally."""
+        """Return the numbers of equal parts, 2 to ``most``, that the columns divide into."""
         least = self.min_column_width
         counts = range(2, most + 1)
         return [k for k in counts if self.dim % k == 0 and self.dim // k >= least]
 
     @property
     def too_narrow(self) -> str:
-        """Reason why columns are not cut."""
+        """Reason why the columns are not cut."""
         least = self.min_column_width
         return f"{self.dim} columns do not divide into equal parts of {least} or more"
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement(abc.ABC):
-    """Where a table lies on a mesh; made by `jaxrec.mesh.row_wise` and its siblings.
+    """Where a table lies on a mesh. `jaxrec.mesh.row_wise` and its siblings make placements.
 
-    Implementors of a sharding type do the following, in one file, here or elsewhere:
+    To write a sharding type, in one file here or in another package:
 
-    1. Derive a frozen dataclass and set `kind` and `abbreviation`; set `place` where places are
-       hosts, and `num_places` where there must be so many.
-    2. Implement `cut`. Lookup, update, reading and writing follow from the shards.
-    3. Implement `options`, and `at` where the first device of each site does not say the places.
-       The planner considers the type where a table's constraints name it.
+    1. Derive a frozen dataclass. Set `kind` and `abbreviation`. Set `place` if places are hosts,
+       and `num_places` if their number is fixed.
+    2. Implement `cut`. Lookups, updates, reads and writes follow from the shards.
+    3. Implement `options`. Override `at` if the first device of each site does not tell the place.
+       The planner considers the type for tables whose constraints name it.
 
     Attributes:
-        places: Devices or hosts, as the type takes them; empty: all of the mesh.
-        exchange: How rows travel, by the name of an exchange or as an object. None: "bags" for
-            pooled tables whose rows are on one device, else "rows".
+        places: Numbers of the devices or hosts that store the table; empty: all of the mesh.
+        exchange: Name of an exchange, or an `Exchange`. None: "bags" for pooled tables whose rows
+            are on one device, else "rows".
         kind: Name of the sharding type.
-        abbreviation: The name in reports, as TorchRec's.
-        place: What the places are.
+        abbreviation: Short name in reports, as in TorchRec.
+        place: Whether places are devices or hosts.
         num_places: Number of places; None: any.
-        is_replicated: Whether the table lies whole on every device.
+        is_replicated: Whether the whole table is on every device.
 
     Raises:
         TypeError: A place is not a number.
@@ -127,8 +130,9 @@ class Placement(abc.ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # Plans in files name sharding types, and so do constraints: a class is found by its name
-        # as soon as it is defined. One that is defined anew, as in a notebook, replaces the first.
+        # Plans in files and constraints name sharding types, so a class must be found by its name
+        # as soon as it is defined. A class that is defined again, as in a notebook, replaces the
+        # first.
         if "kind" in vars(cls):
             SHARDING_TYPES[cls.kind] = cls
 
@@ -138,6 +142,7 @@ class Placement(abc.ABC):
                 f"{self.kind}: a {self.place} is named by its number on the mesh, from 0, got "
                 f"{wrong[0]!r} ({type(wrong[0]).__name__})"
             )
+        # Plain integers, since NumPy's are not JSON and print their type in reports.
         object.__setattr__(self, "places", tuple(map(int, self.places)))
         if self.num_places not in (None, len(self.places)):
             raise ValueError(f"{self.kind}: it takes one {self.place}, got {self.places}")
@@ -155,10 +160,10 @@ class Placement(abc.ABC):
 
     @abc.abstractmethod
     def cut(self, table: TableConfig, mesh: MeshShape) -> tuple[Shard, ...]:
-        """Return the table's shards, by column and then by row.
+        """Return the table's shards, ordered by column and then by row.
 
-        A replicated table is one shard on device 0. Devices beyond the number of rows or columns
-        have no shard.
+        A replicated table is one shard, on device 0. If a table has fewer rows or columns than
+        there are devices, the last devices have no shard.
 
         Raises:
             ValueError: The mesh lacks a device or host; the placement does not fit the table.
@@ -169,7 +174,7 @@ class Placement(abc.ABC):
     def options(cls, table: Candidate) -> list[Split] | str:
         """Return the splits of a table that the planner may choose, or the reason for none.
 
-        Where places are hosts, at least one host may hold shards.
+        If places are hosts, the planner calls it only if at least one host may store shards.
         """
 
     @classmethod
@@ -180,10 +185,10 @@ class Placement(abc.ABC):
         exchange: ExchangeLike,
         shares: tuple[float, ...] = (),
     ) -> Placement:
-        """Return the placement of a split.
+        """Return the placement of a split whose parts are at the given sites.
 
         Args:
-            sites: The site of each part.
+            sites: Site of each part.
             mesh: The devices.
             exchange: The exchange.
             shares: `Split.shares`.
@@ -192,7 +197,7 @@ class Placement(abc.ABC):
         return cls(tuple(site[0] // count for site in sites), exchange)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the kind and the fields as JSON has them, but for defaults of a type's own."""
+        """Return the kind and the fields for JSON; a type's own fields only if not the default."""
         name = None if self.exchange is None else find_exchange(self.exchange).name
         fields = {"kind": self.kind, "places": self.places, "exchange": name}
         for field in dataclasses.fields(self):
@@ -203,11 +208,11 @@ class Placement(abc.ABC):
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> Placement:
-        """Make a placement from what `to_dict` returned.
+        """Make a placement from the result of `to_dict`.
 
         Raises:
-            KeyError: There are no places.
-            ValueError: No sharding type has that name, or its values are not possible.
+            KeyError: The kind or the places are missing.
+            ValueError: No sharding type has that name, or a value does not fit the type.
         """
         values: dict[str, Any] = {
             name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()
@@ -227,23 +232,15 @@ class Placement(abc.ABC):
 
     @property
     def _details(self) -> str:
-        """What `str` says of a type's own fields."""
+        """Text for `str` on a type's own fields, such as `` in shares 2:1``."""
         return ""
 
     def _devices(self, table: TableConfig, mesh: MeshShape) -> tuple[int, ...]:
-        """Return the placement's devices.
-
-        Raises:
-            ValueError: The mesh lacks one.
-        """
+        """Return the placement's devices; raise a ValueError if the mesh lacks one."""
         return self._on_mesh(table, mesh.num_devices)
 
     def _hosts(self, table: TableConfig, mesh: MeshShape) -> list[tuple[int, ...]]:
-        """Return the devices of each of the placement's hosts.
-
-        Raises:
-            ValueError: The mesh lacks one.
-        """
+        """Return the devices of each of the placement's hosts, which the mesh must have."""
         return [mesh.devices_of(host) for host in self._on_mesh(table, mesh.hosts)]
 
     def _on_mesh(self, table: TableConfig, count: int) -> tuple[int, ...]:
@@ -257,7 +254,7 @@ class Placement(abc.ABC):
 
 
 def cut_evenly(table: TableConfig, owners: Sequence[tuple[int, ...]]) -> tuple[Shard, ...]:
-    """Cut columns evenly among ``owners``, and the rows of each part among its devices."""
+    """Cut the columns evenly among the owners, and each slice's rows among its owner's devices."""
     return tuple(
         Shard(rows, columns, device)
         for devices, columns in parts_of(owners, table.embedding_dim)
@@ -268,9 +265,9 @@ def cut_evenly(table: TableConfig, owners: Sequence[tuple[int, ...]]) -> tuple[S
 def parts_of(
     owners: Sequence[Owner], count: int, shares: Sequence[float] = ()
 ) -> Iterator[tuple[Owner, tuple[int, int]]]:
-    """Iterate over owners with the first of their part of a count, and the one after its last.
+    """Iterate over owners with the range, ``(start, stop)``, of their part of ``count``.
 
-    Owners whose part is empty are left out; for ``shares`` see `part_sizes`.
+    Owners with an empty part are left out. `part_sizes` gives the sizes.
     """
     sizes = part_sizes(count, len(owners), shares).tolist()
     bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
@@ -280,15 +277,13 @@ def parts_of(
 
 
 def part_sizes(count: int, parts: int, shares: Sequence[float] = ()) -> np.ndarray:
-    """Return the sizes of the parts of a count, ``[parts]``.
+    """Return the sizes of the parts of ``count``, ``[parts]``, in proportion to ``shares``.
 
-    Args:
-        count: The count.
-        parts: Number of parts.
-        shares: Relative size of each part; empty: equal sizes, the first parts may have one more.
+    Without shares they are equal, except that the first parts may have one more.
     """
     if not shares:
         size, more = divmod(count, parts)
         return size + (np.arange(parts) < more)
+    # Exact fractions, since all processes must cut alike and the sizes must add up to the count.
     sums = list(itertools.accumulate(map(Fraction, shares), initial=Fraction(0)))
     return np.diff([math.floor(count * each / sums[-1] + Fraction(1, 2)) for each in sums])

@@ -1,4 +1,4 @@
-"""Rows of any type that are read and set by index, on one device or in equal shards over a mesh."""
+"""Rows that a step reads and sets by index, on one device or in equal shards over a mesh."""
 
 from __future__ import annotations
 
@@ -23,22 +23,14 @@ class RowsVariable(nnx.Variable):
 class PoolRows(nnx.Module):
     """Rows ``[num_rows, width]`` that a compiled step reads and sets by index, without gradients.
 
-    Over a mesh each device stores an equal shard of consecutive rows. Row indices and new rows lie
-    over the devices as samples of a batch do. A read sends the indices to all devices and each row
-    back to its reader; a write sends indices and rows to all devices, and owners keep theirs. No
-    index is left out at any skew.
-
-    Args:
-        num_rows: Number of rows.
-        width: Number of columns.
-        dtype: Type of the elements, of 1, 2 or 4 bytes.
-        mesh: The devices; None: one device, until `place`. `jaxrec.shard` places the rows of a
-            model.
-
-    Raises:
-        ValueError: A size is below 1, or the rows do not divide by the devices.
-        TypeError: Elements of the type are larger.
+    Over a mesh each device stores an equal shard of consecutive rows. Row indices and new rows are
+    sharded over the devices as samples are. Elements have 1, 2 or 4 bytes. With ``mesh=None`` the
+    rows are on one device until `place`, which `jaxrec.shard` calls.
     """
+
+    # A read sends all indices to all devices, and each row back to its reader. A write sends all
+    # indices and rows to all devices, and owners keep theirs. So shapes are static and no index is
+    # left out, however many have one owner.
 
     def __init__(
         self, num_rows: int, width: int, dtype: DTypeLike = "float32", *, mesh: Mesh | None = None
@@ -64,11 +56,7 @@ class PoolRows(nnx.Module):
         return self.rows.get_value().shape
 
     def place(self, mesh: Mesh) -> None:
-        """Put the rows on a mesh, in equal shards; on another mesh anew.
-
-        Raises:
-            ValueError: The rows do not divide by the devices.
-        """
+        """Put the rows on a mesh, in equal shards; they may be on another mesh now."""
         _check_divides(self.shape[0], mesh)
         rows, sharding = self.rows.get_value(), _sharding(mesh)
         if rows.is_fully_addressable and jax.process_count() > 1:
@@ -80,21 +68,11 @@ class PoolRows(nnx.Module):
         self.mesh = mesh
 
     def read(self, index: Any, unpack: Callable[[Array], Any] | None = None) -> Any:
-        """Return some rows; zeros for an index outside.
+        """Return the rows of ``index``, ``[batch, width]``; zeros for an index out of range.
 
-        Args:
-            index: Row indices, integers ``[batch]``. Over a mesh their number divides by the
-                devices, which have them in equal parts.
-            unpack: Function of a device's rows, computed there. None: they are returned as they
-                are.
-
-        Returns:
-            ``[batch, width]``; with ``unpack`` its result, over a mesh with an axis over the
-            devices in front.
-
-        Raises:
-            TypeError: The indices are not integers.
-            ValueError: Their number does not divide by the devices.
+        Over a mesh the ``[batch]`` indices are in equal parts on the devices. With ``unpack``,
+        each device returns that function of its rows instead, with an axis over the devices in
+        front.
         """
         index = self._checked(index)
         rows = self.rows.get_value()
@@ -115,17 +93,11 @@ class PoolRows(nnx.Module):
         return _over_devices(on_device, self.mesh)(rows, index)
 
     def write(self, index: Any, values: Any, pack: Callable[[Any], Array] | None = None) -> None:
-        """Set some rows; of an index that is repeated the last one counts, one outside is skipped.
+        """Set the rows of ``index`` to ``values``, ``[batch, width]``.
 
-        Args:
-            index: As for `read`.
-            values: ``[batch, width]``; with ``pack`` its argument, over a mesh with an axis over
-                the devices in front.
-            pack: Function of a device's values, computed there, that returns its rows.
-
-        Raises:
-            TypeError: The indices are not integers.
-            ValueError: Their number does not divide by the devices.
+        The last of several equal indices counts; an index out of range is skipped. With ``pack``,
+        each device makes its rows by that function of its values, which then have an axis over the
+        devices in front, over a mesh.
         """
         index = self._checked(index)
         rows = self.rows.get_value()
@@ -139,15 +111,15 @@ class PoolRows(nnx.Module):
         def on_device(rows: Array, index: Array, values: Any) -> Array:
             own = values if pack is None else pack(jax.tree.map(lambda x: x[0], values))
             everywhere = channel.gather(index)
-            # No index is below -1, which the compiler cannot know: the second gather waits for the
-            # first one. Simulated devices could wait for each other in two at once.
+            # Every index is -1 or more, which the compiler cannot know. So the second gather waits
+            # for the first: two at once can make simulated devices wait for each other.
             own = jnp.where(everywhere[0] < -1, jnp.zeros_like(own), own)
             return _set(rows, _local(everywhere, rows.shape[0], channel), channel.gather(own))
 
         self.rows.set_value(_over_devices(on_device, self.mesh)(rows, index, values))
 
     def _checked(self, index: Any) -> Int32[Array, " batch"]:
-        """Return row indices as int32, those that do not fit outside of the rows."""
+        """Return row indices as int32, -1 for those out of range."""
         index = index if isinstance(index, jax.Array) else np.asarray(index)
         if index.ndim != 1 or not jnp.issubdtype(index.dtype, jnp.integer):
             raise TypeError(
@@ -186,7 +158,7 @@ def _check_divides(num_rows: int, mesh: Mesh | None) -> None:
 
 
 def _local(index: Int32[Array, " n"], local_rows: int, channel: Channel) -> Int32[Array, " n"]:
-    """Return indices into this device's rows; -1 for rows of other devices."""
+    """Return indices of this device's rows, -1 for rows of other devices."""
     local = index - channel.index.astype(jnp.int32) * local_rows
     return jnp.where((index >= 0) & (local >= 0) & (local < local_rows), local, -1)
 
@@ -199,11 +171,13 @@ def _take(rows: Shaped[Array, "rows width"], index: Int32[Array, " n"]) -> Array
 def _set(
     rows: Shaped[Array, "rows width"], index: Int32[Array, " n"], values: Shaped[Array, "n width"]
 ) -> Array:
-    """Set some rows, the last one of an index that is repeated; the index -1 is skipped."""
+    """Set rows to the last of their values; the index -1 is skipped."""
+    # A scatter with repeated indices has no order. Sorted by index and then position, the last of
+    # equal indices is the one to keep.
     positions = jnp.arange(index.shape[0], dtype=jnp.int32)
     ordered, order = jax.lax.sort((index, positions), num_keys=2)
     is_last = jnp.concatenate([ordered[1:] != ordered[:-1], jnp.ones(1, bool)])
     target = jnp.where(is_last & (ordered >= 0), ordered, rows.shape[0])
-    # Skipped entries have indices of their own behind the rows, so that all are unique.
+    # Skipped entries get different indices past the rows, so that all are unique, as promised.
     target = jnp.where(target == rows.shape[0], rows.shape[0] + positions, target)
     return rows.at[target].set(values[order].astype(rows.dtype), mode="drop", unique_indices=True)

@@ -1,4 +1,4 @@
-"""Formats of rows and gradients between devices."""
+"""Formats in which rows and gradients travel between devices."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ _FLOAT16_MAX = 65504.0
 class ExchangePrecision:
     """Formats in which a mesh's devices send each other embeddings and gradients.
 
-    Ids and sums stay exact: received values become float32 before they are added. "float32" leaves
-    values as they are, and rows of 16-bit tables travel in 16 bits. "float16" cuts values to its
-    range. "int8" scales each row by its smallest and largest element and adds 8 bytes to it;
-    "float8" (e4m3) scales each row by its largest absolute element and adds 4 bytes. TorchRec
-    calls these quantized communications (``torchrec.distributed.fbgemm_qcomm_codec``).
+    Ids travel exactly, and received values become float32 before they are added. The formats:
+
+    - "float32" sends values in their own type, so rows of 16-bit tables travel in 16 bits.
+    - "bfloat16" rounds values to 16 bits. "float16" does too, and clips them to its range.
+    - "int8" scales each row by its smallest and largest element, which adds 8 bytes to the row.
+    - "float8" (e4m3) scales each row by its largest absolute element, which adds 4 bytes.
+
+    TorchRec calls these quantized communications (``torchrec.distributed.fbgemm_qcomm_codec``).
 
     Attributes:
         forward: Format of embeddings, on their way to the samples.
         backward: Format of gradients, on their way to the rows.
-        loss_scale: Factor of gradients while they travel, which keeps small ones from vanishing in
-            "float16".
+        loss_scale: Factor of gradients while they travel. It keeps small gradients from becoming 0
+            in "float16".
         dense: Format of gradients of dense parameters, on their way to the devices that add them.
-            "bfloat16" is for parameters of two axes or more and of `jaxrec.mesh.MIN_SHARDED_SIZE`
-            elements or more, on a mesh of Explicit axes; see docs/sharding.md.
+            "bfloat16" needs a mesh of Explicit axes. It applies to parameters of two or more axes
+            that have at least `jaxrec.mesh.MIN_SHARDED_SIZE` elements; see docs/sharding.md.
 
     Raises:
         ValueError: A format is unknown, or the scale is not a positive number.
@@ -59,13 +62,7 @@ class ExchangePrecision:
 
 
 def encoded_bytes(format: Format, width: int, bytes: int) -> int:
-    """Return the bytes of a row in a format.
-
-    Args:
-        format: The format.
-        width: Columns of the row.
-        bytes: Bytes of the row as it is, which it has in the format "float32".
-    """
+    """Return the bytes of a row in a format, given its columns and its bytes in memory."""
     match format:
         case "float32":
             return bytes
@@ -78,18 +75,20 @@ def encoded_bytes(format: Format, width: int, bytes: int) -> int:
 
 
 def encode(rows: Float[Array, "*lines dim"], format: Format) -> tuple[Array, ...]:
-    """Return rows in a format, as arrays with the leading axes of ``rows``."""
+    """Return the arrays of rows in a format, such as codes and scales, with the same lines."""
     match format:
         case "float32":
             return (rows,)
         case "bfloat16":
             return (rows.astype(jnp.bfloat16),)
         case "float16":
+            # One infinite element would make its whole sum infinite.
             return (jnp.clip(rows, -_FLOAT16_MAX, _FLOAT16_MAX).astype(jnp.float16),)
         case "int8":
             rows = rows.astype(jnp.float32)
             least = rows.min(axis=-1, keepdims=True)
             step = (rows.max(axis=-1, keepdims=True) - least) / 255
+            # A row of equal elements has a step of 0, and so has codes of 0.
             codes = jnp.round((rows - least) / jnp.where(step > 0, step, 1))
             return codes.astype(jnp.uint8), least, step
         case "float8":
@@ -100,7 +99,7 @@ def encode(rows: Float[Array, "*lines dim"], format: Format) -> tuple[Array, ...
 
 
 def decode(parts: tuple[Array, ...], format: Format) -> Float[Array, "*lines dim"]:
-    """Return the rows that `encode` was given; float32, unless the format is "float32"."""
+    """Return encoded rows as float32; those of the format "float32" in their own type."""
     match format:
         case "float32":
             return parts[0]

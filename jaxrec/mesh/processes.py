@@ -1,10 +1,11 @@
-"""Processes of a job: how they start, leave each other notes, and watch each other.
+"""Processes of a job: how they start, exchange notes, and watch each other.
 
-If one is lost, the others end with a line that names it. Without the watch they wait for the lost
-process in a collective until JAX notices, and then abort with a trace of C++. Each process holds a
-connection to process 0. The operating system closes it when the process is killed or crashes, and
-after some seconds without an answer of its host. No Python code needs to run in time, so that a
-process that computes or compiles for long is never taken for lost.
+If a process is lost, the others end with a line that names it. Without the watch they would wait
+for it in a collective until JAX notices, and then abort with a trace of C++.
+
+Each process holds a connection to process 0. The operating system closes it when the process is
+killed or crashes, or when its host has not answered for some seconds. A process needs no Python
+code for that, so one that computes or compiles for long is never taken for lost.
 """
 
 from __future__ import annotations
@@ -34,23 +35,13 @@ _PREFIX = "jaxrec"
 
 
 class NoteBoard:
-    """The notes of all processes on one subject; each process has one note at a time.
+    """Notes of all processes on one subject, which all processes read; each process has one."""
 
-    They lie at JAX's coordination service. Unlike gathers of arrays, notes need no device and no
-    common order with the steps: any thread may write and read them.
-
-    Attributes:
-        process, num_processes: Number of this process, and of all.
-
-    Args:
-        subject: Name of the subject, the same in all processes.
-
-    Raises:
-        RuntimeError: There are several processes, and JAX's coordination service does not run.
-    """
+    # JAX's coordination service holds the notes. Unlike gathers of arrays, they need neither a
+    # device nor an order that all processes share, so any thread may write and read them.
 
     def __init__(self, subject: str) -> None:
-        # The public interface has no function for keys and values.
+        # JAX's public interface gives no access to the service's keys and values.
         from jax._src import distributed
 
         client = distributed.global_state.client
@@ -69,7 +60,7 @@ class NoteBoard:
         self._client.key_value_set(key, note, allow_overwrite=True)
 
     def read(self) -> dict[int, str]:
-        """Return the notes by process; processes that wrote none are missing."""
+        """Return the notes by process; a process that wrote none is missing."""
         notes = {}
         for key, note in self._client.key_value_dir_get(self._directory):
             with contextlib.suppress(ValueError):
@@ -80,30 +71,26 @@ class NoteBoard:
 logger = logging.getLogger(__name__)
 
 LOST_AFTER_SECONDS = 20
-"""Default seconds without a sign of life after which a process counts as lost."""
+"""Default seconds without an answer of its host after which a process counts as lost."""
 
-# Seconds to wait for a first connection, and for a process that aborts to print its last line.
+# Seconds to wait for a first connection, and for JAX to abort once process 0 is lost.
 _CONNECT_SECONDS, _ABORT_SECONDS = 60.0, 1.0
 
-# Seconds by which an error may come before the news that a process is lost.
+# Seconds by which an error of a collective may come before the news that a process is lost.
 _NEWS_SECONDS = 3.0
 
 _BYE, _LOST = "bye", "lost"
 
-# Longest message.
+# Longest message. A connection that sends a longer one is closed.
 _MAX_BYTES = 1024
 
 _started = threading.Lock()
 
 
 def watch_processes(lost_after: int = LOST_AFTER_SECONDS) -> None:
-    """Begin to watch the other processes of the job, in a thread; a second call does nothing.
+    """Watch the other processes of the job, in a thread; a second call does nothing.
 
     `jaxrec.mesh.join_processes` and `jaxrec.shard` call it.
-
-    Args:
-        lost_after: Seconds without an answer of its host after which a process counts as lost. A
-            process that is killed or crashes is noticed at once.
     """
     if jax.process_count() == 1 or not jax.distributed.is_initialized():
         return
@@ -117,10 +104,9 @@ def watch_processes(lost_after: int = LOST_AFTER_SECONDS) -> None:
 
 @contextlib.contextmanager
 def losses_first() -> Iterator[None]:
-    """Give the news of a lost process time before an error of a collective is raised.
-
-    The other processes fail in a collective with the lost one, by an error that does not name it.
-    """
+    """Delay an error of a collective, so that news of a lost process come first."""
+    # The collective fails because a process is lost, but its error does not say which. The thread
+    # that watches has some seconds to end this process with the name.
     try:
         yield
     except Exception as error:
@@ -131,12 +117,12 @@ def losses_first() -> Iterator[None]:
 
 
 class _Lines:
-    """Messages over a connection, a line of JSON each."""
+    """Messages over a connection, each a line of JSON."""
 
     def __init__(self, connection: socket.socket, lost_after: int) -> None:
         self.connection = connection
         self._received = b""
-        # TCP asks an idle host for an answer, and gives up on one that gives none in time.
+        # TCP asks an idle host for an answer, and closes the connection if none comes in time.
         for level, name, value in (
             (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
             (socket.IPPROTO_TCP, "TCP_KEEPIDLE", max(1, lost_after // 2)),
@@ -152,11 +138,7 @@ class _Lines:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[Any] | None:
-        """Wait for bytes; return the messages that are complete.
-
-        Returns:
-            None at the end of the connection, or if the bytes cannot be read as messages.
-        """
+        """Wait for bytes and return the complete messages; None: no more can be read."""
         try:
             received = self.connection.recv(_MAX_BYTES)
             *lines, self._received = (self._received + received).split(b"\n")
@@ -167,13 +149,15 @@ class _Lines:
 
 
 class _Center:
-    """Process 0: it hears of each lost process, and tells all others."""
+    """Process 0's part of the watch: it notices a lost process and tells all others."""
 
     def __init__(self, board: NoteBoard, lost_after: int) -> None:
         self._lost_after, self._num_processes = lost_after, board.num_processes
         self._members: dict[int, _Lines] = {}
         self._left: set[int] = set()
         self._is_ending = False
+        # The port is open to the network, so members prove themselves by the token in the note. A
+        # stranger that connects and leaves must not end the job.
         self._token = secrets.token_hex(16)
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         self._server = socket.create_server(
@@ -195,7 +179,7 @@ class _Center:
                         key.data[0].connection.close()
 
     def _hear(self, data: list[Any]) -> bool:
-        """Receive messages of a member, whose number comes first; return whether to go on."""
+        """Receive messages of a connection; return whether it stays open."""
         lines, process = data
         messages = lines.receive()
         for message in messages or ():
@@ -216,24 +200,25 @@ class _Center:
         return messages is not None
 
     def _number_of(self, message: Any) -> int | None:
-        """Return the number of the member that introduces itself; None: it is none."""
+        """Return the number of the process that a first message introduces; None: a stranger."""
         if not isinstance(message, list) or len(message) != 2:
             return None
         token, process = message
+        # Compared in constant time, so that answers do not give the token away byte by byte.
         is_member = isinstance(token, str) and hmac.compare_digest(
             token.encode(), self._token.encode()
         )
         return process if is_member and process in range(1, self._num_processes) else None
 
     def say_goodbye(self) -> None:
-        """Tell the members that this process ends in order."""
+        """Tell the other processes that this one ends in order."""
         self._is_ending = True
         for member in list(self._members.values()):
             member.send(_BYE)
 
 
 class _Member:
-    """Another process: it hears of lost processes from process 0, or that this one is lost."""
+    """Another process's part of the watch: process 0 tells it of lost processes, or is lost."""
 
     def __init__(self, board: NoteBoard, lost_after: int) -> None:
         self._board, self._lost_after = board, lost_after
@@ -303,7 +288,9 @@ class _Member:
 
 
 def _end(process: int, num_processes: int) -> NoReturn:
-    """End this process with a last line that names a lost one."""
+    """End this process with a last line that names the lost one."""
+    # os._exit, since the main thread may wait in a collective for ever, where no exception reaches
+    # it.
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     line = (
@@ -320,10 +307,9 @@ _handlers: list[Any] = []
 
 
 def _before_abort(action: Callable[[], None]) -> None:
-    """Call a function when the process aborts, as JAX does when it loses process 0.
-
-    Python's own handlers of signals run in the main thread, which an abort never reaches.
-    """
+    """Call a function when this process aborts, as JAX makes it when process 0 is lost."""
+    # A handler of C, since Python runs its own handlers in the main thread, between bytecodes,
+    # which an abort never reaches.
     kind = ctypes.CFUNCTYPE(None, ctypes.c_int)
     libc = ctypes.CDLL(None)
     libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
@@ -338,7 +324,8 @@ def _before_abort(action: Callable[[], None]) -> None:
     before = libc.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
 
 
-# Seconds that an ending process waits for the others: after a failure they may wait for it in turn.
+# Seconds that an ending process waits for the others. Bounded, since after a failure they may wait
+# for it in turn.
 SHUTDOWN_SECONDS = 30
 
 # Seconds by which JAX's own notice of a lost process comes after that of `watch_processes`.
@@ -352,25 +339,25 @@ def join_processes(
     *,
     lost_after: int = LOST_AFTER_SECONDS,
 ) -> None:
-    """Join the processes that a launcher started, if one did.
+    """Join the processes that a launcher started; without a launcher this process stays alone.
 
-    Call it before anything else of JAX, in the place of `jax.distributed.initialize`. JAX
-    recognises Slurm, Open MPI, Kubernetes and TPU pods. Without a launcher or arguments, this
-    process stays alone.
+    Call it before any other function of JAX, instead of `jax.distributed.initialize`. JAX
+    recognises Slurm, Open MPI, Kubernetes and TPU pods.
 
-    If a process is lost later, all others end within ``lost_after`` and some seconds with exit code
-    1. Their last line on standard error names the lost process.
+    If a process is lost later, the others end with exit code 1, within a few seconds after
+    ``lost_after``. Their last line on standard error names the lost process.
 
     Args:
-        coordinator: Address of process 0, ``host:port``, where JAX cannot detect it.
-        num_processes: Number of processes, where JAX cannot detect it; 1: this one alone.
+        coordinator: Address of process 0, ``host:port``, if JAX cannot detect it.
+        num_processes: Number of processes, if JAX cannot detect it. With 1, and no coordinator,
+            this process stays alone.
         process_id: Number of this process, from 0.
         lost_after: Seconds without an answer of its host after which a process counts as lost. A
             process that is killed or crashes is noticed at once.
 
     Raises:
-        ValueError: Some arguments are given, and others that are needed are not; ``lost_after`` is
-            below 1.
+        ValueError: Some arguments are given, but not the others that they need; a number is out of
+            its range.
         RuntimeError: The other processes cannot be reached, or JAX has started already.
 
     Example:
@@ -394,7 +381,8 @@ def join_processes(
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
     except (ValueError, RuntimeError) as error:
-        # JAX's errors without a launcher, and where it has started already, as in a notebook.
+        # JAX's errors without a launcher, and if it has started already, as in a notebook. Neither
+        # is one, unless arguments asked for other processes.
         alone = ("coordinator_address", "must be called before")
         if by_hand or not any(reason in str(error) for reason in alone):
             raise
@@ -405,7 +393,7 @@ def join_processes(
 def check_processes(
     coordinator: str | None, num_processes: int | None, process_id: int | None
 ) -> None:
-    """Raise a ValueError where the options do not go together."""
+    """Raise a ValueError if the options do not go together."""
     if coordinator is not None and None in (num_processes, process_id):
         raise ValueError("--coordinator needs --num-processes and --process-id")
     if num_processes is not None and num_processes < 1:

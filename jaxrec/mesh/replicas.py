@@ -1,4 +1,4 @@
-"""Replicas of sharded tables, which learn apart for some steps and are averaged."""
+"""Replicas of sharded tables, which learn apart for some steps and are then averaged."""
 
 from __future__ import annotations
 
@@ -20,19 +20,14 @@ from jaxrec.optim import diloco
 
 GroupState: TypeAlias = dict[str, Any]
 ReplicaAxis: TypeAlias = str | Mapping[str, str] | None
-"""Axis over which tables have replicas, of all tables or by the name of a table; None: of none."""
+"""Axis of the mesh along which tables have replicas: of all tables, or by table name.
+
+None: a single replica.
+"""
 
 
 def replica_axis_of(configs: Sequence[TableConfig], replica_axis: ReplicaAxis) -> str | None:
-    """Return the axis over which the tables of one collection have replicas.
-
-    Args:
-        configs: The tables of the collection.
-        replica_axis: As for `jaxrec.shard`.
-
-    Raises:
-        ValueError: The tables have different axes.
-    """
+    """Return the axis along which the tables of one collection have replicas."""
     if not isinstance(replica_axis, Mapping):
         return replica_axis
     axes = {config.name: replica_axis.get(config.name) for config in configs}
@@ -47,11 +42,13 @@ def replica_axis_of(configs: Sequence[TableConfig], replica_axis: ReplicaAxis) -
 def average_replicas(model: nnx.Module) -> None:
     """Average tables and optimizer state over the replicas that `shard`'s ``replica_axis`` made.
 
-    Call it every few steps, inside a compiled step or outside, and before tables are read, since
-    reading reads one of the replicas. (`jaxrec.train.CheckpointManager` calls it before it saves.)
-    A replica's tables move by the gradient of the mean
-    over its own samples, so that replicas train as one with plain SGD and an average after every
-    step. Tables of `data_parallel` placement and the dense part are always the same everywhere.
+    Call it every few steps, inside a compiled step or outside. Call it before you read tables, too,
+    since a read takes one of the replicas. (`jaxrec.train.CheckpointManager` calls it before it
+    saves.)
+
+    A replica learns from the mean loss over its own samples. With plain SGD and an average after
+    every step, the replicas train as a single one would. Tables of `data_parallel` placement and
+    the dense part are always equal in all replicas.
 
     This is TorchRec's two-dimensional parallelism (``DMPCollection.sync``; Zhang et al. 2025,
     "Two-dimensional sparse parallelism for large scale deep learning recommendation model
@@ -78,10 +75,10 @@ def average_replicas(model: nnx.Module) -> None:
 
 
 def synchronize_replicas(model: nnx.Module) -> None:
-    """Average replicas, and make the outer step of tables that have one (`jaxrec.optim.diloco`).
+    """Average replicas, and take the outer step of tables whose optimizer is `jaxrec.optim.diloco`.
 
-    Call it every few steps, such as each 16 or 100, inside a compiled step or outside. Tables with
-    other optimizers are averaged, as by `average_replicas`.
+    Call it every 16 to 100 steps, say, inside a compiled step or outside. Tables with other
+    optimizers are averaged, as by `average_replicas`.
 
     Args:
         model: The model, changed in place.
@@ -115,7 +112,7 @@ def synchronize_replicas(model: nnx.Module) -> None:
 
 
 def has_replicas(model: nnx.Module) -> bool:
-    """Return whether a model has tables with replicas over an axis of a mesh."""
+    """Return whether a model has tables with replicas along an axis of a mesh."""
     return any(tables.replica_axis is not None for tables in mesh_stores(model).values())
 
 
@@ -143,6 +140,7 @@ def _synchronize(tables: MeshStore) -> MeshStore:
 
     def step(name: str, rows: TableArray, state: GroupState) -> tuple[TableArray, GroupState]:
         optimizer = optimizers[name]
+        # `synchronize_replicas` refuses packed rows, so this is for the type checker.
         if not isinstance(optimizer, diloco) or isinstance(rows, PackedRows):
             return rows, state
         new_rows, new_state = optimizer.outer_step(rows, state)
@@ -158,6 +156,7 @@ def _on_replicas(
     """Average replicas, and apply a function to the mean rows and state of each group."""
 
     def mean(array: Array) -> Array:
+        # The sum over many replicas would be rounded in 16 bits.
         wide = jnp.promote_types(array.dtype, jnp.float32)
         return jax.lax.pmean(array.astype(wide), tables.replica_axis).astype(array.dtype)
 

@@ -1,7 +1,8 @@
-"""Moves of rows between the order of a checkpoint and that of shards.
+"""Moves of rows between a checkpoint's logical arrays and the shards.
 
-A device sends rows straight to the one that has them in the other order. No device ever holds more
-than its parts and the rows that are under way.
+A logical array has the table's rows in order, in equal parts over the devices. A device sends rows
+straight to the device that needs them in the other order. It never holds more than its parts of
+both arrays and the rows of one turn.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from jaxrec.ragged.capacity import capacity_for
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """Consecutive rows of a device that go to consecutive rows of a device.
+    """A copy of consecutive rows from one device's array to another's.
 
     Attributes:
-        source: The device that has the rows.
-        first: The first of them there.
-        target: The device that gets them.
-        start: The first of them there.
+        source: Device that has the rows.
+        first: First row in the source's array.
+        target: Device that gets the rows.
+        start: First row in the target's array.
         count: Number of rows.
     """
 
@@ -52,7 +53,7 @@ class RowMover:
     """Moves rows between the devices of one replica.
 
     Attributes:
-        sharding: Sharding of arrays in the order of a checkpoint.
+        sharding: Sharding of the logical arrays.
         channel: Channel between the devices.
     """
 
@@ -72,14 +73,14 @@ class RowMover:
         num_rows: int | None = None,
         replica: int | None = None,
     ) -> Iterator[Move]:
-        """Iterate over the moves from the shards of a column slice to a checkpoint's parts.
+        """Iterate over the moves from the shards of a column slice to the logical array.
 
         Args:
             placed: The group.
             shards: The shards of the slice.
-            part: Number of rows of each device's part.
+            part: Number of rows of each device's part of the logical array.
             num_rows: Number of rows to move; None: all.
-            replica: The device that rows come from where every device has all; None: the target.
+            replica: Source of the rows of a replicated group; None: each target itself.
         """
         for device, shard in owners(placed, shards):
             first, last = shard.shard.rows
@@ -100,23 +101,20 @@ class RowMover:
         out_of: tuple[int, int] | None = None,
         into: tuple[int, int] | None = None,
     ) -> TableArray:
-        """Copy rows into the target, in place.
+        """Copy rows of ``source`` into ``target``, which is donated.
 
-        Args:
-            source: Array that the rows come from.
-            target: Array that they go to; donated.
-            moves: The moves.
-            out_of: First column of the source and the column after the last; None: all.
-            into: The same of the target.
+        ``out_of`` and ``into`` are the first column and the column after the last, in the source
+        and in the target; None: all columns.
         """
-        # State of one number a row is the same for all columns of the row.
+        # State with one number per row is equal in all column slices, and has no columns to cut.
         if source.ndim == 1 or source.shape[1:] == target.shape[1:]:
             out_of = into = None
         devices, moves = self.devices, list(moves)
         width = math.prod(target.shape[1:] if out_of is None else source.shape[1:])
         longest = capacity_for(max((move.count for move in moves), default=0))
         size = max(1, min(longest, COPY_ELEMENTS // (devices * max(1, width))))
-        # Rows that each device sends to each other in each turn, and the rows that they become.
+        # In a turn each device sends one range of up to `size` rows to each device. So all moves
+        # are one program, whose number of turns is an argument.
         turns = [[0] * devices for _ in range(devices)]
         steps = []
         for move in moves:
@@ -143,7 +141,8 @@ class RowMover:
             self.channel,
             (target.sharding, source.sharding, self.sharding),
         )
-        # On simulated devices programs with collectives must not wait for each other.
+        # Two programs with collectives may wait for each other on simulated devices, so this one
+        # ends before the next begins.
         return jax.block_until_ready(moved)
 
 
@@ -160,7 +159,7 @@ def _exchange(
     channel: Channel,
     shardings: tuple[NamedSharding, NamedSharding, NamedSharding],
 ) -> Shaped[TableArray, "rows ..."]:
-    """Send ``size`` rows from every device to every device in each turn."""
+    """Send up to ``size`` rows from each device to each device, in each of ``num_turns`` turns."""
     of_target, of_source, of_places = shardings
 
     def on_device(target, source, sent, received, num_turns):

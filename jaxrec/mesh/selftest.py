@@ -1,10 +1,10 @@
 """Checks sharding on the devices and processes that it finds.
 
 Usage: python -m jaxrec.mesh.selftest [--types row_wise:rows ...] [--mebibytes 1 16]
-Start it as training is started: by hand, or once for each process by Slurm, mpirun or Kubernetes,
-which JAX recognises; elsewhere say --coordinator HOST:PORT --num-processes N --process-id I.
-Every sharding type is trained for some steps and compared with the same on one device, and the
-collectives are timed. Ends with exit code 1 and a line that says so where something differs.
+Start it as you start training: by hand, or once for each process by Slurm, mpirun or Kubernetes,
+which JAX recognises. Elsewhere pass --coordinator HOST:PORT --num-processes N --process-id I.
+It trains tables of every sharding type for some steps, compares them with tables on one device, and
+times the collectives. If something differs, it prints a line that says so and exits with code 1.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Options:
     """Options of the checks.
 
     Attributes:
-        coordinator: Address of process 0, ``host:port``, where JAX cannot detect it.
-        num_processes: Number of processes, where JAX cannot detect it; 1: this one alone.
+        coordinator: Address of process 0, ``host:port``, if JAX cannot detect it.
+        num_processes: Number of processes, if JAX cannot detect it; 1: this one alone.
         process_id: Number of this process, from 0.
         cpu_devices: Number of simulated CPU devices of each process; 0: the real devices.
         types: Sharding types, each with its exchange after a colon.
@@ -94,9 +94,9 @@ class Checked:
 
     Attributes:
         kind: The type.
-        deviation: Largest difference to the run on one device, over the allowed one.
+        deviation: Largest difference from the run on one device, over the allowed difference.
         sent_bytes: Bytes that leave a device in a step.
-        collectives: Number of each collective in a step.
+        collectives: Number of collectives of each kind in a step.
         milliseconds: Time of the fastest step.
         error: The error, or None.
     """
@@ -123,7 +123,7 @@ class Timed:
 
 
 def check(kind: str, options: Options) -> Checked:
-    """Train with tables of a sharding type, and compare with one device."""
+    """Train tables of a sharding type, and compare them with tables on one device."""
     try:
         mesh = make_mesh(kind)
         configs = make_configs(options, mesh_shape(mesh))
@@ -133,8 +133,9 @@ def check(kind: str, options: Options) -> Checked:
 
 
 def _compare(kind: str, configs: list[EmbeddingBagConfig], mesh: Mesh, options: Options) -> Checked:
-    # Sums of parts of rows know no whole rows. Adagrad divides a gradient by its own size, and so
-    # makes steps of the rounding of gradients near 0, but for those far below eps.
+    # A grid cuts columns over hosts, where the pooled exchange has no sums over whole rows. So the
+    # optimizer works by element there. But Adagrad divides a gradient by its own size, and would
+    # turn the rounding of gradients near 0 into whole steps. A large eps keeps those small.
     by_element = optim.adagrad(0.1, eps=1e-3)
     optimizer = by_element if kind == "grid:pooled" else optim.rowwise_adagrad(0.1)
     key = jax.random.key(0)
@@ -173,14 +174,14 @@ def _compare(kind: str, configs: list[EmbeddingBagConfig], mesh: Mesh, options: 
 def train_step(
     tables: TableStore, features: KeyedJaggedArray, step: Array
 ) -> tuple[TableStore, Array]:
-    """Lookup, the mean of squares as the loss, and update."""
+    """Look up, take the mean of squares as the loss, and update."""
     pooled, residuals = lookup(tables, features)
     loss, gradients = jax.value_and_grad(lambda x: jnp.square(x.values).mean())(pooled)
     return apply_gradients(tables, residuals, gradients, step), loss
 
 
 def deviation(got: Array, expected: Array) -> float:
-    """Return the largest difference over its bound, 1e-6 plus 1e-5 of the value; NaN exceeds it."""
+    """Return the largest difference over its bound of ``1e-6 + 1e-5 * value``; NaN exceeds it."""
     wanted = np.asarray(expected, np.float64)
     over = np.abs(np.asarray(got, np.float64) - wanted) / (1e-6 + 1e-5 * np.abs(wanted))
     return float(np.where(np.isfinite(over), over, np.inf).max(initial=0))
@@ -276,7 +277,7 @@ def time_collectives(options: Options) -> Iterator[Timed]:
             function, mesh=mesh, in_specs=split, out_specs=out_specs, check_vma=False
         )
         for size in options.mebibytes:
-            # A gather's result has the size, of the others the argument.
+            # The size is that of a gather's result, and of the other collectives' arguments.
             lines = 1 if name == "all_gather" else devices
             part = np.ones((lines, size * 2**18 // devices), np.float32)
             values = jax.make_array_from_process_local_data(

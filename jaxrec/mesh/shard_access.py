@@ -1,9 +1,7 @@
 """Rows of shards between the arrays of a mesh and the host.
 
-No device holds more than its own part.
-
-With several processes each calls these functions with the same arguments, and touches its own
-devices alone.
+Rows travel some at a time, so a device holds its shards and one step's rows. With several processes
+all call these functions with the same arguments, and each reads and writes its own devices.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ from jaxrec.mesh.agree import on_every_device
 from jaxrec.mesh.placed_group import PlacedGroup, PlacedShard
 from jaxrec.ragged.capacity import capacity_for
 
-# Number of elements that travel to or from a device at a time.
+# Number of elements that travel to or from a device at a time: 4 MiB of float32.
 COPY_ELEMENTS = 1 << 20
 
 
 def first(tree: Any) -> Any:
-    """Return a device's own part of arrays with an axis over the devices."""
+    """Drop the axis over the devices, which has length 1 inside of `jax.shard_map`."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
@@ -44,12 +42,7 @@ def stack(tree: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class MeshSlots(SlotDevices):
-    """The devices of a mesh, each with slots of its own.
-
-    Attributes:
-        over: The mesh.
-        axes: Axes that tables are cut over.
-    """
+    """The devices of a mesh, each with slots of its own; tables are sharded over ``axes``."""
 
     over: Mesh
     axes: tuple[str, ...]
@@ -109,13 +102,13 @@ class MeshSlots(SlotDevices):
 
 
 def owners(placed: PlacedGroup, shards: list[PlacedShard]) -> Iterator[tuple[int, PlacedShard]]:
-    """Iterate over shards with the index of their owner's part of the group's arrays."""
+    """Iterate over shards with the device whose part of the group's arrays has them."""
     for shard in shards:
         yield 0 if placed.is_replicated else shard.shard.device, shard
 
 
 def over_devices(values: np.ndarray, sharding: NamedSharding) -> Array:
-    """Put host values with an axis over the devices, in front, on these."""
+    """Put host values ``[devices, ...]`` on the devices."""
     return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
@@ -140,20 +133,16 @@ def write_shards(
     values: TableArray | np.ndarray,
     first: int = 0,
 ) -> TableArray:
-    """Write the shards of a column slice in place, in steps that all devices take together.
+    """Write the shards of a column slice to the group's rows or state, in place.
 
-    Args:
-        array: The group's rows or state.
-        sharding: Its sharding.
-        placed: The group.
-        columns: First column of the slice and the column after the last.
-        shards: The shards of the slice.
-        values: An array with the whole table, or with its state.
-        first: Row of ``values`` that the table starts with.
+    ``values`` has the whole table, or its state, from row ``first`` on. ``columns`` are the slice's
+    first column and the column after its last.
     """
+    # All devices write in one program, each some of its own rows. A device that has no rows left
+    # gets a range of 0 rows. Values for the devices of other processes are not read here.
     here = {shard.index[0].start or 0 for shard in stored(array).addressable_shards}
     for steps in _steps(placed, shards, _rows_at_a_time(array)):
-        # On a ladder of sizes, so that few programs compile.
+        # The size comes from a ladder, so that few programs compile.
         size = capacity_for(max(stop - start for _, _, start, stop in steps))
         parts = np.zeros((placed.num_devices, size, *array.shape[1:]), array.dtype)
         ranges = np.zeros((placed.num_devices, 2), np.int32)
@@ -175,9 +164,9 @@ def write_shards(
 def read_shards(
     array: TableArray, sharding: NamedSharding, placed: PlacedGroup, shards: list[PlacedShard]
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Iterate over shards as (first row of the table, the row after the last, the rows).
+    """Iterate over the rows of shards: (first row of the table, row after the last, rows).
 
-    Where other processes have some of the shards, all of them take part.
+    Packed rows come unpacked. If processes share the shards, all processes must iterate.
     """
     whole = stored(array)
     if whole.is_fully_addressable or whole.is_fully_replicated:
@@ -190,6 +179,7 @@ def read_shards(
                 rows = np.asarray(array.with_stored(jnp.asarray(rows))[:])
             yield first, last, rows
         return
+    # Rows on other processes' devices travel to every device, from which this process reads them.
     for steps in _steps(placed, shards, _rows_at_a_time(array)):
         for device, local_row, start, stop in steps:
             place = np.array([device, local_row], np.int32)
@@ -198,14 +188,10 @@ def read_shards(
 
 
 def by_device(devices: np.ndarray, num_devices: int) -> np.ndarray:
-    """Return the positions that each device has in an array, in order, with -1 at padding.
+    """Return each device's positions in ``devices``, in order: ``[num_devices, m]``.
 
-    Args:
-        devices: Device of each position, ``[n]``.
-        num_devices: Number of devices.
-
-    Returns:
-        int32 ``[num_devices, m]`` with the fullest device's number of positions ``m``.
+    ``m`` is the count of the fullest device; -1 is padding. ``[1, 0, 1]`` gives ``[[1, -1],
+    [0, 2]]``.
     """
     order = np.argsort(devices, kind="stable")
     counts = np.bincount(devices, minlength=num_devices)
@@ -218,7 +204,7 @@ def by_device(devices: np.ndarray, num_devices: int) -> np.ndarray:
 def stored_columns(
     sources: Mapping[tuple[int, int], Array], columns: tuple[int, int], row_format: RowFormat
 ) -> Array | None:
-    """Return columns of a table as they are stored; None if no slice of it has all of them."""
+    """Return columns of a table as they are stored; None if they span several slices."""
     for (start, stop), rows in sources.items():
         if (start, stop) == columns:
             return rows
@@ -235,9 +221,9 @@ def _rows_at_a_time(array: TableArray) -> int:
 def _steps(
     placed: PlacedGroup, shards: list[PlacedShard], num_rows: int
 ) -> Iterator[list[tuple[int, int, int, int]]]:
-    """Cut shards into ``num_rows`` rows at a time, one range for each device at a time.
+    """Cut shards into ranges of up to ``num_rows`` rows; each step has one range per device.
 
-    Each is (device, first row on the device, first row of the table, the row after its last).
+    A range is (device, first row of its array, first row of the table, row after the last).
     """
     waiting: dict[int, list[tuple[int, int, int, int]]] = {}
     for device, shard in owners(placed, shards):
@@ -256,11 +242,11 @@ def _host_rows(values: TableArray | np.ndarray, start: int, stop: int) -> np.nda
         if values.is_fully_replicated:
             values = values.addressable_data(0)
         devices = np.array(list(values.devices()))
-        # The start is an argument of the program and the size is on a ladder, so that few programs
-        # serve all ranges. Rows that are not asked for are cut off on the host.
+        # The start is an argument of the program and the size is from a ladder, so that few
+        # programs serve all ranges. The host cuts off the rows that are too many.
         size = min(capacity_for(stop - start), values.shape[0])
         first = min(start, values.shape[0] - size)
-        # This holds whatever mesh is set.
+        # The caller may have set a mesh of other devices, on which JAX would refuse the array.
         with jax.set_mesh(Mesh(devices[:1], ("device",))) if devices.size == 1 else nullcontext():
             rows = np.asarray(_slice(values, np.int32(first), size))
         return rows[start - first : stop - first]
@@ -279,12 +265,13 @@ def _write_rows(
     ranges: Int32[Array, "devices 2"],
     sharding: NamedSharding,
 ) -> Shaped[TableArray, "rows ..."]:
-    """Write each device's part to its range: the first row and the number of rows."""
+    """Write each device's part to its range, given as first row and number of rows."""
 
     def on_device(array, parts, ranges):
         (part,), ((start, count),) = parts, ranges
         index = jnp.arange(part.shape[0], dtype=jnp.int32)
         rows = jnp.where(index < count, start + index, array.shape[0])
+        # As bits, since XLA may widen narrow floats in a scatter. A row past the array is dropped.
         written = as_bits(array).at[rows].set(as_bits(part), mode="drop")
         return of_bits(written, array.dtype)
 
@@ -304,7 +291,9 @@ def _send_rows(
     size: int,
     sharding: NamedSharding,
 ) -> Shaped[Array, "size ..."]:
-    """Return rows of one device's part of an array on every device."""
+    """Return ``size`` rows of one device's array, from a row on, on every device."""
+    # A sum in which all other devices give zeros: a broadcast whose sender is an argument, so one
+    # program serves all senders.
     axes = sharding.spec[0]
 
     def on_device(array, place):

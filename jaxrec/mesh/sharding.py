@@ -1,4 +1,4 @@
-"""Models on a mesh, by plans."""
+"""Models on a mesh: `shard` moves a model there, as a plan says, or makes it there."""
 
 from __future__ import annotations
 
@@ -31,15 +31,18 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 
 ON_SHARDED: list[Callable[[nnx.Module], None]] = []
-"""Functions of layers above that `shard` calls with each model once it lies on the mesh.
+"""Functions of the layers above that `shard` calls with each model once it is on the mesh.
 
-`jaxrec.tier` divides row stores among processes there. A model that has row stores has loaded it.
+`jaxrec.tier` adds one that divides row stores among processes. Only a model made with `jaxrec.tier`
+has row stores, so that package is loaded by then.
 """
 
 
 @runtime_checkable
 class Plan(Protocol):
-    """A plan as `shard` takes it; `jaxrec.plan.ShardingPlan` is one."""
+    """A plan for `shard`, such as `jaxrec.plan.ShardingPlan`."""
+
+    # A protocol, since `jaxrec.mesh` must not import `jaxrec.plan`.
 
     def to_dict(self) -> dict[str, Placement]:
         """Return the placement of each table, by name."""
@@ -47,16 +50,16 @@ class Plan(Protocol):
 
 @runtime_checkable
 class CachingPlan(Plan, Protocol):
-    """A plan that may keep the rows of tables elsewhere, as `jaxrec.plan.ShardingPlan` may.
+    """A plan that may keep rows of tables outside of the devices.
 
     Attributes:
-        caches: Name and cache of each table that is not kept on the devices whole.
+        caches: Name and cache of each table whose rows are not all on the devices.
     """
 
     caches: Sequence[tuple[str, Any]]
 
     def maker(self, make_model: Callable[[], Model]) -> Callable[[], Model]:
-        """Return the function that makes the model with the plan's caches in its tables."""
+        """Return a function that makes the model with the plan's caches in its tables."""
 
 
 def shard(
@@ -71,53 +74,55 @@ def shard(
 ) -> Model:
     """Put a model on a mesh: its tables as the plan says, its dense part as ``dense`` says.
 
-    The same model and training loop then run on batches from `jaxrec.mesh.shard_batch`, with the
-    same results: the loss is the mean over the whole batch, and so are gradients. The rows of pools
-    (`jaxrec.nn.TensorPool`) lie in equal shards over the devices.
+    The same model and training loop then run on batches from `jaxrec.mesh.shard_batch`. Results are
+    the same, since the loss and the gradients are means over the whole batch. The rows of pools
+    (`jaxrec.nn.TensorPool`) are sharded evenly over the devices.
 
-    Tables with a cache in the plan have `jaxrec.tier.Cached`, with a few rows on the devices and
-    the others in the row store that the plan names. The training loop then takes its batches from
-    `jaxrec.tier.ahead`.
+    A table with a cache in the plan becomes a `jaxrec.tier.Cached` table: some rows are on the
+    devices, and the others in the row store that the plan names. The training loop then takes its
+    batches from `jaxrec.tier.ahead`.
 
     Args:
-        model: The model, changed in place; or a function that makes it, which plans with caches
-            need. Tables that the function makes, and their optimizer state, are made on the mesh,
-            each shard on its own device: they never lie anywhere whole. Their values are the same
-            on any mesh, with a cache and without.
-        plan: The placements and caches of the tables. It may have tables of other models, too.
-        mesh: The devices, of one axis or of two, hosts first. With several processes each calls
-            this with a model and a plan of its own, which must be alike.
-        precision: The formats in which embeddings and gradients travel.
-        replica_axis: Axis of the mesh over which there are replicas of the sharded tables, each
-            over the other axes. Replicas learn from their own samples, and
-            `jaxrec.mesh.average_replicas` averages them. The plan is for the devices of one
-            replica, and has no caches. A mapping from names of tables to axes gives only these
-            tables replicas, all tables of a collection alike; other tables lie over all axes and
-            may have caches.
+        model: The model, changed in place; or a function that makes it. The function's tables and
+            their optimizer state are made on the mesh, each shard on its own device, so a table may
+            be larger than one device. First values are the same on any mesh, with a cache or
+            without. A plan with caches needs a function.
+        plan: Placements and caches of the tables. It may have tables of other models, too.
+        mesh: The devices. On a mesh of two axes the first one numbers the hosts. With several
+            processes each passes its own model and plan, which must be equal.
+        precision: Formats in which embeddings and gradients travel.
+        replica_axis: Axis of the mesh along which replicas of the sharded tables lie. Each replica
+            is sharded over the other axes and learns from its own samples;
+            `jaxrec.mesh.average_replicas` averages replicas. The plan is for the devices of one
+            replica and has no caches. Or a mapping from table names to axes, equal for all tables
+            of a collection. Other tables then lie over all axes and may have caches.
         is_ragged: Whether the exchanges "rows" and "pooled" send lists without padding, by XLA's
             ragged all-to-all, which GPUs and TPUs have. Results are the same.
-        dense: Where the dense part lies. "replicated": on every device. "fsdp": each `nnx.Param` of
-            `jaxrec.mesh.MIN_SHARDED_SIZE` elements or more is cut over all devices, along its
-            largest axis that they divide, and so is its optax state. A step gathers a parameter
-            where a layer reads it, and scatters its gradient. Or a function from the path of a
-            parameter, such as ``"over/kernel"``, and a `jax.ShapeDtypeStruct` to a `PartitionSpec`,
-            or to None for "fsdp". Layers read such a parameter as it lies.
+        dense: Sharding of the dense part:
+
+            - "replicated": all of it is on every device.
+            - "fsdp": each `nnx.Param` with at least `jaxrec.mesh.MIN_SHARDED_SIZE` elements is
+              sharded over all devices, along its largest axis that they divide, and so is its optax
+              state. A step gathers the parameter where a layer reads it, and scatters its gradient.
+            - A function from the path of a parameter, such as ``"over/kernel"``, and its
+              `jax.ShapeDtypeStruct` to a `PartitionSpec`; None means "fsdp". Layers read such a
+              parameter sharded, without a gather.
 
     Returns:
         The model.
 
     Warns:
-        UserWarning: Tables take far more memory than they need, since few of the devices hold
-            them; see `jaxrec.mesh.layout`. No axis of a large parameter divides by the devices.
+        UserWarning: Tables take far more memory than they need, since few devices store them; see
+            `jaxrec.mesh.layout`. No axis of a large parameter divides by the number of devices.
 
     Raises:
         TypeError: The plan, the mesh, the model or ``dense`` has a wrong type; the plan has caches,
-            and the model is made already; the model's tables are pruned.
-        ValueError: ``is_ragged`` on CPUs; a table has no placement, or one that does not fit the
-            table or the mesh; the mesh lacks the axis; the planner made the plan for another number
-            of devices; processes have different plans or tables; there are caches and replicas;
-            a row store does not fit its table; the sharding of a parameter does not fit it or the
-            mesh.
+            but the model is not a function; the model's tables are pruned.
+        ValueError: ``is_ragged`` on CPUs; a table has no placement, or its placement does not fit
+            the table or the mesh; the mesh lacks the axis; the planner made the plan for another
+            number of devices; processes have different plans or tables; a table has both a cache
+            and replicas; a row store does not fit its table; the sharding of a parameter does not
+            fit it or the mesh.
         BlockingIOError: Another run has a row store open.
         OSError: A row store cannot be reached, read or written.
 
@@ -158,13 +163,15 @@ def shard(
         with default_store(make):
             made = model()
         dense_part = dense_placements(made, dense, mesh, precision.dense)
-        # Tables that come from elsewhere, such as quantized ones.
+        # `default_store` makes the model's own tables on the mesh. Tables that the function got
+        # from elsewhere, such as quantized ones, still have to move.
         elsewhere = [
             collection
             for collection in _collections(made)
             if not isinstance(collection.tables.get_value().placed, MeshStore)
         ]
         _move_tables(elsewhere, placements, mesh, replica_axis)
+    # The settings of exchanges belong to the store, not to its arrays, so both paths set them here.
     for collection in _collections(made):
         tables = collection.tables.get_value()
         placed = dataclasses.replace(
@@ -174,6 +181,7 @@ def shard(
     for _, module in nnx.iter_modules(made):
         if isinstance(module, PoolRows):
             module.place(mesh)
+    # Everything else: variables that are neither tables nor pools.
     place_dense(made, dense_part, mesh)
     for finish in ON_SHARDED:
         finish(made)
@@ -245,7 +253,7 @@ def _move_tables(
 ) -> None:
     stores = [(each, each.tables.get_value()) for each in collections]
     for _, tables in stores:
-        # Errors come before anything is moved.
+        # All errors come before the first table moves, so that a failed call changes no table.
         if (reason := tables.placed.refuse_shard()) is not None:
             raise TypeError(reason)
         layout_on_mesh(tables.placed, placements, mesh, _axis_of(tables.placed, replica_axis))

@@ -1,4 +1,4 @@
-"""The sharding types."""
+"""The built-in sharding types, and the functions that make their placements."""
 
 from __future__ import annotations
 
@@ -61,12 +61,7 @@ class TableWise(Placement):
 
 @dataclasses.dataclass(frozen=True)
 class RowWise(Placement):
-    """The rows over devices.
-
-    Attributes:
-        shares: Relative number of rows of each device; empty: equal.
-        buckets: Number of equal runs of rows of which none is cut; None: a run is a row.
-    """
+    """The rows over devices; for ``shares`` and ``buckets`` see `row_wise`."""
 
     shares: tuple[float, ...] = ()
     buckets: int | None = None
@@ -133,7 +128,9 @@ class RowWise(Placement):
 
 
 def _rotations(table: Candidate) -> tuple[tuple[int, ...], ...]:
-    """Return the devices in orders that put the hottest run of rows on different ones."""
+    """Return orders of the devices that put the hottest rows on different devices."""
+    # If several tables have their hot rows first, the planner can give each table another order, so
+    # that no device has them all. Some 8 orders are enough, and one if lookups are even.
     devices, count = table.devices, len(table.devices)
     if table.heat(count).max() < 1.05 / count:
         return (devices,)
@@ -142,11 +139,10 @@ def _rotations(table: Candidate) -> tuple[tuple[int, ...], ...]:
 
 
 def _uneven(split: Split, table: Candidate) -> list[Split]:
-    """Return splits that give faster devices more of a table's rows; none where all are alike.
-
-    Rows are in proportion to the speeds, and in the proportions next to these of which no device
-    has more rows than one round of the exchange of rows has capacity for.
-    """
+    """Return splits that give faster devices more of a table's rows; none if all are as fast."""
+    # The first split has rows in proportion to the speeds. It may ask more of a device than the
+    # capacity of one round of the exchange of rows. So the second moves the shares towards even
+    # ones until the largest fits.
     speeds = np.array(table.speeds)[list(split.sites[0])]
     shares = speeds / speeds.sum()
     if speeds.max() == speeds.min():
@@ -159,6 +155,7 @@ def _uneven(split: Split, table: Candidate) -> list[Split]:
         dataclasses.replace(
             split,
             sites=split.sites[:1],
+            # Rounded, so that the report and the plan's file stay readable.
             shares=tuple(round(float(share / each.min()), 3) for share in each),
         )
         for each in every
@@ -225,7 +222,7 @@ class TableColumnWise(Placement):
 
 @dataclasses.dataclass(frozen=True)
 class Grid(Placement):
-    """The columns over hosts, and the rows of each over its devices."""
+    """The columns over hosts, and the rows of each column slice over its host's devices."""
 
     kind, abbreviation, place = "grid", "GRID", "host"
 
@@ -243,16 +240,19 @@ class Grid(Placement):
 
 
 BUILT_IN = tuple(SHARDING_TYPES)
-"""Names of the types above, which the planner considers for tables whose constraints name none."""
+"""Names of the types above. The planner considers them for tables whose constraints name none."""
 
 
 def data_parallel() -> Placement:
-    """Place the whole table on every device; lookups need no communication. For small tables."""
+    """Place the whole table on every device, which suits small tables.
+
+    Lookups then need no communication.
+    """
     return DataParallel()
 
 
 def table_wise(device: int = 0, *, exchange: ExchangeLike | None = None) -> Placement:
-    """Place the whole table on one device; for ``exchange`` see `row_wise`."""
+    """Place the whole table on one device. For ``exchange`` see `row_wise`."""
     return TableWise((device,), exchange)
 
 
@@ -263,26 +263,31 @@ def row_wise(
     buckets: int | None = None,
     exchange: ExchangeLike | None = None,
 ) -> Placement:
-    """Place the rows over ``devices``, all of the mesh if none are named.
+    """Place the rows over ``devices``, by default over all devices of the mesh.
 
-    A table of fewer rows lies on the first of the devices, one row on each.
+    A table with fewer rows than devices has one row on each of the first devices.
 
     Args:
-        devices: The devices, by number.
-        shares: Relative number of rows of each device, such as ``(2, 1, 1)``; empty: equal parts.
-        buckets: Number of equal runs of rows, each of which is on one device, as TorchRec's
-            ``total_num_buckets``; None: rows are cut anywhere. It divides the number of rows.
-        exchange: "rows" moves each distinct row once to each device that needs it: best for short
-            bags of skewed ids. "pooled" moves bags that are pooled at the rows' owners: best for
-            long bags. Where the rows are cut over devices, each owner sends its sum of every bag
-            of the whole batch; where one device has them all, whole bags travel instead ("bags").
-            `jaxrec.plan` computes the cost of each. Only pooled tables can use the latter two.
-            None: "bags" for pooled tables whose rows are on one device, else "rows". An object of
-            your own class derived from `jaxrec.mesh.Exchange` is used as it is.
+        devices: Numbers of the devices on the mesh.
+        shares: Relative number of rows of each device, such as ``(2, 1, 1)``; empty: equal.
+        buckets: Number of equal runs of rows that must not be cut, as TorchRec's
+            ``total_num_buckets``. It has to divide the number of rows. None: cut anywhere.
+        exchange: How rows travel. The planner of `jaxrec.plan` computes the cost of each.
+
+            - "rows" sends each distinct row once to each device that needs it. It is best for
+              short bags of skewed ids.
+            - "pooled" pools bags at the rows' owners, and is best for long bags. Each owner sends
+              its sum of every bag of the whole batch. If one device has all rows, it becomes
+              "bags".
+            - "bags" sends whole bags from the one device that has all rows.
+            - An `jaxrec.mesh.Exchange` of your own is used as it is.
+            - None is "bags" for pooled tables whose rows are on one device, else "rows".
+
+            "pooled" and "bags" are for pooled tables alone.
 
     Raises:
-        TypeError: The devices are not numbers.
-        ValueError: The exchange, the shares or the buckets are not possible.
+        TypeError: ``devices`` is not a sequence of numbers.
+        ValueError: The exchange, the shares or the buckets are invalid.
 
     Example:
         >>> from jaxrec import EmbeddingBagConfig
@@ -296,7 +301,7 @@ def row_wise(
 
 
 def column_wise(devices: Sequence[int] = (), *, exchange: ExchangeLike | None = None) -> Placement:
-    """Place the columns in equal parts over ``devices``, all of the mesh if none are named.
+    """Place the columns in equal parts over ``devices``, by default over all of the mesh.
 
     For ``exchange`` see `row_wise`.
     """
@@ -304,19 +309,19 @@ def column_wise(devices: Sequence[int] = (), *, exchange: ExchangeLike | None = 
 
 
 def table_row_wise(host: int = 0, *, exchange: ExchangeLike | None = None) -> Placement:
-    """Place the rows in equal parts over one host's devices; for ``exchange`` see `row_wise`."""
+    """Place the rows in equal parts over one host's devices. For ``exchange`` see `row_wise`."""
     return TableRowWise((host,), exchange)
 
 
 def table_column_wise(host: int = 0, *, exchange: ExchangeLike | None = None) -> Placement:
-    """Place the columns in equal parts over one host's devices; for ``exchange`` see `row_wise`."""
+    """Place the columns in equal parts over one host's devices. For ``exchange`` see `row_wise`."""
     return TableColumnWise((host,), exchange)
 
 
 def grid(hosts: Sequence[int] = (), *, exchange: ExchangeLike | None = None) -> Placement:
-    """Place the columns in equal parts over ``hosts``, and the rows of each over its devices.
+    """Place the columns in equal parts over ``hosts``, by default over all of the mesh.
 
-    For ``exchange`` see `row_wise`.
+    The rows of each part lie over its host's devices. For ``exchange`` see `row_wise`.
     """
     return Grid(_several("grid", hosts), exchange)
 

@@ -1,4 +1,4 @@
-"""Parts of tables on the devices of a mesh."""
+"""Shards of tables, and the devices of a mesh that store them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class MeshShape:
 
     Attributes:
         hosts: Number of hosts; 1 on a mesh of one axis.
-        devices_per_host: Number of devices of each host, joined by fast links.
+        devices_per_host: Number of devices of each host. Fast links join them.
     """
 
     hosts: int
@@ -19,7 +19,7 @@ class MeshShape:
 
     @property
     def num_devices(self) -> int:
-        """Number of all devices."""
+        """Number of devices."""
         return self.hosts * self.devices_per_host
 
     def devices_of(self, host: int) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ class Shard:
     Attributes:
         rows: First row and the row after the last.
         columns: First column and the column after the last.
-        device: The device that stores it, its owner.
+        device: Number of the owner on the mesh.
     """
 
     rows: tuple[int, int]

@@ -48,20 +48,20 @@ Store = TypeVar("Store", bound="MeshStore")
 
 @dataclasses.dataclass(frozen=True)
 class MeshStore(TableStore):
-    """A store whose rows lie over a mesh: everything but the training step.
+    """A store of tables over a mesh, without lookups and the training step (`ShardedTables`).
 
     Attributes:
-        rows: Rows of each group, ``[num_devices * local_rows, dim]`` with the first axis over all
-            axes of the mesh; ``[rows, dim]`` on every device where they are replicated.
+        rows: Rows of each group: ``[num_devices * local_rows, dim]``, sharded along the first axis
+            over `axes`; ``[rows, dim]`` on every device for a replicated group.
         state: Optimizer state of each group, with a first axis like that of the rows.
-        layout: Places of the tables' shards, and their exchanges.
+        layout: Position of each shard in the devices' arrays, and the exchange of each group.
         mesh: The devices.
-        precision: Formats of rows and gradients between devices.
-        replica_axis: Axis of the mesh over which there are replicas of the sharded tables, which
-            `jaxrec.mesh.average_replicas` averages; None: a single one over all axes. To JAX the
-            arrays are replicated over this axis, though replicas differ between two averages.
+        precision: Formats in which rows and gradients travel between devices.
+        replica_axis: Axis of the mesh along which replicas of the sharded tables lie. Replicas
+            differ until `jaxrec.mesh.average_replicas` averages them, though JAX takes the arrays
+            for replicated along this axis. None: the mesh has one replica.
         is_ragged: Whether exchanges send lists without padding, by XLA's ragged all-to-all.
-        capacity_factors: Pairs of a group and its capacity factor; see `jaxrec.mesh.ahead`.
+        capacity_factors: Pairs of a group's name and its capacity factor; see `jaxrec.mesh.ahead`.
     """
 
     rows: dict[str, Float[TableArray, "rows dim"]]
@@ -87,17 +87,18 @@ class MeshStore(TableStore):
 
     def capacity(self, placed: PlacedGroup, lookups: int) -> int:
         """Return the capacity of a message between two devices, in rows or ids."""
+        # A device never requests more from one owner than all its lookups.
         factor = dict(self.capacity_factors).get(placed.name, DEFAULT_CAPACITY_FACTOR)
         return max(1, min(lookups, math.ceil(lookups / placed.num_devices * factor)))
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes that tables are cut over."""
+        """Axes of the mesh that tables are sharded over."""
         return tuple(axis for axis in self.mesh.axis_names if axis != self.replica_axis)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Axes that samples lie over."""
+        """Axes of the mesh that samples are sharded over: all of them."""
         return tuple(self.mesh.axis_names)
 
     @property
@@ -124,7 +125,8 @@ class MeshStore(TableStore):
         return Channel(axes, self.precision)
 
     def channel_of(self, placed: PlacedGroup) -> Channel:
-        """Return the channel between the devices that keep a group's rows equal or share them."""
+        """Return the channel between the devices that exchange a group's rows or gradients."""
+        # Replicated tables must stay equal in all replicas, so their gradients cross replicas, too.
         return self.channel_over(self.batch_axes if placed.is_replicated else self.axes)
 
     @property
@@ -132,7 +134,7 @@ class MeshStore(TableStore):
         return RowMover(NamedSharding(self.mesh, PartitionSpec(self.axes)), self.channel)
 
     def spec(self, placed: PlacedGroup) -> PartitionSpec:
-        """Return the sharding of a group's arrays over the mesh's axes."""
+        """Return the partition spec of a group's arrays."""
         return PartitionSpec() if placed.is_replicated else PartitionSpec(self.axes)
 
     def sharding(self, placed: PlacedGroup) -> NamedSharding:
@@ -146,7 +148,8 @@ class MeshStore(TableStore):
     def shard_map(
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any
     ) -> Callable[..., Any]:
-        """`jax.shard_map` over the mesh."""
+        """Return `jax.shard_map` of a function over the mesh."""
+        # Without check_vma: JAX cannot know that replicated tables get equal updates everywhere.
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
@@ -161,6 +164,7 @@ class MeshStore(TableStore):
             firsts = np.array([each.shard.rows[0] for each in shards])
             local_rows = np.array([each.local_row for each in shards])
             devices = np.array([each.shard.device for each in shards])
+            # The shard of a row is the last one that begins at or before it.
             shard = np.searchsorted(firsts, rows, side="right") - 1
             local = (local_rows[shard] + rows - firsts[shard]).astype(np.int32)
             everywhere = math.prod(self.mesh.shape[axis] for axis in self.axes)
@@ -201,7 +205,7 @@ class MeshStore(TableStore):
             self, rows=self.rows | {group: new_rows}, state=self.state | {group: new_state}
         )
 
-    # Whole tables.
+    # Whole tables, copied over the host shard by shard.
 
     def read(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
         config = self._config(name)
@@ -222,7 +226,10 @@ class MeshStore(TableStore):
         return dataclasses.replace(self, rows=rows)
 
     def stored_slices(self, name: str) -> dict[tuple[int, int], Array]:
-        """Return the stored rows of column slices, ``[rows, width]``, by their columns."""
+        """Return a table's rows as they are stored, ``[rows, width]``, by column slice.
+
+        The keys are ``(first column, column after the last)``; rows of packed formats stay packed.
+        """
         config, slices = self._config(name), {}
         for placed, columns, shards in self.layout.column_slices(name):
             array = stored(self.rows[placed.name])
@@ -236,7 +243,7 @@ class MeshStore(TableStore):
     def write_stored(
         self: Store, name: str, slices: Mapping[tuple[int, int], Array | np.ndarray]
     ) -> Store:
-        """Set the rows of a table to stored rows of its column slices; see `stored_slices`."""
+        """Set the rows of a table to what `stored_slices` returned."""
         new = dict(self.rows)
         for placed, columns, shards in self.layout.column_slices(name):
             array, rows = new[placed.name], slices[columns]
@@ -253,7 +260,7 @@ class MeshStore(TableStore):
         placed, _ = self.layout.shards(name)[0]
 
         def read(key: str, array: TableArray) -> Array:
-            # State of one number a row is the same for all columns of the row.
+            # State with one number per row, `[rows]`, is equal in all column slices.
             shape = (config.num_embeddings, config.embedding_dim)[: array.ndim]
             return self._read(name, lambda placed: self.state[placed.name][key], shape)
 
@@ -284,6 +291,7 @@ class MeshStore(TableStore):
             whole = np.zeros(shape, array.dtype) if whole is None else whole
             target = whole if whole.ndim == 1 else whole[:, slice(*columns)]
             for start, stop, rows in read_shards(array, self.sharding(placed), placed, shards):
+                # A slice may be stored wider than its columns, with padding behind them.
                 target[start:stop] = rows if rows.ndim == 1 else rows[:, : target.shape[1]]
         return jnp.asarray(whole)
 
@@ -305,16 +313,19 @@ class MeshStore(TableStore):
     def zeros(
         cls: type[Store], layout: MeshLayout, mesh: Mesh, replica_axis: str | None = None
     ) -> Store:
-        """Make tables of zeros, with each optimizer's first state."""
+        """Make tables of zeros with each optimizer's initial state."""
         sizes = {
             f"table {table.name!r}": f"{table.num_embeddings} x {table.embedding_dim} {table.dtype}"
             for table in layout.configs
         }
+        # Processes with different models would otherwise wait for ever in their first collective.
         require_same("model", sizes)
         warn_of_unused_memory(layout)
         tables = cls({}, {}, layout, mesh, replica_axis=replica_axis)
         for placed in layout.groups:
             group, sharding = placed.group, tables.sharding(placed)
+            # One packed row of zeros fills the array. It has to be a value here, even if a jitted
+            # function makes the model.
             with jax.ensure_compile_time_eval():
                 zeros = np.asarray(group.row_format.pack(jnp.zeros((1, group.dim))))[0]
             bits = new_rows(zeros, placed.local_rows, sharding)
@@ -358,10 +369,11 @@ class MeshStore(TableStore):
         return dataclasses.replace(self, rows=tables.rows, state=tables.state)
 
     def filled(self: Store, other: TableStore) -> Store:
-        """Return these tables with the rows and state of others, in place: they are donated.
+        """Return these tables with the rows and state of ``other``; this store is donated.
 
-        No device gets more than its part: rows travel from device to device if the others are on a
-        mesh of the same devices, else some at a time over the host.
+        Rows travel from device to device if ``other`` is on a mesh of the same devices, else over
+        the host, some at a time. Packed tables, and tables of a store that has no
+        `TableStore.arrays`, are read whole on the way.
         """
         tables = self
         for config in self.layout.configs:
@@ -383,19 +395,18 @@ class MeshStore(TableStore):
         return replicas == (None, None) and devices[0] == devices[1]
 
     def _moved(self: Store, other: MeshStore, config: TableConfig) -> Store:
-        """Return these tables with a table of others on the same devices."""
+        """Copy a table from a store on the same devices."""
+        # By way of the checkpoint's layout, which is the same for all placements.
         shapes = self.checkpoint_shapes(config.name)
         shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
         logical = jax.device_put(other.checkpoint_view(config.name), shardings)
         return self.from_checkpoint(config.name, logical, config.num_embeddings)
 
     def _copied(self: Store, other: TableStore, config: TableConfig) -> Store:
-        """Return these tables with a packed table of others.
-
-        The rows are copied as they are stored, so that they read as before. A part of a row that is
-        cut by columns keeps the scale of the row until it is updated. Only where column slices here
-        take columns of several slices there, parts are packed anew.
-        """
+        """Copy a packed table from another store."""
+        # Rows are copied as they are stored, since packing them again would round them again. A
+        # column slice of a row keeps the whole row's scale until it is updated. Only a slice that
+        # takes columns from several slices of the other store has to be packed anew.
         name, placed = config.name, other.placed
         sources: dict[tuple[int, int], Array] = {}
         if isinstance(placed, MeshStore):
@@ -418,7 +429,7 @@ class MeshStore(TableStore):
     def _written(
         self: Store, name: str, rows: TableArray, state: dict[str, TableArray], start: int
     ) -> Store:
-        """Return these tables with the rows of one device's arrays, from row ``start`` on."""
+        """Copy a table from the arrays of one device, where it begins at row ``start``."""
         new, new_state = dict(self.rows), {key: dict(x) for key, x in self.state.items()}
         for placed, columns, shards in self.layout.column_slices(name):
             write = functools.partial(
@@ -435,7 +446,8 @@ class MeshStore(TableStore):
                 of_group[key] = write(of_group[key], values=array)
         return dataclasses.replace(self, rows=new, state=new_state)
 
-    # Checkpoints.
+    # Checkpoints. The logical arrays have rows in table order, evenly over the devices, whatever
+    # the placement. Rows move between them and the shards from device to device.
 
     def checkpoint_shapes(self, name: str) -> LogicalTable:
         config, mover = self._config(name), self._mover
@@ -443,7 +455,7 @@ class MeshStore(TableStore):
         placed, _ = self.layout.shards(name)[0]
 
         def shape(array: TableArray) -> jax.ShapeDtypeStruct:
-            # State of a table that is cut by columns may be one number a row all the same.
+            # State may have one number per row, `[rows]`.
             sizes = (padded_rows, config.embedding_dim)[: array.ndim]
             return jax.ShapeDtypeStruct(sizes, array.dtype, sharding=mover.sharding)
 
@@ -473,6 +485,7 @@ class MeshStore(TableStore):
         part = logical.rows.shape[0] // mover.devices
         for placed, columns, shards in self.layout.column_slices(name):
             group = placed.name
+            # Every device needs all rows of a replicated table; each is the target in turn.
             moves = [
                 move.reversed()
                 for replica in range(mover.devices if placed.is_replicated else 1)
@@ -485,6 +498,6 @@ class MeshStore(TableStore):
 
 
 def mesh_stores(model: nnx.Module) -> dict[str, MeshStore]:
-    """Return the stores over a mesh among a model's stores, by the paths of their collections."""
+    """Return a model's stores that lie over a mesh, by the paths of their collections."""
     placed = {path: each.tables.get_value().placed for path, each in tapped_modules(model).items()}
     return {path: store for path, store in placed.items() if isinstance(store, MeshStore)}

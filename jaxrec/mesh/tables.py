@@ -1,4 +1,8 @@
-"""Tables over the devices of a mesh."""
+"""Tables over the devices of a mesh: lookups and updates of a training step.
+
+`ShardedTables` runs the exchange of each group inside `jax.shard_map`. Arrays of one device's batch
+have an axis over the devices outside of it: `first` takes that axis away inside, `stack` adds it.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +54,7 @@ from jaxrec.ragged.wide_ids import WideIds
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GroupRoute:
-    """Route of one group of one batch.
-
-    Attributes:
-        lookups: This device's flat lookups, without weights.
-        route: Route of the group's exchange.
-    """
+    """Flat lookups of one group in this device's batch, without weights, and their route."""
 
     lookups: Lookups
     route: Any
@@ -64,10 +63,10 @@ class GroupRoute:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ShardedTables(MeshStore):
-    """Tables over a mesh; takes the place of `jaxrec.embed.Tables`.
+    """Tables over a mesh; the store that `jaxrec.shard` puts in the place of `jaxrec.embed.Tables`.
 
-    Each group of tables has an exchange, which its placements name. The methods below bring each
-    device's part of a batch to the exchanges.
+    Each group of tables has an exchange, which its placements name. The methods pass each device's
+    part of a batch to the exchanges.
     """
 
     def route(self, features: KeyedJaggedArray) -> Routes:
@@ -75,7 +74,8 @@ class ShardedTables(MeshStore):
 
         def on_device(rows, features):
             turns = self.channel.turns
-            turns.run(lambda rows: rows, rows)  # the exchanges that led to these rows are over
+            # Waits for the exchanges of the update that wrote these rows, if turns are in order.
+            turns.run(lambda rows: rows, rows)
             return stack(self._routes(first(features), turns))
 
         over_batch = PartitionSpec(self.batch_axes)
@@ -91,10 +91,12 @@ class ShardedTables(MeshStore):
         routes: Routes | None = None,
     ) -> tuple[Activations, Residuals]:
         check_batch(self, features, is_weighted)
-        # A lookup is traced once for each program: own loops are compared here.
+        # A lookup is traced once for each program, so this compares the programs of processes that
+        # run a training loop of their own.
         tables = ", ".join(config.name for config in self.layout.configs)
         check_call("steps", f"traces a lookup in tables {tables}", lambda: batch_facts(features))
-        # Inside of `jax.shard_map` no array is known any more.
+        # Capacities of samples that share bags may depend on the batch's values, which are traced
+        # inside `jax.shard_map`.
         features = with_known_capacities(features)
 
         def on_device(rows, features, routes):
@@ -128,7 +130,9 @@ class ShardedTables(MeshStore):
             turns = self.channel.turns
             for placed, exchange in self.layout:
                 gradient = gradients[placed.name]
-                if gradient.bag_of_line is None:  # others are bounded before they are sent
+                # If samples share bags and have a bound (`clip_value`), `_merge` bounds their
+                # gradients, adds them up and sends the sum.
+                if gradient.bag_of_line is None:
                     gradients[placed.name] = self._send(placed, exchange, gradient, turns)
             return stack(gradients)
 
@@ -206,13 +210,12 @@ class ShardedTables(MeshStore):
         return self.shard_map(on_device, PartitionSpec(self.batch_axes), PartitionSpec())(calls)
 
     def _output_names(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Return the keys and the widths of pooled outputs."""
         return self.layout.whole.output_keys, self.layout.whole.output_dims
 
     # The methods below run on each device, inside `jax.shard_map`.
 
     def _routes(self, features: KeyedJaggedArray, turns: Turns) -> Routes:
-        """Return the routes of this device's batch."""
+        # Each route waits for `lengths`, of which all of a group's lookups are made.
         return {
             placed.name: turns.run(
                 functools.partial(self._route, placed, exchange, features), features.lengths
@@ -243,7 +246,6 @@ class ShardedTables(MeshStore):
         lookups: Lookups,
         layout: BagLayout,
     ) -> Any:
-        """Return the route that the exchange of a group takes for its lookups."""
         request = Request.of(features, lookups, None, layout)
         capacity = self.capacity(placed, lookups.rows.size)
         return exchange.route(placed, request, self.channel_of(placed), capacity)
@@ -257,7 +259,7 @@ class ShardedTables(MeshStore):
         dtype: DTypeLike,
         turns: Turns,
     ) -> tuple[Activations, Residuals]:
-        """Return the outputs of this device's samples."""
+        """Return the outputs of this device's samples, and their residuals."""
         slices, weights = self.layout.slices, lookup_weights(features, is_weighted)
         layouts = {group.name: group.bags(features) for group in slices.groups}
         looked_up, lookups = {}, {}
@@ -270,6 +272,8 @@ class ShardedTables(MeshStore):
                 fetch = functools.partial(self._fetch, placed, exchange)
                 looked_up[name] = turns.run(fetch, awaited, rows[name])
                 continue
+            # Shared bags are pooled in float32, so that the gradients of their samples are added
+            # in float32.
             wide = "float32" if shares_bags(features, layout) else dtype
             pool = functools.partial(self._pool, placed, exchange, wide)
             looked_up[name], lookups[name] = turns.run(pool, awaited, rows[name])
@@ -307,8 +311,7 @@ class ShardedTables(MeshStore):
     def _send(
         self, placed: PlacedGroup, exchange: Exchange, gradient: RowGradients, turns: Turns
     ) -> RowGradients:
-        """Return the gradient of bags where the lookups of `Exchange.pool` are."""
-
+        """Run `Exchange.send_gradients`."""
         if type(exchange).send_gradients is Exchange.send_gradients:
             return gradient  # nothing is sent, so no exchange has to wait
 
@@ -321,15 +324,17 @@ class ShardedTables(MeshStore):
     def _merge(
         self, placed: PlacedGroup, exchange: Exchange, parts: Sequence[RowGradients], turns: Turns
     ) -> tuple[PlacedGroup, RowGradients]:
-        """Merge the gradients of a group's lookups, those of samples bounded where bags are shared.
+        """Return the merged gradient of a group's lookups, and the group.
 
-        Returns:
-            The group with what is left of its optimizer's bound, and the gradient.
+        If the elements of gradients had to be bounded here, the optimizer of the returned group
+        bounds them no more.
         """
         optimizer, scale = placed.group.optimizer, 1
         if self.num_replicas > 1 and not placed.is_replicated:
-            # A replica learns from the mean over its own samples, not over those of all replicas.
+            # The loss is a mean over the samples of all replicas, but a replica learns from the
+            # mean over its own samples.
             scale = self.num_replicas
+        # `bound_samples` runs before the gradient is scaled, so its bound is divided by the scale.
         if scale > 1 and optimizer.clip_value is not None:
             bound = optimizer.clip_value / scale
             bounded, left = bound_samples(parts, dataclasses.replace(optimizer, clip_value=bound))
@@ -362,7 +367,7 @@ class ShardedTables(MeshStore):
     def _squares(
         self, placed: PlacedGroup, exchange: Exchange, gradient: RowGradients
     ) -> Float[Array, " tables"]:
-        """Return the sum of squares of each table's gradient, the mean over replicas."""
+        """Return the sum of squares of each table's gradient, averaged over replicas."""
         capacity = self.capacity(placed, gradient.lookups.rows.size)
         channel = self.channel_of(placed)
         parts = exchange.squares(placed, gradient, channel, capacity)
@@ -371,7 +376,7 @@ class ShardedTables(MeshStore):
         )
 
     def _split_columns(self, cotangents: dict[str, Array]) -> dict[str, Array]:
-        """Return the columns of each output as the outputs of its column slices."""
+        """Split the columns of each output into the outputs of its column slices."""
         slices = self.layout.slices
         dims = dict(zip(slices.output_keys, slices.output_dims, strict=True))
         split: dict[str, Array] = {}
@@ -384,7 +389,7 @@ class ShardedTables(MeshStore):
 def check_batch(
     tables: ShardedTables, features: KeyedJaggedArray, is_weighted: bool = False
 ) -> None:
-    """Raise a ValueError where a batch does not lie over the tables' devices, or lacks weights."""
+    """Raise a ValueError if a batch is not sharded over the tables' devices, or lacks weights."""
     devices = tables.mesh.size
     ids: Any = features.values  # an array, or wide ids
     if ids.ndim != 2 or ids.shape[0] != devices:

@@ -1,13 +1,16 @@
-"""Lookups where the tables are: samples go to the tables' hosts, instead of rows to the samples.
+"""Lookups on the tables' hosts: samples travel to the hosts, instead of embeddings to the samples.
 
-For towers as in Luo et al. 2024, "Disaggregated multi-tower: Topology-aware modeling technique for
-efficient large-scale recommendation" (arXiv:2403.00877), section 3.1. On a mesh of hosts and their
-devices each table lies on one host, its rows over the host's devices. Device ``d`` of a host takes
-the ids that its tables have in the samples of device ``d`` of every host, which moves small
-integers between hosts. Rows come from the host's own devices. The embeddings stay on the host,
-where a tower makes a smaller output of them, and this output goes home (`run_towers`).
+This is for towers as in Luo et al. 2024, "Disaggregated multi-tower: Topology-aware modeling
+technique for efficient large-scale recommendation" (arXiv:2403.00877), section 3.1. Each table lies
+on one host, its rows over the host's devices.
 
-The owners of `jaxrec.mesh.exchange.bags` are hosts here.
+1. Device ``d`` of a host receives the ids of the host's tables from device ``d`` of every host, its
+   *peers*. Only small integers travel between hosts.
+2. It fetches the rows from the devices of its own host and pools them.
+3. A tower makes a smaller output of the embeddings on the host, and this output travels back to the
+   samples (`run_towers`).
+
+The owners of `jaxrec.mesh.exchange.owner_features` are hosts here.
 """
 
 from __future__ import annotations
@@ -53,8 +56,8 @@ class TowerRoute:
     """Route of one group's lookups at a tower.
 
     Attributes:
-        received: Lookups of the samples of this device's peers.
-        of_rows: Route from there to the rows, on the devices of the host.
+        received: Lookups of this host's tables, from this device's peers.
+        of_rows: Route of these lookups to the rows, on the devices of the host.
     """
 
     received: BagsRoute
@@ -62,7 +65,7 @@ class TowerRoute:
 
     @property
     def demand(self) -> Float[Array, "..."]:
-        """`RowsRoute.demand`, among the devices of the host."""
+        """`RowsRoute.demand` within the host."""
         return self.of_rows.demand
 
 
@@ -71,20 +74,14 @@ class TowerRoute:
 class TowerTables(ShardedTables):
     """Sharded tables, each on one host, that are looked up there.
 
-    `lookup` gives ``[devices * hosts * batch, columns]``, where batch is a device's: on each device
-    the samples of its peers, the devices of the same number on all hosts, host by host, and for
-    each sample the embeddings of the features of the tables here, in `columns`.
+    `lookup` gives ``[devices * hosts * batch, columns]``, where ``batch`` is the number of samples
+    of a device. On each device these are the samples of its peers, host by host. A sample's line
+    has the embeddings of the host's tables; `columns` says where.
     """
 
     @classmethod
     def of(cls, tables: TableStore) -> TowerTables:
-        """Return the same tables, to be looked up where they are.
-
-        Raises:
-            ValueError: The tables are on one device, the mesh is not of hosts and their devices,
-                tables are not pooled, or one is not by rows over the devices of one host or has too
-                many rows.
-        """
+        """Return the same tables as `TowerTables`, or raise a ValueError that says why not."""
         if tables.devices.mesh is None:
             raise ValueError("the model is on one device; put it on a mesh with jaxrec.shard first")
         tables = cast(ShardedTables, tables)
@@ -113,7 +110,7 @@ class TowerTables(ShardedTables):
 
     @property
     def across(self) -> Channel:
-        """Channel between the devices of the same number on all hosts."""
+        """Channel between this device and its peers on the other hosts."""
         return self.channel.across
 
     @property
@@ -127,7 +124,8 @@ class TowerTables(ShardedTables):
         return self.layout.mesh.hosts
 
     def columns(self) -> dict[tuple[str, str], tuple[int, slice]]:
-        """Return for each table and feature its host, and its columns in the host's embeddings."""
+        """Return the host and the columns of each table and feature in the host's embeddings."""
+        # Hosts run one program, so each group has as many columns as its fullest host.
         columns, start = {}, 0
         for placed in self.layout.groups:
             features, dim = self._features_of_hosts(placed), placed.group.dim
@@ -165,7 +163,7 @@ class TowerTables(ShardedTables):
         return row_gradients(residuals, cotangents.values)
 
     def _output_names(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        return (), ()
+        return (), ()  # the same column is another feature on another host
 
     def _route_lookups(
         self,
@@ -181,7 +179,7 @@ class TowerTables(ShardedTables):
         return TowerRoute(received, of_rows)
 
     def _route_rows(self, placed: PlacedGroup, lookups: Lookups) -> RowsRoute:
-        """Return the route from a tower's lookups to the rows of its host."""
+        """Return the route of received lookups to the rows of the host."""
         on_host = HostGroup.of(placed, self.channel)
         capacity = self.capacity(on_host, lookups.rows.size)
         return route_rows(on_host, lookups, self.within, capacity)
@@ -195,7 +193,7 @@ class TowerTables(ShardedTables):
         dtype: DTypeLike,
         turns: Turns,
     ) -> tuple[Activations, Residuals]:
-        """Return the embeddings of this host's tables for the samples of this device's peers."""
+        """Return the embeddings of this host's tables for the peers' samples."""
         weights = lookup_weights(features, is_weighted)
         blocks, lookups, layouts = [], {}, []
         for placed in self.layout.groups:
@@ -229,7 +227,7 @@ class TowerTables(ShardedTables):
         layout = dataclasses.replace(received, row_counts=(len(rows),) * received.num_features)
         lengths, float32 = route.received.lengths, jnp.dtype("float32")
         bags = pool(rows, index, lengths, scales, layout, float32, **self.within.received)
-        # Bags are by sender, column and sample.
+        # Bags are ordered by sender, column and sample; a line has a sample's columns.
         by_sender = bags.reshape(self.num_hosts, len(owned.strides), -1, dim)
         return by_sender.swapaxes(1, 2).reshape(-1, len(owned.strides) * dim), lookups
 
@@ -258,6 +256,7 @@ class TowerTables(ShardedTables):
         step: Step,
     ) -> tuple[TableArray, dict[str, TableArray]]:
         on_host, gradient = self._on_host(placed, gradient)
+        # `_on_host` gave the gradient a route, so the exchange needs no capacity to make one.
         return ROWS.update(on_host, table, state, gradient, step, self.within, 0)
 
     def _squares(
@@ -269,19 +268,19 @@ class TowerTables(ShardedTables):
     def _on_host(
         self, placed: PlacedGroup, gradient: RowGradients
     ) -> tuple[HostGroup, RowGradients]:
-        """Return the group on this device's host, and a gradient with its route there."""
+        """Return the group as this device's host sees it, and a gradient with its route there."""
         if gradient.route is None:
             route = self._route_rows(placed, gradient.lookups)
             gradient = dataclasses.replace(gradient, route=route)
         return HostGroup.of(placed, self.channel), gradient
 
     def _owned(self, placed: PlacedGroup, layout: BagLayout) -> OwnerFeatures:
-        """Return the features of each host in a batch."""
+        """Return the columns of each host's features in a batch."""
         features = self._features_of_hosts(placed)
         return OwnerFeatures.of(features, layout.capacities, layout.strides)
 
     def _features_of_hosts(self, placed: PlacedGroup) -> list[list[int]]:
-        """Return for each host the features of its tables, by number, in order."""
+        """Return the features of each host's tables, by number."""
         devices = self.layout.mesh.devices_per_host
         host_of = {each.first_row: each.shard.device // devices for each in placed.shards}
         features: list[list[int]] = [[] for _ in range(self.num_hosts)]
@@ -291,7 +290,7 @@ class TowerTables(ShardedTables):
 
 
 def towers_of(store: TableStore) -> TowerTables | None:
-    """Return a store's tables if they are looked up where they are, else None."""
+    """Return a store's tables if they are `TowerTables`, else None."""
     return store.placed if isinstance(store.placed, TowerTables) else None
 
 
@@ -301,16 +300,17 @@ def run_towers(
     towers: Sequence[tuple[int, Tower]],
     parameters: Any,
 ) -> list[Float[Array, "batch _"]]:
-    """Run each tower on its host and send its output home to the samples.
+    """Run each tower on its host, and send its output back to the samples.
 
     Args:
         tables: The tables.
-        embeddings: Values that `lookup` returned.
-        towers: Host of each tower, and its function of the parameters and ``[samples, columns]``.
-        parameters: Any pytree, the same on all devices. Its gradient is the sum over devices.
+        embeddings: Values that `TowerTables.lookup` returned.
+        towers: Host and function of each tower. The function takes the parameters and the host's
+            embeddings, ``[samples, columns]``.
+        parameters: Any pytree, equal on all devices. Its gradient is the sum over devices.
 
     Returns:
-        The output of each tower, ``[batch, ...]``, over the mesh as the batch is.
+        The output of each tower, ``[batch, ...]``, sharded over the mesh as the batch is.
     """
     hosts = tables.num_hosts
     over_devices = PartitionSpec(tables.batch_axes)
@@ -326,11 +326,13 @@ def run_towers(
         def on_host(host: int) -> Any:
             def run(values: Array) -> Array:
                 own = [tower(parameters, values) for at, tower in towers if at == host]
+                # The branches of a switch return one shape: as wide as the host with most outputs.
                 wide = jnp.zeros((len(values), max(ends) - ends[host]), dtype)
                 return jnp.concatenate([*(x.astype(dtype) for x in own), wide], axis=1)
 
             return run
 
+        # The host is a traced number, so all hosts' towers are in the program and one runs.
         out = jax.lax.switch(tables.across.index, [on_host(h) for h in range(hosts)], values)
         home = tables.across.send_rows(out.reshape(hosts, -1, max(ends))).astype(dtype)
         return [

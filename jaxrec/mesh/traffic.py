@@ -1,4 +1,4 @@
-"""The collectives of a compiled program, read from its text."""
+"""The collectives of a compiled program, read from the text of its HLO."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Collective:
     """A collective of a compiled program.
 
     Attributes:
-        kind: XLA's name of it, such as "all-to-all".
-        shape: Shape and type of its result on each device, as XLA writes them.
-        result_bytes: Bytes of the result.
-        groups: The devices that take part together, group by group.
+        kind: XLA's name of the collective, such as "all-to-all".
+        shape: Shape and type of the result on each device, as XLA writes them.
+        result_bytes: Bytes of the result on each device.
+        groups: Groups of devices that communicate with each other.
     """
 
     kind: str
@@ -56,14 +56,12 @@ class Collective:
         return round(self.result_bytes * _SENT[self.kind](self.devices))
 
     def sent_between_hosts(self, devices_per_host: int) -> int:
-        """Return the bytes that leave each device for another host, the mean over devices.
+        """Return the bytes that leave a device for another host, the mean over devices.
 
-        In an all-to-all a device sends as much to each device. Other collectives run around a ring
-        of the group that enters and leaves each host once.
-
-        Args:
-            devices_per_host: Number of devices of a host, which are numbered host by host.
+        Devices are numbered host by host.
         """
+        # In an all-to-all a device sends as much to each device. Other collectives are taken to run
+        # around a ring of the group that enters and leaves each host once.
         leaving = 0.0
         for group in self.groups:
             on_host = np.unique(np.array(group) // devices_per_host, return_counts=True)[1]
@@ -76,17 +74,9 @@ class Collective:
 
 
 def collectives(program: jax.stages.Compiled | str) -> list[Collective]:
-    """Return the collectives that a compiled program runs on a batch that fits.
-
-    Collectives in the bodies of loops, which are further rounds of an exchange, are left out. Of a
-    conditional only the branch that sends least counts.
-
-    Args:
-        program: The program, or its text.
-
-    Returns:
-        The collectives in the order of the text.
-    """
+    """Return the collectives, in order, that a program runs on a batch within the capacities."""
+    # Collectives in the bodies of loops are further rounds of an exchange, and are left out. A
+    # conditional counts with the branch that sends least, for the same reason.
     text = program if isinstance(program, str) else program.as_text() or ""
     devices = math.prod(
         int(found.group(1)) if (found := re.search(rf"{field}=(\d+)", text)) else 1
@@ -97,7 +87,7 @@ def collectives(program: jax.stages.Compiled | str) -> list[Collective]:
 
 
 def sent_bytes(found: Sequence[Collective]) -> int:
-    """Return the bytes that leave each device in all of the collectives."""
+    """Return the bytes that leave each device in all the collectives."""
     return sum(collective.sent_bytes for collective in found)
 
 
@@ -151,10 +141,8 @@ def _collective(kind: str, result: str, started: bool, line: str, devices: int) 
 
 
 def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of devices of a collective.
-
-    XLA lists groups, tiles them, or names axes of a mesh or parts of them.
-    """
+    """Return the groups of devices of a collective, whichever way XLA writes them."""
+    # A list, {{0,1},{2,3}}; a tiling of the device numbers, [2,2]<=[4]; or axes of a mesh.
     if listed := re.search(r"replica_groups=\{(\{[\d,{}]+\})\}", line):
         groups = re.findall(r"\{([\d,]+)\}", listed[1])
         return tuple(tuple(map(int, group.split(","))) for group in groups)
@@ -168,11 +156,11 @@ def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _named_groups(mesh: str, axes: str) -> tuple[tuple[int, ...], ...]:
-    """Return the groups along axes of a mesh, as in ``'a'=2,'b'=8`` and ``'a','b':(2)4``.
+    """Return the groups along axes of a mesh, such as ``'a','b':(2)4`` of ``'a'=2,'b'=8``.
 
-    The last names the part of size 4 of axis ``b`` behind the part of size 2.
+    ``'b':(2)4`` is a part of axis ``b``: of size 4, after a part of size 2.
     """
-    # Each axis as the parts before, of and behind what is named.
+    # Each axis becomes three: the part before the named one, the named one, and the part after it.
     parts: list[int] = []
     grouped: list[int] = []
     wanted = {name: size for name, *size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)}

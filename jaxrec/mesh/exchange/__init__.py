@@ -20,18 +20,14 @@ REPLICATED, ALONE = Replicated(), Alone()
 EXCHANGES: dict[str, Exchange] = {
     each.name: each for each in (ROWS, POOLED, POOLED_BY_HOST, BAGS, REPLICATED)
 }
-"""The exchanges by name, all but `ALONE`, which no placement names."""
+"""Exchanges by name. `ALONE` is missing, since placements do not name it."""
 
 ExchangeLike: TypeAlias = str | Exchange
 """An exchange, or its name in `EXCHANGES`."""
 
 
 def find_exchange(exchange: ExchangeLike) -> Exchange:
-    """Return the exchange of a name; an `Exchange` as it is.
-
-    Raises:
-        ValueError: No exchange has that name.
-    """
+    """Return the exchange of a name; an `Exchange` is returned as it is."""
     if isinstance(exchange, Exchange):
         return exchange
     if exchange not in EXCHANGES:
@@ -42,21 +38,14 @@ def find_exchange(exchange: ExchangeLike) -> Exchange:
 
 
 def choose_exchange(wanted: ExchangeLike | None, cut: Cut) -> Exchange:
-    """Return the exchange of a table.
+    """Return the exchange of a table, given its placement's; raise a ValueError if it refuses.
 
-    Args:
-        wanted: The placement's exchange. None: "bags" for pooled tables whose rows are on one
-            device, else "rows". "pooled" becomes "bags" where the rows are on one device, since
-            whole bags need no sums over devices, and "pooled_by_host" where they are on one of
-            several hosts. On a mesh of one device "rows", "pooled" and "bags" become `ALONE`,
-            unless the columns are cut.
-        cut: The table as its placement cuts it.
-
-    Raises:
-        ValueError: The exchange refuses the table.
+    The default is "bags" for pooled tables whose rows are on one device, else "rows".
     """
     default = ROWS if _refuse(BAGS, cut) else BAGS
     exchange = default if wanted is None else find_exchange(wanted)
+    # "pooled" adds sums over devices. Rows on one device need no such sum ("bags"), and rows on one
+    # host need it within the host alone ("pooled_by_host").
     if exchange is POOLED:
         special = (each for each in (BAGS, POOLED_BY_HOST) if not _refuse(each, cut))
         exchange = next(special, exchange)
@@ -68,7 +57,7 @@ def choose_exchange(wanted: ExchangeLike | None, cut: Cut) -> Exchange:
 
 
 def _refuse(exchange: Exchange, cut: Cut) -> str | None:
-    """Return why an exchange cannot carry a table; None: it can."""
+    """Return why an exchange cannot carry a table: `Exchange.refuse`, and large groups."""
     if cut.is_large and not (exchange.takes_large_groups or exchange.is_replicated):
         return "it carries no more rows over the mesh than int32 can number"
     return exchange.refuse(cut)

@@ -1,7 +1,7 @@
-"""Exchanges of whole bags: ids travel to the devices that pool them, whole bags travel back.
+"""Exchanges of whole bags: ids travel to the devices that pool them, and whole bags travel back.
 
-A bag's feature says where it is pooled, so nothing is sorted or counted: all destinations are known
-when the program is compiled.
+A bag's feature says where it is pooled. So all destinations are known when the program is compiled,
+and ids need neither sorting nor counting.
 """
 
 from __future__ import annotations
@@ -36,11 +36,7 @@ from jaxrec.mesh.placed_group import PlacedGroup
 
 @dataclasses.dataclass(frozen=True)
 class Bags(Exchange):
-    """Ids travel to tables that lie whole on a device, and pooled bags come back.
-
-    Each device sends the ids of a feature to the owner of its table, which pools them and sends the
-    bags back; their gradients travel the same way.
-    """
+    """Send the ids of a feature to the owner of its table, which pools them and sends bags back."""
 
     name: ClassVar[str] = "bags"
 
@@ -52,7 +48,7 @@ class Bags(Exchange):
         return None
 
     def traffic(self, work):
-        # Ids and bag lengths; bags and their gradients.
+        # A bag costs its length, its values and its gradient.
         bag = 4 + 2 * 4 * work.dim
         return {"all-to-all": work.devices * (4 * work.owner_lookups + bag * work.owner_bags)}
 
@@ -89,11 +85,11 @@ class Bags(Exchange):
 
 @dataclasses.dataclass(frozen=True)
 class HostGroup(PlacedGroup):
-    """A group on one host: slots count from the host's first, and rows elsewhere have none.
+    """A group as one host sees it: slots count from the host's first; other rows have no slot.
 
     Attributes:
         whole: The group on all devices.
-        host: The host; known to the devices alone, inside `jax.shard_map`.
+        host: Number of this device's host. A traced value, inside `jax.shard_map`.
     """
 
     whole: PlacedGroup
@@ -101,12 +97,7 @@ class HostGroup(PlacedGroup):
 
     @classmethod
     def of(cls, placed: PlacedGroup, channel: Channel) -> HostGroup:
-        """Return a group on this device's host.
-
-        Args:
-            placed: The group on all devices.
-            channel: Channel between all devices.
-        """
+        """Return a group as this device's host sees it; the channel is between all devices."""
         fields = {field.name: getattr(placed, field.name) for field in dataclasses.fields(placed)}
         fields["num_devices"] = channel.within.size
         return cls(**fields, whole=placed, host=channel.across.index)
@@ -126,19 +117,20 @@ _WITHIN = Pooled()
 
 @dataclasses.dataclass(frozen=True)
 class PooledByHost(Exchange):
-    """Sums of bags within the hosts of tables, and whole bags between hosts.
+    """Pool in two stages: a table's host sums each bag, then sends whole bags to other hosts.
 
-    For tables whose rows lie over the devices of one host, as `table_row_wise` and `grid` place
-    them. Device ``d`` of a host takes the ids that the host's tables have in the samples of device
-    ``d`` of every host. Within the host ids travel on to the rows, owners pool them, and a
-    reduce-scatter adds their sums up at device ``d``, as in `Pooled`. Whole bags then travel home
-    between hosts. Gradients take the same way back. TorchRec's two-level sharding (TWRW) sums in
-    this order, too.
+    The rows of a table lie over the devices of one host, as `table_row_wise` and `grid` place them.
 
-    Between hosts each bag travels once in each direction. In the pooled exchange over all devices
-    every owner sends its sum of every bag of the group to every host, those of other hosts' tables
-    included.
+    1. Device ``d`` of a host receives the ids of the host's tables from device ``d`` of each host.
+    2. Within the host these ids go on to the rows' owners, which pool them. A reduce-scatter adds
+       the owners' sums on device ``d``, as in `Pooled`.
+    3. Whole bags travel back between hosts.
+
+    Gradients take the same way. TorchRec's two-level sharding (TWRW) sums in this order, too.
     """
+
+    # Between hosts each bag travels once in each direction. `Pooled` over all devices would send
+    # every owner's sum of every bag of the group to every host, even for tables of other hosts.
 
     name: ClassVar[str] = "pooled_by_host"
     sends_gradients_first: ClassVar[bool] = True
@@ -159,8 +151,8 @@ class PooledByHost(Exchange):
         return None
 
     def traffic(self, work):
-        # Between hosts ids and bag lengths, bags and their gradients; within a host what the pooled
-        # exchange sends of the bags of all hosts.
+        # Between hosts as in `Bags`: ids and bag lengths, bags and their gradients. Within a host
+        # as in `Pooled`, for the bags of all hosts' samples.
         bags, ids = work.hosts * work.owner_bags, work.hosts * work.owner_lookups
         within = dataclasses.replace(
             work,
@@ -175,13 +167,7 @@ class PooledByHost(Exchange):
         return bytes
 
     def sent_between_hosts(self, work: Workload) -> float:
-        """Return the bytes that each device sends to other hosts in a training step.
-
-        In float32, without weights.
-
-        Args:
-            work: Sizes of the lookups.
-        """
+        """Return the bytes that each device sends to other hosts in a step, as `traffic` counts."""
         lines = 4 * work.owner_lookups + (4 + 2 * 4 * work.dim) * work.owner_bags
         return (work.hosts - 1) * lines
 
@@ -226,8 +212,9 @@ class HostRoute:
     """Route of a pooled exchange in two stages.
 
     Attributes:
-        received: Lookups of the samples of this device's peers in the tables of its host.
-        within: Route of these among the devices of the host.
+        received: Lookups of this host's tables, by the samples of this device's peers: the devices
+            of the same number on all hosts.
+        within: Route of these lookups between the devices of the host.
     """
 
     received: BagsRoute
@@ -235,7 +222,7 @@ class HostRoute:
 
     @property
     def demand(self) -> Float[Array, "..."]:
-        """`PooledRoute.demand` among the devices of the host."""
+        """`PooledRoute.demand` within the host."""
         return self.within.demand
 
 
@@ -249,24 +236,23 @@ def _received_request(
     received: BagsRoute,
     scales: Float[Array, " received"] | None,
 ) -> Request:
-    """Return the lookups of peers as those of a batch, with their scales as weights."""
+    """Return the received lookups as the request of a batch."""
+    # Their scales are mean scales times weights by now, and a request takes them as weights.
     num_rows = placed.group.num_rows
     layout, lookups = owned.received(num_rows), received_lookups(owned, received, num_rows)
     return Request(lookups, received.rows, received.lengths, scales, layout)
 
 
 def _capacity_within(capacity: int, growth: float, hosts: int) -> int:
-    """Return the space for ids in a message between two devices of a host.
+    """Return the capacity of a message within a host, given that of one between all devices.
 
-    Args:
-        capacity: The space in a message between two devices of all.
-        growth: Lookups of a device's peers on its host, over its own.
-        hosts: Number of hosts.
+    ``growth`` is the number of lookups that a device receives from its peers, over its own.
     """
+    # An even share is larger by the number of hosts, since only a host's devices share the lookups.
     return math.ceil(capacity * growth * hosts)
 
 
 def _of_host(gradient: RowGradients) -> RowGradients:
-    """Return a gradient with the route within its host."""
+    """Replace a gradient's route by its part within the host."""
     route = gradient.route
     return gradient if route is None else dataclasses.replace(gradient, route=route.within)

@@ -24,23 +24,24 @@ from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.key_segments import take_segments
 from jaxrec.ragged.wide_ids import narrow
 
-# Capacity of a message, in even shares of a device's lookups, before anything is measured.
+# Capacity factor before anything is measured. It is a compromise, not a limit: a batch that needs
+# more takes more rounds (or a branch with larger messages), and one that needs less sends padding.
 DEFAULT_CAPACITY_FACTOR = 1.25
 
 Route: TypeAlias = Any
-"""A pytree that an exchange computes from the ids of a batch, for its other methods.
+"""A pytree that `Exchange.route` computes from the ids of a batch, for the other methods.
 
-If it has an attribute ``demand``, this is the capacity factor that the batch needs, a scalar on
-each device; see `jaxrec.mesh.ahead`.
+An attribute ``demand``, if the route has it, is the capacity factor that the batch needs: a scalar
+on each device. `jaxrec.mesh.ahead` reads it.
 """
 
 Update: TypeAlias = tuple[Float[TableArray, "local_rows dim"], dict[str, TableArray]]
-"""A device's new rows of a group, and their new optimizer state."""
+"""A device's new rows of a group and their new optimizer state."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A table as a placement cuts it: what an exchange accepts or refuses.
+    """A table as its placement cuts it; `Exchange.refuse` reads it.
 
     Attributes:
         is_pooled: Whether the rows of a bag are pooled.
@@ -50,7 +51,7 @@ class Cut:
         row_hosts: Largest number of hosts that the rows of one column part lie on.
         hosts: Number of hosts of the mesh.
         shares_devices: Whether a device has several column parts of a row.
-        is_large: Whether int32 cannot number the rows, or their slots over the mesh.
+        is_large: Whether int32 is too narrow to number the rows, or their slots over the mesh.
         is_alone: Whether the mesh, or each replica of the tables, has one device.
     """
 
@@ -71,12 +72,14 @@ class Request:
     """Lookups of one group in this device's batch.
 
     Attributes:
-        lookups: The flat lookups, with the scales of mean pooling but without weights.
-        ids: All ids of the batch, -1 where int32 does not hold one.
+        lookups: The flat lookups. Their scales are those of mean pooling, without weights.
+        ids: All ids of the batch; -1 for an id that int32 does not hold.
         lengths: Lengths of all bags of the batch.
         weights: Weights of all ids of the batch; None: 1.
         layout: Layout of the group's features in the batch.
     """
+
+    # The weights stay apart from the scales because `pool` has to be differentiable in them.
 
     lookups: Lookups
     ids: Int32[Array, " capacity"]
@@ -92,7 +95,7 @@ class Request:
         weights: Float[Array, " capacity"] | None,
         layout: BagLayout,
     ) -> Request:
-        """Return the request of a group's lookups in this device's batch."""
+        """Make the request of a group's lookups in this device's batch."""
         ids, lengths = narrow(features.values), jnp.asarray(features.lengths)
         return cls(lookups, ids, lengths, weights, layout)
 
@@ -105,7 +108,7 @@ class Request:
 
     @property
     def scales(self) -> Float[Array, " lookups"] | None:
-        """Factor of each lookup's row, differentiable in the weights; None: 1."""
+        """Factor of each lookup's row: weight times mean scale. None: 1."""
         weights, means = self.lookup_weights, self.lookups.scales
         if weights is None or means is None:
             return means if weights is None else weights
@@ -113,7 +116,8 @@ class Request:
 
     @property
     def scaled_lookups(self) -> Lookups:
-        """The lookups with their scales, as constants."""
+        """The lookups with `scales`, without derivatives."""
+        # `Exchange.pool` has the derivative in the weights. The update needs the numbers alone.
         return dataclasses.replace(self.lookups, scales=constant(self.scales))
 
 
@@ -124,12 +128,13 @@ class Workload:
     Attributes:
         devices: Number of devices.
         dim: Number of columns of the group's rows.
-        lookups: Space for lookups, over all features of the group.
+        lookups: Capacity for lookups, over all features of the group.
         bags: Number of bags, over all features.
-        capacity: Number of rows or ids that a message has space for; see `MeshStore.capacity`.
-        owner_lookups: Space for one device's lookups at one owner, where tables lie whole on it:
-            a device, or a host.
-        owner_bags: The same for bags.
+        capacity: Capacity of a message between two devices, in rows or ids; see
+            `MeshStore.capacity`.
+        owner_lookups: Capacity for one device's lookups at one owner. The owner is a device or a
+            host that stores whole tables.
+        owner_bags: Number of one device's bags at one owner.
         hosts: Number of hosts.
     """
 
@@ -152,27 +157,27 @@ class Exchange(abc.ABC):
     """How ids, rows and gradients of a group of tables travel between the devices of a mesh.
 
     A placement names its exchange: one of `jaxrec.mesh.exchange.EXCHANGES` by its name, or an
-    object of a class in another package. `ShardedTables` calls it inside `jax.shard_map`: each
-    method sees one device's arrays and reaches the other devices through the channel alone.
+    object of a class in another package. `ShardedTables` calls its methods inside `jax.shard_map`.
+    Each call sees one device's arrays and reaches the other devices through the channel alone.
 
-    Implementors of an exchange do the following:
+    To write an exchange:
 
-    1. Derive a frozen dataclass from `Exchange`, so that objects hash and compare by their fields,
-       and set `name`.
-    2. Say in `refuse` which tables it cannot carry, and why.
-    3. Implement `route` by ids alone, with static shapes and nothing dropped. Where the number of
-       ids for an owner varies, ``capacity`` is the number that a message has space for, and the
-       exchange has to be exact whatever it is.
+    1. Derive a frozen dataclass from `Exchange`, so that objects hash and compare by their fields.
+       Set `name`.
+    2. Return from `refuse` why the exchange cannot carry a table.
+    3. Implement `route`. It depends on ids alone, has static shapes and drops no id. ``capacity``
+       is the number of ids or rows that a message to one owner holds. The exchange must be exact at
+       any capacity.
     4. Implement `pool` for pooled tables and `rows` for tables that are looked up per id.
-    5. Implement `owned_gradients`, from which `update` and `squares` follow; or override these two,
-       as exchanges do that receive gradients in rounds.
+    5. Implement `owned_gradients`; `update` and `squares` call it. An exchange that receives
+       gradients in several rounds overrides these two instead.
 
     Attributes:
         name: Name in placements, plans and reports.
         is_replicated: Whether every device has all rows.
         sends_gradients_first: Whether `update` sends gradients before anything that depends on ids.
-        takes_large_groups: Whether groups may be *large*; see `PlacedGroup`. Lookups of such a
-            group then name the owner of each row, which `PlacedGroup.locate` reads.
+        takes_large_groups: Whether groups may be *large*; see `PlacedGroup`. The lookups of a large
+            group name the owner of each row, and `PlacedGroup.locate` reads it.
     """
 
     name: ClassVar[str]
@@ -181,14 +186,14 @@ class Exchange(abc.ABC):
     takes_large_groups: ClassVar[bool] = False
 
     def refuse(self, cut: Cut) -> str | None:
-        """Return why a table that is cut like this cannot use the exchange; None: it can."""
+        """Return why the exchange cannot carry a table that is cut like this; None: it can."""
         return None
 
     def traffic(self, work: Workload) -> dict[str, int]:
         """Return the bytes that a device puts into each kind of collective in a training step.
 
-        In float32, without weights, for one round. Of an all-to-all, an all-gather and a
-        reduce-scatter the part ``(devices - 1) / devices`` leaves the device.
+        They are bytes in float32, without weights, for one round. ``(devices - 1) / devices`` of
+        the bytes of an all-to-all, all-gather or reduce-scatter leave the device.
 
         Args:
             work: Sizes of the lookups.
@@ -202,13 +207,13 @@ class Exchange(abc.ABC):
     def route(
         self, placed: PlacedGroup, request: Request, channel: Channel, capacity: int
     ) -> Route:
-        """Send what other devices must know of this device's ids.
+        """Plan the exchange of one batch: send this device's ids, or row requests, to the owners.
 
         Args:
             placed: The group.
-            request: This device's lookups; its weights may be missing.
+            request: This device's lookups. Its weights may be missing.
             channel: Channel to the other devices.
-            capacity: Number of ids or rows that a message between two devices has space for.
+            capacity: Number of ids or rows that a message between two devices holds.
         """
 
     def pool(
@@ -225,10 +230,11 @@ class Exchange(abc.ABC):
         Args:
             placed: The group.
             table: This device's rows.
-            request: This device's lookups; the result is differentiable in its weights.
+            request: This device's lookups. The pooled rows are differentiable in its weights.
             route: Result of `route`.
             channel: Channel to the other devices.
-            dtype: Type of the pooled rows, float32 or narrower; a wider one may be returned.
+            dtype: Type of the pooled rows, float32 or narrower. The exchange may return a wider
+                type.
         """
         raise TypeError(f"exchange {self.name!r} does not pool")
 
@@ -240,7 +246,7 @@ class Exchange(abc.ABC):
         route: Route,
         channel: Channel,
     ) -> Float[Array, "lookups dim"]:
-        """Return the row of each lookup: zeros at padding, NaN at an id outside its table.
+        """Return the row of each lookup: zeros for padding, NaN for an id outside its table.
 
         Args:
             placed: The group.
@@ -254,21 +260,21 @@ class Exchange(abc.ABC):
     def send_gradients(
         self, placed: PlacedGroup, gradient: RowGradients, channel: Channel
     ) -> RowGradients:
-        """Return the gradient of this device's bags where the lookups of `pool` are.
+        """Send the gradient of this device's bags to the devices that have the lookups of `pool`.
 
-        Most exchanges send gradients in `update` and return the gradient as it is.
+        Most exchanges send gradients in `update` instead and return the gradient unchanged.
         """
         return gradient
 
     def owned_gradients(
         self, placed: PlacedGroup, gradient: RowGradients, channel: Channel, capacity: int
     ) -> RowGradients:
-        """Return the gradients of this device's rows from all devices' lookups of them.
+        """Send gradients to the rows' owners; return all devices' gradients of this device's rows.
 
         Args:
             placed: The group.
             gradient: The gradient of this device's lookups, after `send_gradients`. Its ``route``
-                is None where the gradients of several lookups are merged.
+                is None if it merges the gradients of several lookups.
             channel: Channel to the other devices.
             capacity: As for `route`.
         """
@@ -284,7 +290,7 @@ class Exchange(abc.ABC):
         channel: Channel,
         capacity: int,
     ) -> Update:
-        """Bring gradients to the rows' owners, and update each row once.
+        """Send gradients to the rows' owners, and update each row once.
 
         Args:
             placed: The group.
@@ -302,6 +308,8 @@ class Exchange(abc.ABC):
         self, placed: PlacedGroup, gradient: RowGradients, channel: Channel, capacity: int
     ) -> Float[Array, " tables"]:
         """Return this device's part of the sum of squares of each table's gradient.
+
+        The caller adds the parts of all devices.
 
         Args:
             placed: The group.
@@ -322,19 +330,11 @@ def update_owned(
     channel: Channel,
     **hints: int,
 ) -> Update:
-    """Update each of this device's rows once.
-
-    Args:
-        placed: The group.
-        table: This device's rows.
-        state: Their optimizer state.
-        gradient: The gradient of all devices' lookups of these rows.
-        step: Number of updates made before.
-        channel: Channel to the other devices.
-        **hints: Hints to `kernels.fused_update`.
-    """
+    """Update each of this device's rows once, given the gradient of all devices' lookups."""
     gradient = clip_tables(placed, gradient, channel)
+    # The norm is already within its bound. The kernel would bound it by this device's rows alone.
     optimizer = dataclasses.replace(placed.group.optimizer.of_batch, clip_norm=None)
+    # A skipped update writes padding rows alone. A branch around the update would copy the table.
     rows = gradient.rows_to_write(gradient.lookups.rows, placed.local_rows)
     lookups = dataclasses.replace(gradient.lookups, rows=rows)
     return kernels.fused_update(
@@ -347,9 +347,11 @@ def table_squares(
 ) -> Float[Array, " tables"]:
     """Return the sum of squares of the gradients of this device's rows, table by table.
 
-    The gradient is that of all devices' lookups of these rows, each element within ``clip_value``.
+    The gradient has all devices' lookups of these rows; ``clip_value`` bounds each of its elements.
     """
+    # Squares are of whole rows' gradients, so repeats of a row are added up first.
     runs, sums = gradient.sum_by_row(placed.local_rows, clip_value)
+    # A slice that is narrower than its group ends with columns of padding, which must not count.
     is_column = placed.is_column(runs.unique, channel.index)
     squares = sums * sums if is_column is None else jnp.where(is_column, sums * sums, 0)
     squares = jnp.where(runs.unique < placed.local_rows, jnp.sum(squares, axis=1), 0)
@@ -358,13 +360,14 @@ def table_squares(
 
 
 def clip_tables(placed: PlacedGroup, gradient: RowGradients, channel: Channel) -> RowGradients:
-    """Return the gradient of all devices' lookups with each table's norm within ``clip_norm``."""
+    """Scale the gradient of all devices' lookups so that each table's norm is in ``clip_norm``."""
     optimizer, lookups = placed.group.optimizer, gradient.lookups
     if optimizer.clip_norm is None:
         return gradient
     squares = table_squares(placed, gradient, optimizer.clip_value, channel)
     factors = clip_factors(squares, optimizer.clip_norm, channel)
     factors = factors[placed.tables_of(lookups.rows, channel.index)]
+    # A factor goes into the scale of each lookup, so the gradient itself is not copied.
     scales = factors if lookups.scales is None else factors * lookups.scales
     lookups = dataclasses.replace(lookups, scales=scales)
     return dataclasses.replace(gradient, lookups=lookups)
@@ -373,9 +376,10 @@ def clip_tables(placed: PlacedGroup, gradient: RowGradients, channel: Channel) -
 def clip_factors(
     squares: Float[Array, " tables"], clip_norm: float, channel: Channel
 ) -> Float[Array, " tables"]:
-    """Return the factors that bring the norm of each table's gradient down to the bound.
+    """Return the factors that scale each table's gradient to a norm of at most ``clip_norm``.
 
-    Each device gives its part of the sums of squares.
+    ``squares`` are the sums of squares over this device's rows.
     """
     norms = root(jax.lax.psum(squares, channel.axes))
+    # The 1e-6 is that of torch.nn.utils.clip_grad_norm_.
     return jnp.minimum(1, clip_norm / (norms + 1e-6))

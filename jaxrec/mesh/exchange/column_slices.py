@@ -1,12 +1,11 @@
-"""The update of rows that are cut by columns, by an optimizer that needs sums over whole rows.
+"""Updates of rows that are cut by columns, by an optimizer that needs sums over whole rows.
 
-The owner of a column slice has a part of a row's sum. `update_slices` gives these parts to an
-exchange, one for each lookup of the row that the owner received, and gets the whole sums back.
+The owner of a column slice has a partial sum of each row. `update_slices` passes the partial sums
+to its exchange, one for each lookup that the owner received, and gets whole sums back.
 
-Where each slice lies whole on one device, `sums_of_bags` adds the parts. All owners of a table's
-slices have the same lookups of it, in the same order (`OwnerFeatures`). So each writes its part to
-the positions of the row's lookups in a list of all lookups; these lists are added up over the
-devices, and each owner reads the sums of its lookups.
+`sums_of_bags` adds them where each slice lies whole on one device. All owners of a table's slices
+have the same lookups of it, in the same order (`OwnerFeatures`). Each writes its partial sums into
+a list of all lookups. An all-reduce adds these lists, and each owner reads the sums of its lookups.
 """
 
 from __future__ import annotations
@@ -43,17 +42,10 @@ def update_slices(
     channel: Channel,
     whole_sums: Callable[[Float[Array, " lookups"]], Float[Array, " lookups"]],
 ) -> tuple[Float[TableArray, "local_rows dim"], dict[str, TableArray]]:
-    """Update each of this device's rows once, by sums over the whole rows.
+    """Update each of this device's rows once, given the gradient of all devices' lookups.
 
-    Args:
-        placed: The group.
-        table: This device's rows.
-        state: Their optimizer state.
-        gradient: The gradient of all devices' lookups of these rows.
-        step: Number of updates made before.
-        channel: Channel to the other devices.
-        whole_sums: From this device's part of a sum over the row of each lookup, 0 where the lookup
-            has no row, to the sum over the whole row.
+    ``whole_sums`` turns this device's partial sum of the row of each lookup, 0 for lookups without
+    a row, into the sum over the whole row.
     """
     gradient = clip_tables(placed, gradient, channel)
     bounded, looked_up = placed.group.optimizer, gradient.lookups.rows
@@ -63,7 +55,7 @@ def update_slices(
 
     def total(partial: Float[Array, " runs"]) -> Float[Array, " runs"]:
         sums = whole_sums(jnp.where(is_row, partial[runs.inverse], 0))
-        # All lookups of a row have the same sum; any of them will do.
+        # All lookups of a row have the same sum, so it does not matter which of them is kept.
         return jnp.zeros_like(partial).at[runs.inverse].set(jnp.where(is_row, sums, 0))
 
     is_column = placed.is_column(runs.unique, channel.index)
@@ -74,21 +66,24 @@ def update_slices(
 
 @dataclasses.dataclass(frozen=True)
 class _Positions:
-    """Positions of each owner's lookups in a list of one sender's lookups; all static.
+    """Positions of each owner's lookups in a list of one sender's lookups; static.
 
-    The list has the lookups of each table and segment of ids once. Positions are numbered in units,
-    the largest number of lookups that all segments are multiples of.
+    The list has a *segment* of lookups for each table and key of the batch. An owner's lookups lie
+    in the columns of `OwnerFeatures`. Both are numbered in units of lookups.
 
     Attributes:
         unit: Number of lookups of a unit.
-        segment: Number of the segment of each unit of the list, and the unit's place in it.
-        column: Number of the column of `OwnerFeatures` that each unit of an owner's lookups lies
-            in, and the unit's place in it.
-        columns: ``[owners, slices, segments]``, the first unit of the columns that have a segment;
-            past the owner's lookups where it has fewer slices of it.
-        segments: ``[owners, columns]``, the first unit of the segment of each column; past the list
-            where the column is empty.
+        segment: For each unit of the list, the number of its segment and its position there.
+        column: For each unit of an owner's lookups, the number of its column and its position
+            there.
+        columns: First unit of each column that has a segment, ``[owners, slices, segments]``; past
+            the owner's lookups where it has fewer slices of the table.
+        segments: First unit of each column's segment, ``[owners, columns]``; past the list where
+            the column is empty.
     """
+
+    # A unit is the greatest common divisor of the capacities, so segments and columns are whole
+    # numbers of units. The static index arrays, which the program holds, are shorter by that.
 
     unit: int
     segment: tuple[np.ndarray, np.ndarray]
@@ -98,7 +93,7 @@ class _Positions:
 
     @classmethod
     def of(cls, placed: PlacedGroup, layout: BagLayout) -> _Positions:
-        """Return the positions of one batch; slices that read the same ids share them."""
+        """Return the positions of one batch; slices that read the same ids share a segment."""
         owned = OwnerFeatures.of_group(placed, layout)
         table = {placed.first_row: placed.table for placed in placed.shards}
         keys = [
@@ -134,7 +129,7 @@ class _Positions:
     def total(
         self, partial: Float[Array, "senders lookups"], channel: Channel
     ) -> Float[Array, "senders lookups"]:
-        """Return the sums over all owners' values of the same lookups; an absent value is 0."""
+        """Add all owners' values of each lookup; an absent value is 0."""
 
         def take(units: Array, starts: np.ndarray, numbers: tuple[np.ndarray, np.ndarray]) -> Array:
             number, place = numbers
@@ -145,18 +140,19 @@ class _Positions:
         if not partial.size:
             return partial
         units = partial.reshape(partial.shape[0], -1, self.unit)
+        # An owner may have several slices of a table, so it adds its own ones first.
         whole = take(units, self.columns, self.segment).sum(axis=1)
         whole = jax.lax.psum(whole, channel.axes)
         return take(whole, self.segments, self.column).reshape(partial.shape)
 
 
 def _starts(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Return the start of each segment, segments one after the other."""
+    """Return the start of each segment, for segments laid end to end."""
     return tuple(itertools.accumulate(sizes, initial=0))[:-1]
 
 
 def _units(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the segment of each unit and the unit's place in it, of segments end to end."""
+    """Return the segment of each unit and its position there, for segments laid end to end."""
     segment = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
     return segment, np.arange(segment.size, dtype=np.int32) - np.array(_starts(sizes))[segment]
 
@@ -170,11 +166,7 @@ def sums_of_bags(
 ) -> Float[Array, " lookups"]:
     """Return the whole sums of `update_slices` where each slice lies whole on one device.
 
-    Args:
-        partial: This device's part of the sum of each lookup that it received.
-        placed: The group.
-        layouts: Layouts of the group's features in the batches that were looked up, in turn.
-        channel: Channel to the other devices.
+    ``layouts`` are those of the batches that were looked up, in turn.
     """
     positions = [_Positions.of(placed, layout) for layout in layouts]
     sizes = [placed.num_devices * each.column[0].size * each.unit for each in positions]

@@ -1,4 +1,4 @@
-"""Exchanges of lookups that read a device's own rows: of replicated tables, and of one device."""
+"""Exchanges of lookups that read the device's own rows: one device, and replicated tables."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from jaxrec.mesh.exchange.base import Cut, Exchange
 
 @dataclasses.dataclass(frozen=True)
 class Alone(Exchange):
-    """Lookups and updates of a device's own rows, by the same kernels as tables without a mesh.
+    """Look up and update the rows of the only device, as tables without a mesh do."""
 
-    Placements do not name this exchange: `choose_exchange` puts it in the place of "rows", "pooled"
-    and "bags" where the mesh has one device.
-    """
+    # Placements do not name this exchange. On a mesh of one device `choose_exchange` takes it
+    # instead of "rows", "pooled" and "bags", which would sort ids by owner for nothing.
 
     name: ClassVar[str] = "alone"
 
@@ -56,7 +55,7 @@ class Alone(Exchange):
 
 @dataclasses.dataclass(frozen=True)
 class Replicated(Alone):
-    """Lookups of a device's own rows, and an update by all devices' gathered gradients."""
+    """Look up the device's own rows, and update them by the gathered gradients of all devices."""
 
     name: ClassVar[str] = "replicated"
     is_replicated: ClassVar[bool] = True
@@ -71,7 +70,9 @@ class Replicated(Alone):
 
     def owned_gradients(self, placed, gradient, channel, capacity):
         lookups, num_slots = gradient.lookups, placed.num_slots
-        # A bad id sorts behind all rows, and its gradient must not be added to padding's.
+        # Gradients of a row are summed before they travel. All devices then sum the same list in
+        # the same order, so their rows stay equal to the bit.
+        # A bad id sorts behind all rows. Its gradient must not be added to padding's.
         is_row = (lookups.rows >= 0) & (lookups.rows < num_slots)
         runs = kernels.build_runs(lookups.rows, num_slots)
         by_run = dataclasses.replace(lookups, rows=jnp.where(is_row, runs.inverse, BAD_ROW))
@@ -88,6 +89,6 @@ class Replicated(Alone):
         return kernels.fused_update(table, state, lookups, owned.values, optimizer, step, starts)
 
     def squares(self, placed, gradient, channel, capacity):
-        # All devices find the same squares; those of the first count.
+        # All devices have the same squares, and the caller adds them over devices.
         squares = super().squares(placed, gradient, channel, capacity)
         return jnp.where(channel.index == 0, squares, 0)

@@ -1,4 +1,9 @@
-"""Features by the owner that pools them, in arrays of equal shapes on all owners."""
+"""Features by the owner that pools them, in arrays of equal shapes on all owners.
+
+All devices run one program, so messages to all owners have one shape. Column ``k`` of a message
+holds the ``k``-th feature of its owner, padded to the largest ``k``-th feature of all owners. An
+owner with fewer features leaves its last columns empty.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +25,10 @@ from jaxrec.ragged.key_segments import take_segments
 
 @dataclasses.dataclass(frozen=True)
 class OwnerFeatures:
-    """The features that each owner pools; all static.
-
-    All devices run one program, so each owner's features are numbered: column ``k`` holds the
-    ``k``-th feature of every owner and has the largest size of these. An owner with fewer features
-    leaves columns empty.
+    """The features that each owner pools; static.
 
     Attributes:
-        features: Features of each owner, by number, column by column.
+        features: Features of each owner, by number, in the order of the columns.
         capacities: Number of ids of each column.
         strides: Number of bags of each column.
     """
@@ -40,13 +41,7 @@ class OwnerFeatures:
     def of(
         cls, features: Sequence[Sequence[int]], capacities: Sequence[int], strides: Sequence[int]
     ) -> OwnerFeatures:
-        """Return the columns of each owner's features, in the order given.
-
-        Args:
-            features: Features of each owner, by number.
-            capacities: Number of ids of each feature.
-            strides: Number of bags of each feature.
-        """
+        """Make columns of each owner's features, given the sizes of each feature."""
         columns = list(itertools.zip_longest(*features))
 
         def largest(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -58,16 +53,11 @@ class OwnerFeatures:
     def of_group(
         cls, placed: PlacedGroup, layout: BagLayout, devices_per_owner: int = 1
     ) -> OwnerFeatures:
-        """Return the columns of a group whose tables lie whole on their owners, largest first.
-
-        Args:
-            placed: The group.
-            layout: Layout of the group's features in the batch.
-            devices_per_owner: Number of devices of an owner: 1, or those of a host.
-        """
+        """Make columns of a group whose tables lie whole on their owners: devices, or hosts."""
         owner = {each.first_row: each.shard.device // devices_per_owner for each in placed.shards}
         owners = [owner[row] for row in layout.row_offsets]
         capacities, strides = layout.capacities, layout.strides
+        # Largest first: features of like size then share a column, which wastes the least padding.
         by_size = sorted(range(len(owners)), key=lambda f: (-strides[f], -capacities[f], f))
         numbers = range(placed.num_devices // devices_per_owner)
         return cls.of(
@@ -75,10 +65,7 @@ class OwnerFeatures:
         )
 
     def received(self, num_rows: int) -> BagLayout:
-        """Return the layout of what an owner of ``num_rows`` rows receives.
-
-        It is a batch with a feature for each sender and column.
-        """
+        """Return the layout of what an owner receives: one feature per sender and column."""
         count = len(self.features) * len(self.strides)
         sizes, bags = self.capacities * len(self.features), self.strides * len(self.features)
         return BagLayout(
@@ -88,7 +75,7 @@ class OwnerFeatures:
             strides=bags,
             row_offsets=(0,) * count,
             row_counts=(num_rows,) * count,
-            means=(False,) * count,
+            means=(False,) * count,  # senders have put means into the scales
             interleave=False,
         )
 
@@ -100,15 +87,12 @@ class OwnerFeatures:
         sizes: Sequence[int],
         parts_out: int = 1,
     ) -> Shaped[Array, "owners positions ..."]:
-        """Return the values of each feature in its owner's column, padded with zeros.
+        """Copy each feature's values to its owner's column, padded with zeros.
 
-        Args:
-            values: The values of all features.
-            starts: Position of the first value of each feature.
-            counts: Number of values of each feature.
-            sizes: Size of each column.
-            parts_out: Hint for the result; see `jaxrec.embed.kernels.base`.
+        ``starts`` and ``counts`` give each feature's values, ``sizes`` are those of the columns.
         """
+        # An absent feature has no values, so that its column is all padding. The copy is made in
+        # `parts_out` arrays, as kernels do, for channels that send one array per device.
         absent = len(starts)
         places = [
             feature
@@ -134,15 +118,7 @@ class OwnerFeatures:
         counts: Sequence[int],
         sizes: Sequence[int],
     ) -> Shaped[Array, "n ..."]:
-        """Return the values of all features, one after the other, without padding.
-
-        This is the reverse of `pack`.
-
-        Args:
-            packed: The columns of all owners.
-            counts: Number of values of each feature.
-            sizes: Size of each column.
-        """
+        """Return the values of all features, feature after feature: the reverse of `pack`."""
         column_starts = tuple(itertools.accumulate(sizes, initial=0))
         starts = {
             feature: owner * packed.shape[1] + column_starts[column]
@@ -156,12 +132,7 @@ class OwnerFeatures:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BagsRoute:
-    """Lookups of all devices at this owner, column by column.
-
-    Attributes:
-        rows: The row of each lookup.
-        lengths: Lengths of the bags.
-    """
+    """Lookups of all devices at this owner: their rows and bag lengths, by sender and column."""
 
     rows: Int32[Array, " received"]
     lengths: Int32[Array, " received_bags"]
@@ -176,13 +147,9 @@ def send_lookups(
 ) -> BagsRoute:
     """Send this device's lookups to the owners of their features.
 
-    Args:
-        owned: The features of each owner.
-        rows: The row that the owner looks up, for each lookup.
-        lengths: Lengths of all bags of this device's batch.
-        layout: Layout of the group's features in the batch.
-        channel: Channel to the owners.
+    ``rows`` has the row that the owner looks up, ``lengths`` those of all bags of the batch.
     """
+    # Rows and bag lengths alone: the owner knows the layout, since it is static.
     rows, lengths = channel.send_together(
         owned.pack(rows, _starts(layout.capacities), layout.capacities, owned.capacities),
         owned.pack(lengths, layout.length_starts, layout.strides, owned.strides),
@@ -196,7 +163,7 @@ def received_lookups(
     num_rows: int,
     scales: Float[Array, " received"] | None = None,
 ) -> Lookups:
-    """Return the flat lookups that an owner of ``num_rows`` rows received."""
+    """Return the received lookups of an owner of ``num_rows`` rows as flat lookups."""
     layout = owned.received(num_rows)
     return kernels.flatten_bags(received.rows, received.lengths, scales, layout, num_rows)
 
@@ -204,7 +171,7 @@ def received_lookups(
 def send_scales(
     owned: OwnerFeatures, scales: Float[Array, " n"] | None, layout: BagLayout, channel: Channel
 ) -> Float[Array, " received"] | None:
-    """Send the scales of this device's lookups as `send_lookups` sends rows; differentiable."""
+    """Send the scales of this device's lookups as `send_lookups` sends rows."""
     if scales is None:
         return None
     capacities = layout.capacities
@@ -215,16 +182,9 @@ def send_scales(
 def send_bags(
     owned: OwnerFeatures, bags: Float[Array, "bags dim"], layout: BagLayout, channel: Channel
 ) -> Float[Array, "bags_of_group dim"]:
-    """Send pooled bags from the owners of their features to the samples; differentiable.
+    """Send pooled bags from their owners to the samples' devices.
 
-    Args:
-        owned: The features of each owner.
-        bags: This owner's bags, in the order of `OwnerFeatures.received`.
-        layout: Layout of the group's features in the batch.
-        channel: Channel to the owners.
-
-    Returns:
-        This device's bags, in the order of the layout.
+    Owners have them in the order of `OwnerFeatures.received`, the result is in that of the layout.
     """
     home = channel.send_rows(bags.reshape(len(owned.features), -1, bags.shape[1]))
     by_feature = owned.unpack(home, layout.strides, owned.strides)
@@ -236,7 +196,7 @@ def send_bags(
 def send_bag_gradients(
     owned: OwnerFeatures, gradient: RowGradients, channel: Channel
 ) -> RowGradients:
-    """Return the gradient of this device's bags where `send_bags` took the bags from."""
+    """Send the gradient of this device's bags to their owners: the reverse of `send_bags`."""
     (layout,), values = gradient.layouts, gradient.values
     if layout.is_interleaved:
         values = _transpose(values, layout.strides[0], layout.num_features)
@@ -247,10 +207,10 @@ def send_bag_gradients(
 
 
 def _starts(counts: Sequence[int]) -> tuple[int, ...]:
-    """Return the first position of each feature, features one after the other."""
+    """Return the first position of each feature, for features laid end to end."""
     return tuple(itertools.accumulate(counts, initial=0))[:-1]
 
 
 def _transpose(bags: Float[Array, "bags dim"], outer: int, inner: int) -> Float[Array, "bags dim"]:
-    """Return bags that lie ``[outer, inner]`` as ``[inner, outer]``."""
+    """Reorder bags from ``[outer, inner]`` to ``[inner, outer]``."""
     return bags.reshape(outer, inner, bags.shape[1]).swapaxes(0, 1).reshape(bags.shape)

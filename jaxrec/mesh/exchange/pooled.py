@@ -1,12 +1,13 @@
-"""The pooled exchange: ids travel to the rows, are pooled there, and sums of bags travel back.
+"""The pooled exchange: ids travel to the rows' owners, and sums of bags travel back.
 
-Each device sends every id, repeats included, to the row's owner. The owner pools its rows of each
-bag of all devices; a reduce-scatter adds the owners' sums at the bag's home. Backward, an
-all-gather brings the gradients of all bags to all owners. That moves ``bags x dim`` numbers of the
-whole batch however long bags are, where the exchange of rows moves ``distinct ids x dim``.
+Each device sends every id, repeats included, to the row's owner. An owner pools its rows of every
+bag of all devices, and a reduce-scatter adds the owners' sums on the bag's own device. Backward, an
+all-gather sends the gradients of all bags to all owners. This moves ``bags x dim`` numbers of the
+whole batch however long the bags are; the exchange of rows moves ``distinct ids x dim``.
 
-A message between two devices has space for ``capacity`` ids. A batch whose demand is higher, which
-each device announces with its ids, runs a second program with space for all. Ids can be sent ahead.
+A message between two devices holds ``capacity`` ids, and each device sends its demand along. A
+batch with a higher demand takes the other branch of the program, whose messages hold all ids. Ids
+can be sent ahead of the step.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from jaxrec.mesh.placed_group import PlacedGroup
 
 @dataclasses.dataclass(frozen=True)
 class Pooled(Exchange):
-    """Ids travel to the rows, and sums of bags come back."""
+    """Send ids to the rows' owners, and sums of bags back."""
 
     name: ClassVar[str] = "pooled"
     takes_large_groups: ClassVar[bool] = True
@@ -47,7 +48,8 @@ class Pooled(Exchange):
         return None
 
     def traffic(self, work):
-        # Ids and bag lengths; the length of each list and the demand; bags and their gradients.
+        # All-to-all: ids, bag lengths, and for each device the length of its list and the demand.
+        # Reduce-scatter: bags. All-gather: their gradients.
         bags = 4 * work.dim * work.bags
         return {
             "all-to-all": work.devices * (4 * work.capacity + 4 * work.bags + 2 * 4),
@@ -67,6 +69,7 @@ class Pooled(Exchange):
             received = route.send_scales(scales, capacity, channel)
             layout = _received_layout(placed, num_bags, capacity)
             ids, lengths = rows.reshape(-1), route.lengths.reshape(-1)
+            # In float32 whatever the result's type, since these are sums of parts yet to be added.
             sums = pool(table, ids, lengths, received, layout, jnp.dtype("float32"))
             return sums.reshape(devices, num_bags, -1)
 
@@ -96,7 +99,7 @@ class Pooled(Exchange):
 
         if route.has_space_for_all:
             return update((table, state), route.rows)
-        # Loops of at most one step, since `cond` would copy the table.
+        # Two loops, of which one runs its body once: `cond` would copy the table.
         new = run_if(~route.overflows, lambda carried: update(carried, route.rows), (table, state))
         return run_if(
             route.overflows, lambda carried: update(carried, route.all_rows(placed, channel)), new
@@ -126,13 +129,13 @@ class PooledRoute:
     Attributes:
         local_rows: Row of each of this device's lookups in its owner's array; `BAD_ROW` for a bad
             id.
-        order: These lookups by owner and bag, padding last.
+        order: Positions of these lookups, by owner and then by bag; padding is last.
         counts: Number of lookups of each owner.
-        rows: The rows that each device looks up here; padded with `local_rows`. Not to be used if
-            the route overflows.
-        list_lengths: Numbers of lookups at each device, and by each.
-        lengths: Numbers of lookups of rows here in each bag of each device.
-        largest: Largest number of lookups that a device has of one owner.
+        rows: The rows that each device looks up here; padded with `local_rows`. Incomplete if the
+            route overflows.
+        list_lengths: Number of lookups sent to each device, and received from it.
+        lengths: Number of lookups of rows here, for each bag of each device.
+        largest: Largest number of lookups that any device has of one owner.
     """
 
     local_rows: Int32[Array, " n"]
@@ -145,12 +148,12 @@ class PooledRoute:
 
     @property
     def demand(self) -> Float[Array, "..."]:
-        """Largest number of lookups that a device has of one owner, in even shares."""
+        """Capacity factor that the batch needs: lookups of the fullest owner over an even share."""
         return self.largest * (self.counts.shape[-1] / self.order.shape[-1])
 
     @property
     def overflows(self) -> Bool[Array, ""]:
-        """Whether some device has more lookups than a message has space for."""
+        """Whether some device has more lookups of one owner than a message holds."""
         return self.largest > self.rows.shape[1]
 
     @property
@@ -161,13 +164,13 @@ class PooledRoute:
     def send_scales(
         self, scales: Float[Array, " n"] | None, capacity: int, channel: Channel
     ) -> Float[Array, " received"] | None:
-        """Send the scales of the lookups in messages of a capacity; differentiable."""
+        """Send the scales of the lookups in messages of a capacity."""
         if scales is None:
             return None
         return channel.send(_pack(self.order, self.counts, scales, capacity, 0)).reshape(-1)
 
     def all_rows(self, placed: PlacedGroup, channel: Channel) -> Int32[Array, "devices n"]:
-        """Return `rows`, from messages with space for all."""
+        """Return the complete `rows`, from messages that hold all lookups."""
         capacity = self.order.size
         rows = _pack(self.order, self.counts, self.local_rows, capacity, placed.local_rows)
         return channel.send_lists(rows, self.counts, fill=placed.local_rows)[0]
@@ -176,15 +179,7 @@ class PooledRoute:
 def route_ids(
     placed: PlacedGroup, lookups: Lookups, num_bags: int, channel: Channel, capacity: int
 ) -> PooledRoute:
-    """Send each owner the ids of its rows.
-
-    Args:
-        placed: The group.
-        lookups: This device's lookups.
-        num_bags: Number of this device's bags.
-        channel: Channel to the other devices.
-        capacity: Number of ids that a message between two devices has space for.
-    """
+    """Send each owner this device's lookups of its rows."""
     devices = placed.num_devices
     if devices * num_bags > MAX_ROWS:
         raise ValueError(
@@ -194,10 +189,11 @@ def route_ids(
     assert lookups.bags is not None
     owners, local_rows = placed.locate(lookups)
     has_row = owners < devices
-    # An id outside its table has no owner; the first device makes its bag NaN.
+    # An id outside its table has no owner. It goes to device 0, which makes its bag NaN.
     is_padding = lookups.rows == placed.padding
     owners = jnp.where(has_row | is_padding, owners, 0)
     local_rows = jnp.where(has_row, local_rows, kernels.BAD_ROW)
+    # One stable sort by (owner, bag) as a single number, which int32 holds by the check above.
     keys = jnp.where(is_padding, devices * num_bags, owners * num_bags + lookups.bags)
     buckets = kernels.bucket(keys, devices * num_bags)
     lengths = buckets.counts.reshape(devices, num_bags)
@@ -219,7 +215,7 @@ def route_ids(
 def _route_of(
     placed: PlacedGroup, gradient: RowGradients, channel: Channel, capacity: int
 ) -> PooledRoute:
-    """Return the route of a gradient's lookups; that of merged lookups is computed now."""
+    """Return the route of a gradient's lookups; merged lookups have none and are routed now."""
     if gradient.route is not None:
         return gradient.route
     return route_ids(placed, gradient.lookups, gradient.values.shape[0], channel, capacity)
@@ -232,7 +228,7 @@ def _pack(
     capacity: int,
     fill: int,
 ) -> Shaped[Array, "devices capacity"]:
-    """Return the values of each owner's lookups, padded with ``fill``."""
+    """Return the values of each owner's lookups, ``[devices, capacity]``, padded with ``fill``."""
     begins = jnp.cumsum(counts, dtype=jnp.int32) - counts
     index = jnp.arange(capacity, dtype=jnp.int32)[None]
     lookups = order.at[begins[:, None] + index].get(mode="clip")
@@ -243,11 +239,9 @@ def _pack(
 def _gather_gradients(
     placed: PlacedGroup, gradient: RowGradients, channel: Channel, route: PooledRoute
 ) -> Callable[[Int32[Array, "devices _"]], RowGradients]:
-    """Gather the gradients of all devices' bags.
-
-    Returns:
-        A function from the rows that devices looked up here to the gradient of these rows.
-    """
+    """Gather all devices' bag gradients; return a function from `PooledRoute.rows` to gradients."""
+    # A function, because both branches of an update need the same gathered gradients, which are
+    # sent once, outside of the branches.
     gradients = channel.gather_gradients(gradient.values)
     scales, num_bags = gradient.lookups.scales, route.lengths.shape[1]
 
@@ -271,11 +265,9 @@ def _whole_sums(
     route: PooledRoute,
     channel: Channel,
 ) -> Float[Array, " received"]:
-    """Return the whole sums of `update_slices` where rows are cut by rows and by columns.
-
-    The device of a lookup sent it to the owners of all slices of the row. So their parts go back
-    there, one for each lookup, are added up, and the sums go out again.
-    """
+    """Return the whole sums of `update_slices` for tables cut by rows and by columns."""
+    # The device of a lookup sent it to the owners of all the row's slices. So their partial sums go
+    # back to it, one per lookup, it adds them up, and the totals go out again.
     count = route.order.size
     index = jnp.arange(count, dtype=jnp.int32)
     parts = channel.send(partial.reshape(placed.num_devices, -1))
@@ -300,7 +292,7 @@ def _whole_sums(
 
 
 def _received_layout(placed: PlacedGroup, num_bags: int, capacity: int) -> BagLayout:
-    """Return the layout of the ids of all devices, as a batch with a feature for each."""
+    """Return the layout of the ids of all devices: a batch with one feature per device."""
     devices = placed.num_devices
     return BagLayout(
         id_starts=tuple(range(0, devices * capacity, capacity)),

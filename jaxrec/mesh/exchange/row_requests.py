@@ -20,10 +20,10 @@ ABSENT = -1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowRequests:
-    """The slots that a device's lookups need, without repeats, owner by owner.
+    """Slots that a device's lookups need, without repeats, owner by owner.
 
     Attributes:
-        slots: The slots, those of each owner ascending; padded with the number of slots.
+        slots: The slots, ascending for each owner, with padding at the end.
         index: Position in ``slots`` of each lookup's slot, or `ABSENT`.
         owners: Owner of each lookup's slot.
         begins: Position of the first slot of each owner.
@@ -38,11 +38,13 @@ class RowRequests:
 
     @classmethod
     def of(cls, placed: PlacedGroup, lookups: Lookups) -> RowRequests:
-        """Return the requests of lookups of some rows of a group."""
+        """Sort the slots of a group's lookups and drop repeats."""
         if lookups.owners is not None:
             return cls._by_owner(placed, lookups)
         slots = placed.slots(lookups.rows)
         runs = kernels.build_runs(slots, placed.num_slots)
+        # Slots number the owners' rows one owner after the other, so one sort groups them by owner,
+        # and each owner begins where the slots reach its first one.
         first_slots = jnp.arange(placed.num_devices + 1, dtype=jnp.int32) * placed.local_rows
         bounds = _lower_bounds(runs.unique, first_slots)
         index = jnp.where(slots < placed.num_slots, runs.inverse, ABSENT)
@@ -51,9 +53,9 @@ class RowRequests:
 
     @classmethod
     def _by_owner(cls, placed: PlacedGroup, lookups: Lookups) -> RowRequests:
-        """Return the requests of a large group, whose slots are unique on each owner alone."""
+        """Do the same for a large group, whose slots are rows of their owner's array."""
         owners, rows = placed.locate(lookups)
-        # Sorted by row and then, stably, by owner.
+        # A sort by (owner, row), which one int32 key cannot hold: by row, then stably by owner.
         order = kernels.build_runs(rows, placed.local_rows).order
         order = order[kernels.bucket(owners[order], placed.num_devices).order]
         sorted_owners, sorted_rows = owners[order], rows[order]
@@ -72,9 +74,9 @@ class RowRequests:
     def positions(
         self, begins: Int32[Array, " devices"], capacity: int
     ) -> Int32[Array, "devices capacity"]:
-        """Return the positions in ``slots`` of a round; unused ones lie past the end.
+        """Return the positions in ``slots`` that a round requests; `slots.size` where unused.
 
-        A round has space for ``capacity`` rows of each owner, from position ``begins`` on.
+        The round requests up to ``capacity`` slots of each owner, from position ``begins`` on.
         """
         positions = begins[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
         return jnp.where(positions < self.ends[:, None], positions, self.slots.size)
@@ -82,7 +84,7 @@ class RowRequests:
     def local_rows(
         self, placed: PlacedGroup, positions: Int32[Array, "devices capacity"]
     ) -> Int32[Array, "devices capacity"]:
-        """Return the rows of the owners' arrays at the positions; `local_rows` where unused."""
+        """Return the row in its owner's array of each position; `local_rows` where unused."""
         devices = jnp.arange(placed.num_devices, dtype=jnp.int32)[:, None]
         first_slots = placed.device_slots(devices, jnp.zeros_like(devices))
         slots = self.slots.at[positions].get(mode="clip")
@@ -90,9 +92,9 @@ class RowRequests:
         return jnp.where(is_used, slots - first_slots, placed.local_rows)
 
     def index_in_round(self, begins: Int32[Array, " devices"], capacity: int) -> Int32[Array, " n"]:
-        """Return the index of each lookup's row among the ``[devices * capacity]`` of a round.
+        """Return the index of each lookup's row in a round's array ``[devices * capacity]``.
 
-        `ABSENT` where the row is not in the round.
+        It is `ABSENT` where the row is not in the round.
         """
         begin = begins[self.owners]
         end = jnp.minimum(begins + capacity, self.ends)[self.owners]
@@ -103,12 +105,10 @@ class RowRequests:
 def _lower_bounds(
     ascending: Int32[Array, " n"], values: Int32[Array, " values"]
 ) -> Int32[Array, " values"]:
-    """Return for each value how many numbers are smaller.
-
-    It compares a value with the last number of each block, and then with the numbers of one block.
-    `jnp.searchsorted` would take three launches a turn of its loop on GPUs; unrolled it was a third
-    of the instructions of a step, which XLA compiles for each group.
-    """
+    """Return for each value the count of smaller numbers in ``ascending``."""
+    # Like jnp.searchsorted, in two comparisons: with the last number of each block of sqrt(n), and
+    # then with the numbers of one block. On GPUs the loop of jnp.searchsorted launches three
+    # kernels a turn. Unrolled, it was a third of a step's instructions, compiled for each group.
     if not ascending.size:
         return jnp.zeros(values.shape, jnp.int32)
     block = math.isqrt(ascending.size)

@@ -1,13 +1,12 @@
 """The exchange of rows: each row travels once to every device that needs it, and is pooled there.
 
-A device sorts the slots that its batch needs and drops repeats. The slots of one owner then lie
-together. They are requested in rounds of at most ``capacity`` rows of each owner: shapes are
-static, nothing is dropped, and all devices agree on the number of rounds. An even batch takes one.
-Each device sends its demand with its requests. The first round follows from ids alone, so that it
-can be sent ahead; rows and gradients answer it.
+A device sorts the slots that its batch needs and drops repeats, so the slots of one owner lie
+together. It requests them in rounds of up to ``capacity`` rows per owner. Shapes are static, no
+request is dropped, and all devices agree on the number of rounds: an even batch takes one.
 
-An exchange of this kind moves ``distinct ids x dim`` numbers of each device's batch, there and
-back.
+Each device sends its demand with its requests. The first round follows from ids alone, so it can be
+sent ahead of the step. Rows answer the requests, and gradients take the opposite way. For each
+device's batch the exchange moves ``distinct ids x dim`` numbers in both directions.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from jaxrec.mesh.exchange.row_requests import ABSENT, RowRequests
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.optim.norm import cut_rows
 
-# Where a round ends that has space for all requests.
+# Stop of a round that has space for all requests; larger than any row number.
 _NOWHERE = jnp.iinfo(jnp.int32).max
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows(Exchange):
-    """Rows travel to the samples, once for each device that needs them."""
+    """Send each row once to every device whose batch needs it."""
 
     name: ClassVar[str] = "rows"
     takes_large_groups: ClassVar[bool] = True
@@ -55,7 +54,8 @@ class Rows(Exchange):
         return None
 
     def traffic(self, work):
-        # Requests, rows and gradients; and the length of each list, its stop and the demand.
+        # A row costs its request, its values and its gradient. The 3 numbers for each device are
+        # the length of the list, its stop and the demand.
         row = 4 + 2 * 4 * work.dim
         return {"all-to-all": work.devices * (work.capacity * row + 3 * 4)}
 
@@ -71,7 +71,8 @@ class Rows(Exchange):
 
     def rows(self, placed, table, request, route, channel):
         rows, index = fetch_rows(placed, table, route, channel)
-        # A lookup without a row gives zeros if it is padding, and NaN if its id is bad.
+        # Padding and bad ids are both `ABSENT`, but padding reads as zeros (its index is the number
+        # of rows) and a bad id as NaN.
         is_padding = request.lookups.rows == placed.padding
         without = jnp.where(is_padding, rows.shape[0], kernels.BAD_ROW)
         index = jnp.where(index == ABSENT, without, index)
@@ -86,7 +87,9 @@ class Rows(Exchange):
 
 
 def _layout_of_rows(layout: BagLayout, num_rows: int) -> BagLayout:
-    """Return the layout of a batch whose ids are rows of one array, features one by one."""
+    """Return the layout of a batch whose ids are rows of one array, feature after feature."""
+    # The index of lookups has this group's features alone, so their ids begin elsewhere than in the
+    # batch, and they all share the array of fetched rows: no offsets.
     return dataclasses.replace(
         layout,
         id_starts=tuple(itertools.accumulate(layout.capacities, initial=0))[:-1],
@@ -101,11 +104,11 @@ class Round:
     """Row requests of one exchange round.
 
     Attributes:
-        begins: Position of the round's first slot of each owner, among this device's slots.
+        begins: Position in `RowRequests.slots` of the round's first slot of each owner.
         rows: The rows that each device requests of this one; padded with `local_rows`.
-        lengths: Numbers of rows that are requested of each device, and by each.
-        stop: The first row for which some device has no space in this round; the whole row where
-            column slices are updated together.
+        lengths: Number of rows requested of each device, and by each device.
+        stop: Number of the first row that some device has to leave to a later round. Gradients of
+            this row and later ones wait.
         demand: Largest number of rows that a device still has to request from one owner. Another
             round follows if it exceeds the capacity.
     """
@@ -118,7 +121,7 @@ class Round:
 
     @property
     def capacity(self) -> int:
-        """Number of rows of each owner that the round has space for."""
+        """Number of rows of each owner that the round can carry."""
         return self.rows.shape[1]
 
     @property
@@ -142,20 +145,13 @@ class RowsRoute:
 
     @property
     def demand(self) -> Float[Array, "..."]:
-        """Largest number of rows that a device needs of one owner, in even shares."""
+        """Capacity factor that the batch needs: rows of the fullest owner over an even share."""
         shares = self.requests.begins.shape[-1] / self.requests.index.shape[-1]
         return self.first.demand * shares
 
 
 def route_rows(placed: PlacedGroup, lookups: Lookups, channel: Channel, capacity: int) -> RowsRoute:
-    """Request the rows of the first round.
-
-    Args:
-        placed: The group.
-        lookups: This device's lookups.
-        channel: Channel to the other devices.
-        capacity: Number of rows that a round carries between two devices.
-    """
+    """Request the rows of the first round."""
     requests = RowRequests.of(placed, lookups)
     return RowsRoute(requests, _request(placed, requests, requests.begins, channel, capacity))
 
@@ -167,10 +163,12 @@ def _request(
     channel: Channel,
     capacity: int,
 ) -> Round:
-    """Return the round that begins at the positions."""
+    """Send the requests of the round that begins at the positions ``begins``."""
     rows = requests.local_rows(placed, requests.positions(begins, capacity))
     stops = _stops(placed, requests, begins, capacity)
     left = requests.ends - begins
+    # Every owner learns every device's demand, so all of them count the same rounds. It travels
+    # with the requests: a collective of its own would cost a launch and a wait.
     rows, lengths, (stops, demands) = channel.send_lists(
         rows,
         jnp.clip(left, 0, capacity),
@@ -184,15 +182,19 @@ def _request(
 def _stops(
     placed: PlacedGroup, requests: RowRequests, begins: Int32[Array, " devices"], capacity: int
 ) -> Int32[Array, " devices"]:
-    """Return the first row of each owner for which this device has no space in a round."""
+    """Return the number of the first row of each owner that this device must leave for later."""
     limits = jnp.minimum(begins + capacity, requests.ends)
     after = _row_numbers(placed, requests.slots).at[limits].get(mode="clip")
     stops = jnp.where(limits < requests.ends, after, _NOWHERE)
+    # Slices of a row lie at several owners, which must all stop at the same row.
     return jnp.broadcast_to(stops.min(), stops.shape) if placed.joins_slices else stops
 
 
 def _row_numbers(placed: PlacedGroup, slots: Int32[Array, "..."]) -> Int32[Array, "..."]:
-    """Return the numbers of the rows that are updated together; they ascend with the slots."""
+    """Return a number for each slot's row: equal for slots that are updated together.
+
+    On each device the numbers ascend with the slots.
+    """
     return placed.whole_rows(slots) if placed.joins_slices else slots
 
 
@@ -202,14 +204,7 @@ def fetch_rows(
     route: RowsRoute,
     channel: Channel,
 ) -> tuple[Float[Array, "fetched dim"], Int32[Array, " n"]]:
-    """Return the rows of a route, and the index of each lookup's row among them, or `ABSENT`.
-
-    Args:
-        placed: The group.
-        table: This device's rows.
-        route: The route of this device's lookups.
-        channel: Channel to the other devices.
-    """
+    """Return the rows of a route, and each lookup's index among them (`ABSENT`: it has no row)."""
     requests, capacity = route.requests, route.first.capacity
 
     def answer(asked: Round) -> Float[Array, "devices capacity dim"]:
@@ -231,9 +226,10 @@ def fetch_rows(
     first = first.reshape(-1, first.shape[-1])
     index = requests.index_in_round(requests.begins, capacity)
     if capacity >= index.size:
-        return first, index
-    # Where one round is enough, rows stay where they came in. Their array holds a row for each
-    # lookup, unless the capacity is below an even share.
+        return first, index  # one round is enough for any batch
+    # If one round was enough, rows stay where they came in, [devices * capacity]. Otherwise all
+    # rounds run from the start and store rows in the order of `slots`, in the same array. So it
+    # needs a row for each lookup, which it has unless the capacity is below an even share.
     missing = max(0, index.size - len(first))
     in_arrays = len(channel.split(first))
     rows = jnp.pad(first, ((0, -(-missing // in_arrays) * in_arrays), (0, 0)))
@@ -253,18 +249,12 @@ def _rounds(
 
 @dataclasses.dataclass(frozen=True)
 class GradientRounds:
-    """Rounds in which gradients travel to the rows' owners.
+    """Rounds in which gradients travel to the rows' owners."""
 
-    All gradients of a row, and of its other column slices if those are updated together, must
-    arrive in the same round. So in each round an owner stops at the first row for which some device
-    has no space, and the gradients of later rows count in the next.
-
-    Attributes:
-        placed: The group.
-        gradient: The gradient of this device's lookups.
-        channel: Channel to the other devices.
-        route: The route of these lookups.
-    """
+    # A row is updated once, so all its gradients must arrive in the same round, and so must those
+    # of its other column slices if the optimizer needs whole rows. An owner therefore stops at the
+    # first row that some device had to leave out (`Round.stop`). Gradients of that row and of later
+    # ones that did arrive are ignored, and are sent again in the next round.
 
     placed: PlacedGroup
     gradient: RowGradients
@@ -274,9 +264,11 @@ class GradientRounds:
     def update(
         self, table: Float[TableArray, "local_rows dim"], state: dict[str, TableArray], step: Any
     ) -> tuple[Float[TableArray, "local_rows dim"], dict[str, TableArray]]:
-        """Update each of this device's rows once; see `Exchange.update`."""
+        """Update each of this device's rows once."""
         placed, channel, route = self.placed, self.channel, self.route
         bounded = placed.group.optimizer.of_batch
+        # Both bounds are applied here: elements by the sender, before it sums them by row, and
+        # norms by factors from all rounds of all devices, in a pass of their own.
         optimizer = dataclasses.replace(bounded, clip_value=None, clip_norm=None)
         factors = None
         if bounded.clip_norm is not None:
@@ -304,7 +296,7 @@ class GradientRounds:
         return _until_last(route.first, one_round, self._next, (table, state))
 
     def squares(self) -> Float[Array, " tables"]:
-        """Return the sum of squares of the gradients of this device's rows, table by table."""
+        """Return `Exchange.squares`."""
         return self._squares(None)
 
     def _squares(self, clip_value: float | None) -> Float[Array, " tables"]:
@@ -319,7 +311,10 @@ class GradientRounds:
     def _receive(
         self, asked: Round, clip_value: float | None
     ) -> tuple[Int32[Array, " received"], Float[Array, "received dim"]]:
-        """Return the rows that devices have gradients of in a round, and the gradients."""
+        """Return the rows of the gradients of a round, and the gradients.
+
+        A row that must wait for a later round is `local_rows`, which no update writes.
+        """
         placed, channel = self.placed, self.channel
         index = self.route.requests.index_in_round(asked.begins, asked.capacity)
         lookups = dataclasses.replace(self.gradient.lookups, rows=index)
@@ -332,8 +327,9 @@ class GradientRounds:
         return rows, sums.reshape(rows.size, -1)
 
     def _next(self, asked: Round) -> Round:
-        """Return the round after a round."""
+        """Request the next round. It begins at the first row that each owner left for later."""
         placed, requests = self.placed, self.route.requests
+        # `Round.stop` is the minimum at this owner; a requester needs that of each owner it asked.
         stops = _stops(placed, requests, asked.begins, asked.capacity)
         agreed = jax.lax.pmin(stops, self.channel.axes)
         positions = asked.begins[:, None] + jnp.arange(asked.capacity, dtype=jnp.int32)[None]
@@ -351,17 +347,10 @@ def _until_last(
     next_round: Callable[[Round], Round],
     carried: Any,
 ) -> Any:
-    """Run rounds until no device has anything left to request.
-
-    The first stands outside of the loop, where the compiler can run other work beside it; an even
-    batch takes no more.
-
-    Args:
-        first: The first round.
-        one_round: Runs a round, given it and what is carried, and returns what is carried on.
-        next_round: Returns the round after a round.
-        carried: Input of the first round.
-    """
+    """Return ``carried`` after all rounds: ``one_round(asked, carried)`` until a round is last."""
+    # The first round stands outside of the loop, where XLA can run other work beside it. An even
+    # batch takes no other. All devices agree on `is_last`, so none waits in a collective of the
+    # loop's body that another has left.
 
     def body(state):
         asked = next_round(state[0])
@@ -378,15 +367,13 @@ def _total(
     wanted: Int32[Array, "devices capacity"],
     channel: Channel,
 ) -> Float[Array, " lines"]:
-    """Return sums over column slices of rows, one a run, as sums over whole rows.
-
-    The device that a gradient came from adds up: it requested all slices of the row. So partial
-    sums go back the way the gradients came, and totals out again.
-    """
+    """Return sums over whole rows, given those over this device's column slices; one per run."""
+    # No owner has all slices of a row, but a device that sent a gradient requested all of them. So
+    # the partial sums go back to it, it adds them up, and the totals go out to the owners.
     home = channel.send(partial[runs.inverse].reshape(wanted.shape)).reshape(-1)
     slices = kernels.build_runs(wanted.reshape(-1), jnp.iinfo(jnp.int32).max)
     ordered, column = home[slices.order], lambda values: values[:, None]
     totals = sum_stretches(column, ordered, slices.segments, home.size, 1)[:, 0]
-    # Every device that requested a row has made the same total; any of them will do.
+    # All devices that requested a row made the same total, so it does not matter which is kept.
     back = channel.send(totals[slices.inverse].reshape(wanted.shape)).reshape(-1)
     return jnp.zeros(back.shape, back.dtype).at[runs.inverse].set(back)
