@@ -41,7 +41,7 @@ class ModelFile:
     """Contents of a model file.
 
     Attributes:
-        tables: The tables.
+        tables: Configurations of the tables.
         constraints: Constraints by table.
         batch_size: Samples in a step; None if not given.
         dense_bytes: Bytes of all other parameters.
@@ -85,6 +85,7 @@ def _model(fields: Any) -> ModelFile:
         tuple(tables),
         constraints,
         _whole(fields, "batch_size"),
+        # Parameters are float32.
         4 * (_whole(fields, "dense_parameters") or 0),
     )
 
@@ -109,6 +110,8 @@ def _table(
     constraint = {name: fields[name] for name in _CONSTRAINTS if name in fields}
     if "placement" in constraint:
         constraint["placement"] = _placement(constraint["placement"], where)
+    # YAML reads ``pooling: none`` as a string and ``pooling: null`` or nothing as None: both mean
+    # per-id. Without the key, the configuration's default holds.
     is_pooled = config.get("pooling") not in ("none", None) or "pooling" not in config
     kind: type[TableConfig] = EmbeddingBagConfig
     if not is_pooled:

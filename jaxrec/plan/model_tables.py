@@ -45,15 +45,13 @@ Model: TypeAlias = nnx.Module | Callable[[], nnx.Module] | Sequence[TableConfig]
 def read_model(model: Model) -> ModelTables:
     """Return the tables of a model with jaxrec's collections, or of configurations.
 
-    Args:
-        model: The model, which may be abstract; a function that makes it, which is called to make
-            it abstractly, without arrays; or configurations of tables.
-
     Raises:
         TypeError: If it is something else.
         ValueError: If it has no tables, or two of one name.
     """
     if is_function(model):
+        # Called under eval_shape: no array is made, so that a model larger than this machine can be
+        # planned.
         with default_store(_make_store):
             model = nnx.eval_shape(model)
     if isinstance(model, nnx.Module):
@@ -80,7 +78,8 @@ def read_model(model: Model) -> ModelTables:
 
 
 def _make_store(layout: TableLayout, key: Array) -> Tables:
-    """Make tables; those of more rows than the array of one device has, without arrays."""
+    """Make tables, without arrays where they have more rows than one device's array can."""
+    # `Tables.init` refuses what int32 cannot number; of these tables only the layout is read.
     is_large = any(table.num_embeddings > MAX_ROWS for table in layout.configs)
     return Tables({}, {}, layout) if is_large else Tables.init(layout, key)
 
@@ -109,6 +108,7 @@ def _read_configs(configs: Sequence[TableConfig]) -> ModelTables:
     for config in configs:
         kinds.setdefault(type(config), []).append(config)
     collections = tuple(
+        # As `EmbeddingBagCollection` does by default; a configuration's own optimizer precedes it.
         (kind.__name__, layout_tables(tables, optim.rowwise_adagrad()), False)
         for kind, tables in kinds.items()
     )

@@ -32,8 +32,8 @@ def balance_memory(problem: Problem, proposal: Sequence[int]) -> Solution:
     """
     best = place_fastest(problem, proposal)
     limit = best.seconds * (1 + _TOLERANCE) if best.fits else float("inf")
-    # Bisects between weighing time alone (0) and memory alone (1), from 1 down: most models have
-    # memory to spare, or fit only at 1.
+    # Bisects between weighing time alone (0) and memory alone (1). The first trial is 1: if that is
+    # fast enough, no other weight takes less memory.
     low, high = 0.0, 1.0
     least = Totals.of(problem, dict(enumerate(best.choices))).bytes
     for _ in range(_MAX_TRIALS):
@@ -66,8 +66,7 @@ def _place(problem: Problem, proposal: Sequence[int], *, memory_weight: float) -
 def place_parts(
     totals: Totals, option: ShardingOption, byte_seconds: float = 0.0
 ) -> tuple[int, ...]:
-    """Add an option to the totals, with each part where it slows the step down least; return the
-    sites.
+    """Add an option to the totals, each part where it slows the step least; return the sites.
 
     A byte of memory is worth ``byte_seconds``.
     """

@@ -40,8 +40,8 @@ class Load:
     def unstack(cls, stacked: np.ndarray) -> Load:
         """Return the load whose counts are views of one array, ``[6, ...]``."""
         load = cls(*stacked)
-        # Fills the cached property, so that `stacked` is this array and no copy. Writes to a count
-        # then show in `stacked`, as `ExchangeCosts.load` needs.
+        # Fills the cached property, so that `stacked` is this array and no copy: writes to a count,
+        # as in `ExchangeCosts.load`, show in it.
         load.__dict__["stacked"] = stacked
         return load
 

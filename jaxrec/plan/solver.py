@@ -47,7 +47,7 @@ def solve_averaged(problem: Problem, *, time_limit: float, gap: float) -> Answer
 def solve(problem: Problem, incumbent: Solution | None, *, time_limit: float, gap: float) -> Answer:
     """Find the best plan, to within ``gap`` of the bound as a fraction."""
     program = Program(problem, with_sites=True)
-    # HiGHS refuses a start that breaks constraints.
+    # HiGHS can only start from a solution that fits.
     start = incumbent if incumbent is not None and incumbent.fits else None
     values, bound, is_finished = program.solve(time_limit, gap, start)
     solution = program.solution(values)
