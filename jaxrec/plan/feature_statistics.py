@@ -46,7 +46,7 @@ class EvenHeat(Heat):
     def distinct(self, lookups: float) -> float:
         if self.rows == 1:
             return min(lookups, 1.0)
-        # With expm1 and log1p, since ``1 - 1/R`` rounds to 1 for large tables.
+        # With expm1 and log1p, since ``1 - 1/R`` loses the digits of ``1/R`` for large tables.
         return -self.rows * math.expm1(lookups * math.log1p(-1 / self.rows))
 
     def shares(self, sizes: np.ndarray, *, of_rows: bool) -> np.ndarray:

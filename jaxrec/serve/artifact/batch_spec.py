@@ -1,6 +1,6 @@
 """The batches that an exported model takes, the sizes it is compiled for, and its outputs' names.
 
-A program has static shapes, so that a model is exported for a ladder of batch sizes. Each size has
+A program has static shapes, so a model is exported for a ladder of batch sizes. Each size has
 a capacity for the ids of each feature. The nesting of inputs and outputs is plain data, which a
 file can hold.
 """
@@ -22,9 +22,9 @@ class Structure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Nesting of leaves in dicts, lists and tuples.
 
     Attributes:
-        kind: What this node is.
+        kind: Kind of this node.
         keys: Keys of a dict, in order.
-        parts: The nodes inside of a dict, a list or a tuple.
+        parts: Nodes inside of a dict, a list or a tuple.
     """
 
     kind: Literal["leaf", "dict", "list", "tuple"] = "leaf"
@@ -41,8 +41,8 @@ class ArrayInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="a
     """An array with a leading batch axis.
 
     Attributes:
-        name: Its place in the batch, such as ``batch[0]``.
-        dtype: Its type in the program.
+        name: Path of the array in the batch, such as ``batch[0]``.
+        dtype: Type of the array in the program.
         shape: Shape of one sample.
     """
 
@@ -69,9 +69,9 @@ class RaggedInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     """A `KeyedJaggedArray`.
 
     Attributes:
-        name: Its place in the batch, such as ``batch[1]``.
-        features: The keys that the program reads.
-        is_weighted: Whether it has weights.
+        name: Path of the array in the batch, such as ``batch[1]``.
+        features: Keys that the program reads.
+        is_weighted: Whether ids have weights.
     """
 
     name: str
@@ -104,8 +104,8 @@ class BatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         structure: Nesting of the inputs in the tuple of positional arguments.
-        inputs: The arrays and the ragged batches, in the order of the structure's leaves.
-        sizes: The sizes that the model is compiled for, ascending.
+        inputs: Arrays and ragged batches, in the order of the structure's leaves.
+        sizes: Sizes that the model is compiled for, ascending.
     """
 
     structure: Structure
@@ -137,11 +137,9 @@ class BatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def flatten(value: Any, name: str) -> tuple[Structure, list[tuple[str, Any]]]:
-    """Return the structure of a value, and its leaves with their names.
+    """Return the structure of a value, and its leaves with their names, which begin with ``name``.
 
-    Args:
-        value: Dicts with string keys, lists and tuples of leaves; any other object is a leaf.
-        name: Name of the value, with which the names of its leaves begin.
+    A value has dicts with string keys, lists and tuples; any other object is a leaf.
 
     Raises:
         TypeError: A key of a dict is not a string, or a tuple is a named one.
@@ -154,6 +152,8 @@ def flatten(value: Any, name: str) -> tuple[Structure, list[tuple[str, Any]]]:
         kind, keys = "dict", tuple(value)
         children = [(f"{name}[{key!r}]", part) for key, part in value.items()]
     elif isinstance(value, list | tuple):
+        # Not `jax.tree`: it sorts the keys of dicts, and takes any registered class, which a file
+        # cannot name.
         if hasattr(value, "_fields"):
             raise TypeError(
                 f"{name} is a {type(value).__name__}; give a plain tuple or a dict of its fields"
@@ -231,13 +231,13 @@ def output_columns(outputs: Any) -> dict[str, np.ndarray]:
 
 
 def column_name(output: str) -> str:
-    """Return the column of an output, given its place, such as ``output['a'][0]``."""
+    """Return the column of an output, given its path, such as ``output['a'][0]``: ``a.0``."""
     parts = re.findall(r"\['(.*?)'\]|\[(\d+)\]", output)
     return ".".join(key or index for key, index in parts) or SCORE
 
 
 def arrow_column(array: np.ndarray) -> pa.Array:
-    """Return an output as a column of numbers, or of lists of them."""
+    """Return an output as a column of numbers, or of lists of numbers."""
     if array.dtype.kind == "V":  # bfloat16 and the like
         array = array.astype(np.float32)
     flat = pa.array(np.ascontiguousarray(array).reshape(-1))
