@@ -43,12 +43,13 @@ def load_run(
     """Load the model of a run and the encoder of its columns, from a step's checkpoint or the
     newest.
 
-    With ``has_example`` the encoder keeps some training rows, else their types alone.
+    With ``has_example`` the encoder keeps some training rows, else only the types of their columns.
     """
     config = saved_config(path)
     encoder = _with_example(config, column_encoder(path))
     if encoder.example is not None and not has_example:
-        # The types of the columns stay known.
+        # An example of no rows: the types of the columns stay known, and no training data is
+        # exported.
         encoder = dataclasses.replace(encoder, example=encoder.example.slice(0, 0))
     if encoder.schema.dynamic:
         return _load_frozen(path, config, encoder, step)
@@ -56,7 +57,9 @@ def load_run(
 
 
 def column_encoder(path: pathlib.Path) -> TableEncoder:
-    """Return the encoder of a run's columns; that of Criteo's columns for other click logs."""
+    """Return the encoder of a run's columns; for click logs without one, that of Criteo's
+    columns.
+    """
     config = saved_config(path)
     if (encoder := saved_encoder(path)) is not None:
         return encoder
@@ -65,7 +68,7 @@ def column_encoder(path: pathlib.Path) -> TableEncoder:
 
 
 def _with_example(config: TrainConfig, encoder: TableEncoder) -> TableEncoder:
-    """Return an encoder that keeps some training rows, if it can be found which they were."""
+    """Return an encoder that keeps some training rows, if these can still be read."""
     if encoder.example is not None:
         return encoder
     try:
@@ -81,6 +84,7 @@ def _with_example(config: TrainConfig, encoder: TableEncoder) -> TableEncoder:
 
 def _columns(clicks: Clicks) -> pa.Table:
     """Return rows of a log in Criteo's format as `jaxrec data criteo` writes them."""
+    # The log holds ``log(count + 3)``; requests have the counts.
     counts = np.round(np.exp(clicks.dense.T) - 3).astype(np.int32)
     names = (*DENSE_NAMES, *CATEGORICAL_NAMES)
     return pa.table(dict(zip(names, (*counts, *clicks.ids.T), strict=True)))
@@ -91,13 +95,13 @@ def _load_frozen(
 ) -> tuple[nnx.Module, TableEncoder]:
     """Load a run with open vocabularies as a model that knows the ids of its checkpoint.
 
-    Row 0 of each table is the row that ids without one read, and the others are those of known ids,
-    also of ids whose rows were evicted to a store. The encoder's columns of encoding "dynamic"
-    become "frozen".
+    Row 0 of each table is the row for unknown ids, and the others are those of known ids, also of
+    ids whose rows were evicted to a store. The encoder's columns of encoding "dynamic" become
+    "frozen".
     """
     vocabulary = config.vocabulary
     if vocabulary.store is not None:
-        # The run's own store stays as it is.
+        # The run's own store stays as it is: this model keeps its rows in memory.
         vocabulary = dataclasses.replace(vocabulary, store="memory://")
     opened = dataclasses.replace(config, vocabulary=vocabulary)
     model, _ = make_model(opened, num_steps=1, encoder=encoder)
@@ -113,6 +117,7 @@ def _load_frozen(
         for feature in table.features
     }
     frozen = with_vocabularies(encoder, vocabularies)
+    # The same model with fixed vocabularies, whose tables then take the rows.
     fixed = dataclasses.replace(config, vocabulary=VocabularyConfig())
     copy, _ = make_model(fixed, num_steps=1, encoder=frozen)
     variables = dense_variables(copy)
@@ -133,8 +138,8 @@ class _Table(NamedTuple):
 
     Attributes:
         ids: int64 ``[n]`` raw ids, ascending; None: ids are row indices.
-        rows: ``[rows, dim]`` values, the row of unknown ids first where there are raw ids.
-        features: Features that read it.
+        rows: ``[rows, dim]`` values; with raw ids, the row of unknown ids comes first.
+        features: Features that read the table.
     """
 
     ids: np.ndarray | None
@@ -150,6 +155,7 @@ def _read_table(table: PublishedTable) -> _Table:
     features = tuple(table.config.feature_names)
     if not table.facts.is_open:
         return _Table(None, rows, features)
+    # Ascending, as `FrozenVocabulary` finds ids by bisection.
     order = np.argsort(ids)
     unknown = table.read_rows(np.arange(1), with_state=False)["rows"]
     return _Table(ids[order], np.concatenate([unknown, rows[order]]), features)
@@ -158,7 +164,7 @@ def _read_table(table: PublishedTable) -> _Table:
 def with_vocabularies(
     encoder: TableEncoder, vocabularies: Mapping[str, FrozenVocabulary]
 ) -> TableEncoder:
-    """Return an encoder in which the columns of vocabularies are of encoding "frozen"."""
+    """Return an encoder in which columns with a vocabulary here have encoding "frozen"."""
     columns = {
         name: dataclasses.replace(
             column, encoding="frozen", num_embeddings=vocabularies[name].num_embeddings

@@ -59,8 +59,8 @@ class Pruning(abc.ABC):
         if self.share is None:
             # A row with a NaN remains, so that quantization names it.
             return ~(scores <= self.threshold)
-        # Among rows of equal score the later ones are pruned first: a definite rule, and in
-        # vocabularies by frequency the later ones are the rarer.
+        # Among rows of equal score the later ones are pruned first, so that the choice is the same
+        # on every run.
         by_score = np.lexsort((-np.arange(scores.size), scores))
         is_kept = np.ones(scores.size, np.bool_)
         is_kept[by_score[: int(self.share * scores.size)]] = False

@@ -48,8 +48,8 @@ class _Arrays(nnx.Module):
     """The arrays of a model under flat names, as variables that checkpoints save as they are."""
 
     def __init__(self, model: nnx.Module) -> None:
-        # Checkpoints save tables by logical float rows, which would unpack them; plain variables
-        # keep the bytes. Empty arrays are left out, since the checkpoint format has none.
+        # Checkpoints save tables as logical float rows, which would unpack them; plain variables
+        # keep the bytes.
         self.arrays = nnx.Dict(
             {name: nnx.Variable(leaf) for name, leaf in _leaves(model) if leaf.size}
         )
