@@ -1,4 +1,4 @@
-"""Caches of tables over row stores: which are possible, and what they cost."""
+"""Caches of tables over row stores: the possible ones, and their costs."""
 
 from __future__ import annotations
 

@@ -207,8 +207,8 @@ class _Bench:
     def time_in_place(
         self, operation: Callable, arrays: Sequence[Any], in_turn: Sequence[jax.Array]
     ) -> tuple[float, tuple[Any, Any]]:
-        """Return the shortest time of an operation that updates ``arrays[:2]``, and these two in
-        the end.
+        """Return the shortest time of an operation that updates ``arrays[:2]``, and the updated
+        two.
 
         The operation returns the two. Values of its last argument, ``in_turn``, take turns.
         """

@@ -1,4 +1,4 @@
-"""Constraints of a table: what a user demands of the planner."""
+"""Constraints of a table: a user's demands of the planner."""
 
 from __future__ import annotations
 

@@ -132,12 +132,12 @@ class Estimate:
         return self.seconds / self.bound - 1 if self.bound > 0 else float("inf")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the estimate as JSON has it."""
+        """Return the estimate as a dictionary for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Estimate:
-        """Make an estimate from what `to_dict` returned."""
+        """Make an estimate from the dictionary of `to_dict`."""
 
         def each(kind: type, items: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
             lists = ("devices", "device_bytes", "device_seconds")

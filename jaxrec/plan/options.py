@@ -106,9 +106,7 @@ def to_placement(option: ShardingOption, sites: Sequence[int], topology: Topolog
 def enumerate_options(
     workload: TableWorkload, topology: Topology, constraint: ParameterConstraints, **settings: Any
 ) -> tuple[ShardingOption, ...]:
-    """Return the options of `consider_options`, of which there must be one; a ValueError says
-    why not.
-    """
+    """Return the options of `consider_options`; a ValueError gives the reasons if it has none."""
     options, reasons = consider_options(workload, topology, constraint, **settings)
     if not options:
         raise ValueError(

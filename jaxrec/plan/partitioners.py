@@ -27,9 +27,7 @@ def place_fastest(problem: Problem, proposal: Sequence[int]) -> Solution:
 
 
 def balance_memory(problem: Problem, proposal: Sequence[int]) -> Solution:
-    """Place parts with the least memory that makes a step at most 2 % slower than
-    `place_fastest`.
-    """
+    """Place parts in the least memory with a step at most 2 % slower than `place_fastest`."""
     best = place_fastest(problem, proposal)
     limit = best.seconds * (1 + _TOLERANCE) if best.fits else float("inf")
     # Bisects between weighing time alone (0) and memory alone (1). The first trial is 1: if that is
@@ -131,9 +129,7 @@ def _byte_seconds(problem: Problem, options: Sequence[ShardingOption]) -> float:
 
 
 def improve(problem: Problem, solution: Solution, *, deadline: float) -> Solution:
-    """Place tables anew one by one and swap parts until ``deadline``; return a solution no
-    worse.
-    """
+    """Improve a solution until ``deadline``: place tables anew one by one, and swap parts."""
     choices = list(solution.choices)
     totals = Totals.of(problem, dict(enumerate(choices)))
     # In a random order, so that early tables do not always win; with a fixed seed, so that equal

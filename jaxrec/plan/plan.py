@@ -28,7 +28,7 @@ from jaxrec.plan.workload import TableWorkload
 
 
 class PlanMismatchError(ValueError):
-    """The plan was made for another context; the message says what differs."""
+    """The plan was made for another context; the message names the differences."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,9 +333,7 @@ _ERRORS = (PlanError, ValueError)
 
 
 def with_least_memory(topology: Topology) -> Topology:
-    """Return a topology with the memory of the process that has the least; every process calls
-    this.
-    """
+    """Return a topology with the least memory of any process; every process calls this."""
     if jax.process_count() == 1:
         return topology
     least = min(map(int, gather_texts(str(topology.memory))))

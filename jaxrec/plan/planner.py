@@ -146,9 +146,7 @@ class Planner:
         return plan_once(search, tables, batch_size)
 
     def _search_all(self, tables: ModelTables, is_function: bool, batch_size: int) -> ShardingPlan:
-        """Return the plan with its context; rows may be in host memory if they do not fit the
-        devices.
-        """
+        """Return the plan with its context; rows may go to host memory if they do not fit."""
         planner = self
         # The context is of the planner as the user made it, so that `Planner.context` gives the
         # same one when the plan is loaded.

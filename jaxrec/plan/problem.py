@@ -20,7 +20,7 @@ from jaxrec.plan.topology import Topology
 # Counts that a faster device does in less time. All other work is in messages, which have one size
 # on all devices and wait for the slowest.
 _BY_SPEED = ("gathered", "updated")
-# One of each count at a time, to ask the costs what one takes.
+# One of each count at a time, to ask the costs for its price.
 _UNITS = Load(*np.eye(len(LOADS)))
 
 

@@ -264,8 +264,8 @@ class Program:
         """Constrain ``most`` to be at least every device's load, and at least the average."""
         weights, width = self.problem.weights[count], self.problem.widths[count]
         members = [member for table in tables for member in table]
-        # True of every plan, and the only bound on a sum of small parts when there are no sites.
-        # With them it spares the solver finding the average from one constraint per device.
+        # This holds for every plan. It is the only bound on a sum of small parts when there are no
+        # sites; with them, it spares the solver finding the average from one constraint per device.
         average = [
             (y, -unit * o.parts * float(o.load.stacked[count].sum()) / width) for o, y, _ in members
         ]
@@ -375,7 +375,7 @@ class Program:
             if members and free > 0:
                 terms = [(y, bytes / free) for y, bytes in members]
                 self.constraint(terms, high=1 - _MARGIN)
-            # Decided tables fill the storage, and dividing by what is free is impossible.
+            # Decided tables fill the storage already, and the division above has no meaning.
             for y, _ in members if free <= 0 else ():
                 self.constraint([(y, 1.0)], high=0)
 

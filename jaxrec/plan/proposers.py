@@ -54,9 +54,7 @@ def propose_greedily(
     rate: Callable[[Problem, ShardingOption], float] = rate_spread,
     most: int = 100,
 ) -> Iterator[Proposal]:
-    """Propose each table's fastest option by ``rate``, then smaller ones, ``most`` proposals in
-    all.
-    """
+    """Propose each table's fastest option by ``rate``, then smaller ones: ``most`` proposals."""
     ordered = [_by_rate(problem, options, rate) for options in problem.options]
     sizes = [[total_bytes(problem, o) for o in options] for options in problem.options]
     at = [0] * len(ordered)

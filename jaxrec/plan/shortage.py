@@ -34,7 +34,7 @@ _LACKING = {
 
 
 class PlanError(ValueError):
-    """No plan fits the devices; the message says how much is missing and what would help."""
+    """No plan fits the devices; the message gives the missing bytes and changes that would help."""
 
 
 @runtime_checkable

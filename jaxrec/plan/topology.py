@@ -319,7 +319,7 @@ class Topology:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Topology:
-        """Make a topology from what `to_dict` returned.
+        """Make a topology from the dictionary of `to_dict`.
 
         Raises:
             ValueError: If a field is missing, unknown or not a number.

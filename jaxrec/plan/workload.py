@@ -125,12 +125,11 @@ class TableWorkload:
         return min(rows, self.rows)
 
     def missed_rows(self, cache_rows: int, devices: int) -> float:
-        """Return the expected number of rows that a step looks up and a cache of ``cache_rows``
-        lacks.
+        """Return the expected number of rows that a step looks up and the cache lacks.
 
-        The cache, over all devices, has the rows used last: those of the last ``t`` steps, with
-        ``used_rows(t) = cache_rows`` (Che, Tung and Wang 2002, "Hierarchical web caching systems").
-        So a step misses ``used_rows(t + 1) - used_rows(t)`` of them.
+        The cache has ``cache_rows`` rows over all devices, those used last: those of the last ``t``
+        steps, with ``used_rows(t) = cache_rows`` (Che, Tung and Wang 2002, "Hierarchical web
+        caching systems"). So a step misses ``used_rows(t + 1) - used_rows(t)`` of them.
         """
         steps = 1.0
         while self.used_rows(steps, devices) < cache_rows:

@@ -40,8 +40,7 @@ def click_scores(model: nnx.Module, dense: Array, features: Any) -> dict[str, Ar
 def load_run(
     path: pathlib.Path, step: int | None, *, has_example: bool
 ) -> tuple[nnx.Module, TableEncoder]:
-    """Load the model of a run and the encoder of its columns, from a step's checkpoint or the
-    newest.
+    """Load the model of a run and the encoder of its columns, from a step or the newest one.
 
     With ``has_example`` the encoder keeps some training rows, else only the types of their columns.
     """
@@ -57,9 +56,7 @@ def load_run(
 
 
 def column_encoder(path: pathlib.Path) -> TableEncoder:
-    """Return the encoder of a run's columns; for click logs without one, that of Criteo's
-    columns.
-    """
+    """Return the encoder of a run's columns; click logs without one have Criteo's."""
     config = saved_config(path)
     if (encoder := saved_encoder(path)) is not None:
         return encoder

@@ -171,7 +171,7 @@ def write_index(
         index = faiss.index_factory(dim, kind, measure)
         index.train(vectors)
         index.add(vectors)
-        # Set before the index is written: searches of the file then use them without a word.
+        # Set before the index is written, as faiss writes them with it.
         if parameters:
             faiss.ParameterSpace().set_index_parameters(index, parameters)
     except RuntimeError as error:
@@ -268,9 +268,7 @@ def _vectors(
 
 
 def _checked_vectors(values: Any, name: str) -> Float[np.ndarray, "rows dim"]:
-    """Return vectors as float32, row-major; a ValueError names a row with a number that is not
-    finite.
-    """
+    """Return vectors as float32, row-major; a ValueError names a row that is not finite."""
     vectors = np.ascontiguousarray(values, np.float32)
     if vectors.ndim != 2 or not vectors.shape[1]:
         raise ValueError(f"{name} must have the shape [rows, dim], got {vectors.shape}")

@@ -225,9 +225,7 @@ def _staged_model(model: nnx.Module, source: nnx.Module) -> nnx.Module:
 
 
 def _copy_beside(value: Any, old: Any) -> Any:
-    """Return a copy of an array on the devices of another; the array may lie on all devices of a
-    mesh.
-    """
+    """Return a copy of an array, which may be replicated over a mesh, on the devices of ``old``."""
     if isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
         value = value.addressable_data(0)
     copy = jnp.copy(value)

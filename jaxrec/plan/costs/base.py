@@ -1,4 +1,4 @@
-"""The interface of an exchange's costs, and what all exchanges have in common.
+"""The interface of an exchange's costs, and the parts that all exchanges share.
 
 `ExchangeCosts` defines the letters of all formulas in this package.
 """
@@ -87,9 +87,7 @@ class Group:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a stored row, ``w s``; with the row's scale in formats of one byte an
-        element.
-        """
+        """Bytes of a stored row, ``w s``, with its scale in formats of one byte an element."""
         return self.row_format.row_bytes(self.width)
 
     @property
@@ -191,9 +189,7 @@ class ExchangeCosts(abc.ABC):
         """
 
     def sum_at_home(self, bags: float, topology: Topology) -> float:
-        """Return the seconds to add up the owners' parts of ``bags`` bags, each on its own
-        device.
-        """
+        """Return the seconds in which each device adds up the owners' parts of ``bags`` bags."""
         # A collective adds in the format that it sends, so narrower formats are sent by an
         # all-to-all of as many numbers and added at home in float32.
         if self.group.precision.forward == "float32":
@@ -221,9 +217,7 @@ class ExchangeCosts(abc.ABC):
         return 0.0, 0.0
 
     def overflow_steps(self, rounds: float) -> list[float]:
-        """Return the demand that fits after each overflow, in rounds, until ``rounds`` fit:
-        ``[2, 3]``.
-        """
+        """Return the demand that fits after each overflow, in rounds, until ``rounds`` fit."""
         return []
 
     def shares(self, workload: TableWorkload, rows: np.ndarray) -> np.ndarray:
@@ -231,9 +225,7 @@ class ExchangeCosts(abc.ABC):
         return workload.shares(rows, of_rows=False)
 
     def exchanged_rows(self, workload: TableWorkload) -> float:
-        """Return the rows of a table that all devices together read, ``D n``: one for each
-        lookup.
-        """
+        """Return the rows of a table that all devices read, ``D n``: one for each lookup."""
         return self.topology.num_devices * workload.lookups
 
     def load(self, workload: TableWorkload, rows: np.ndarray, *, is_cache: bool = False) -> Load:

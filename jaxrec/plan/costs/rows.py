@@ -34,10 +34,9 @@ class RowsCosts(ExchangeCosts):
         )
 
     def home(self, workload: TableWorkload) -> Perf:
-        """Return ``sort(c) + gather(n, w s) + copy(4 w b)`` forward, ``sort(c) + gather(n, 4 w)``
-        backward.
+        """Return ``sort(c) + gather(n, w s) + copy(4 w b)`` forward, to drop repeats and pool.
 
-        Forward, the sort drops repeats and the gather pools; backward, both sum gradients.
+        Backward it is ``sort(c) + gather(n, 4 w)``, to sum gradients.
         """
         sort = self.topology.sort.item * workload.capacity
         return Perf(
@@ -94,7 +93,7 @@ class RowsCosts(ExchangeCosts):
         return (1 + rounds) * capacity - demand, rounds * capacity - demand
 
     def overflow_steps(self, rounds: float) -> list[float]:
-        """Return 2, 3, ... rounds."""
+        """Return ``[2, 3, ...]``: each overflow adds a round."""
         return [float(count) for count in range(2, math.ceil(rounds - 1e-9) + 1)]
 
     def route_bytes(self, workload: TableWorkload) -> float:

@@ -23,8 +23,8 @@ from jaxrec.embed.kernels import cpu
 from jaxrec.embed.kernels.native_call import exported_targets
 from jaxrec.serve.artifact.manifest import ArtifactError, Manifest, Program
 
-# Functions of JAX that check their arguments, and names that XLA turns into operations of its own.
-# A list of what is allowed, since what is dangerous grows with every version.
+# Functions of JAX that check their arguments, and names that XLA turns into its own operations. The
+# list says what is allowed: a list of dangerous names would grow with every version of JAX.
 # `src/program_calls.cc` of cpp/ has the same.
 _OF_JAX = re.compile(
     r"lapack_[a-z]+_ffi|cu(solver|sparse)_[a-z0-9]+_ffi"

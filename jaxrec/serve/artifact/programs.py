@@ -122,8 +122,9 @@ def native_targets(exported: jax_export.Exported) -> tuple[str, ...]:
 def _traced(
     pure: PureModel, batch: BatchSpec, size: BatchSize, names: Sequence[str]
 ) -> tuple[Callable[..., list], list[jax.ShapeDtypeStruct], list[Outputs]]:
-    """Return a function of flat arguments, their shapes, and a list that a trace adds outputs
-    to.
+    """Return a function of flat arguments, their shapes, and a list that its trace fills.
+
+    The trace appends the description of the outputs.
     """
     shapes = pure.shapes
     arguments = [shapes[name] for name in names] + batch.shapes(size)
@@ -173,7 +174,7 @@ def _inputs(batch: BatchSpec, size: BatchSize, arrays: list[Any]) -> tuple[Any, 
 
 
 def _plain(outputs: Any) -> Any:
-    """Return outputs with a dict in the place of each `KeyedArray`."""
+    """Return outputs in which each `KeyedArray` is a dict."""
     if isinstance(outputs, KeyedArray):
         return outputs.to_dict()
     if isinstance(outputs, dict):

@@ -162,7 +162,7 @@ def _is_packed(store: TableStore) -> bool:
 
 
 def _inference_store(store: TableStore) -> TableStore:
-    """Return tables for inference in the place of a store's, with shapes for arrays."""
+    """Return inference tables for a store's configurations, with shapes for arrays."""
     if _is_packed(store):
         return jax.eval_shape(lambda: store)
     formats = {config.name: TABLE_FORMATS[str(config.dtype)] for config in store.configs}

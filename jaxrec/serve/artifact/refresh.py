@@ -47,7 +47,7 @@ class Refresher(Follower):
         as it was.
 
         Raises:
-            VersionError: A version is damaged or missing, and no full one takes its place.
+            VersionError: A version is damaged or missing, and there is no full one to use instead.
             ValueError: The versions are of another model, or have rows that a format cannot hold.
             OSError: A file cannot be read.
         """

@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 VERSION_HEADER = "x-jaxrec-tables"
 
-# Bodies and responses above this size are decoded and encoded in a thread: below it, the way there
-# and back takes longer than the work.
+# Bodies and responses above this size are decoded and encoded in a thread, so that other
+# connections do not wait for them.
 _INLINE_BYTES = 1 << 16
 _INLINE_SAMPLES = 1 << 10
 
@@ -306,9 +306,7 @@ class _Refusal(Response):
 
 
 def loopback_hosts(host: str) -> tuple[str, ...]:
-    """Return the names of a server that listens on a loopback address; empty for other
-    addresses.
-    """
+    """Return the names of a server that listens on a loopback address, else ``()``."""
     with contextlib.suppress(ValueError):
         if not ipaddress.ip_address(host).is_loopback:
             return ()

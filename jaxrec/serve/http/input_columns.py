@@ -52,7 +52,7 @@ class InputColumn:
     example: tuple[Any, ...] = ()
 
     def json_type(self, *, with_floats: bool = False) -> Any:
-        """Return the type of the column in a JSON body, with floats for integers if
+        """Return the type of the column in a JSON body; integers may be floats if
         ``with_floats``.
         """
         sample = _JSON[self.kind]

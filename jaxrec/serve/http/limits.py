@@ -57,7 +57,7 @@ class Limits:
 
 
 class RequestError(Exception):
-    """A request is refused, with a status, a message of what to do, and headers."""
+    """Refusal of a request, with the response's status, message and headers."""
 
     def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None):
         super().__init__(message)

@@ -77,9 +77,7 @@ class Predictor:
         return [results[number] for number in range(len(payloads))]
 
     def _scores(self, request: Request, sizes: Mapping[int, int]) -> dict[int, Scores]:
-        """Return the scores of requests whose samples follow each other, in the order of
-        ``sizes``.
-        """
+        """Return the scores of several requests by number; ``sizes`` is in the order of samples."""
         # Read once, so that the version is that of the tables that were used.
         variables = self.served.variables
         columns = output_columns(self.served.predict_request(request, variables))

@@ -206,7 +206,7 @@ def load_quantized(directory: str | os.PathLike[str]) -> RunModel:
 
 
 def _concrete(leaf: Any) -> Any:
-    """Return an array of zeros in the place of an abstract one."""
+    """Return an array of zeros for an abstract one."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
