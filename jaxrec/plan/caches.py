@@ -62,17 +62,16 @@ class TableCache:
 
 
 def cache_perf(workload: TableWorkload, cache: TableCache, topology: Topology) -> Perf:
-    """Return the seconds that a cache adds to a step, ``assign(D n) + moves(M, M v)``.
-
-    Every process gives rows to the ``D n`` ids of the whole batch. It fetches the ``M`` rows of
-    ``v`` bytes that the cache misses (`TableWorkload.missed_rows`), with their optimizer state, and
-    evicts as many. Tables that share features share the work by id and by row.
-    """
-    # All of it is added to the step. The tier does this work on threads beside the step, so that a
-    # step takes less where the host has idle cores; whether it has, the planner cannot know.
+    """Return the seconds that a cache adds to a step, ``assign(D n) + moves(M, M v)``."""
+    # Every process gives rows to the ``D n`` ids of the whole batch. It fetches the ``M`` rows of
+    # ``v`` bytes that the cache misses, with their optimizer state, and evicts as many. All of it
+    # is added to the step. The tier does this work on threads beside the step, so that a step takes
+    # less where the host has idle cores; whether it has, the planner cannot know.
     moves = topology.host_moves if cache.storage == "host" else topology.store_moves
     missed = workload.missed_rows(cache.rows, topology.num_devices)
     ids = topology.num_devices * workload.assigned_ids
+    # Tables that share features have one map of ids, and one call moves the rows of all; each bears
+    # its part.
     by_id = topology.assign.seconds(items=ids) + moves.seconds(calls=min(1, missed), items=missed)
     by_byte = moves.byte * missed * workload.table_bytes / workload.rows
     return Perf(prefetch=by_id / max(1, len(workload.joined)) + by_byte)
@@ -81,20 +80,16 @@ def cache_perf(workload: TableWorkload, cache: TableCache, topology: Topology) -
 # Enough sizes that the best of them is near the best of all, and few enough that each table's
 # options stay in the tens.
 CACHE_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75)
-# Batches whose rows a cache holds at once: `jaxrec.tier.ahead` plans four ahead of the step, and
-# keeps the rows of those whose steps may be under way.
+# Batches whose rows a cache holds at once: `jaxrec.tier.ahead` plans four ahead, and rows of these,
+# of two whose steps may be under way, and of the batch itself are not evicted.
 HELD_BATCHES = 7
 
 
 @dataclasses.dataclass(frozen=True)
 class TableStorage:
-    """The storage of one table's rows, with its costs.
+    """The storage of one table's rows: held on devices, stored in a row store, and its costs.
 
-    Attributes:
-        cache: The cache; None where devices hold all rows.
-        held_rows: Rows on the devices together.
-        perf: Seconds that the cache adds to a step.
-        stored_bytes: Bytes of rows and optimizer state that each host keeps in the row store.
+    ``stored_bytes`` are those of each host, with optimizer state.
     """
 
     cache: TableCache | None

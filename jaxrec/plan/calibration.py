@@ -38,14 +38,9 @@ _MAX_BYTES = 1 << 23
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Time of an operation.
+    """Shortest time of an operation, a field of `Topology` or of `Links`.
 
-    Attributes:
-        operation: Field of `Topology` that the operation is measured for.
-        items: Number of items.
-        bytes: Number of bytes.
-        seconds: Shortest of several times.
-        known: Seconds of that time in other operations, which were measured before.
+    ``known`` seconds of it are in other operations, which were measured before.
     """
 
     operation: str
@@ -67,7 +62,6 @@ def calibrate(
 
     Rates of caches are estimates; `jaxrec.tier.calibration` measures them. Links between hosts are
     measured if the mesh has two axes; else they have the rates of those within the host.
-    ``report`` is called with each measurement.
     """
     bench = _Bench(mesh, seconds, report)
     # First, since the update contains both a sort and a gather, whose times are subtracted from its
@@ -207,8 +201,7 @@ class _Bench:
     def time_in_place(
         self, operation: Callable, arrays: Sequence[Any], in_turn: Sequence[jax.Array]
     ) -> tuple[float, tuple[Any, Any]]:
-        """Return the shortest time of an operation that updates ``arrays[:2]``, and the updated
-        two.
+        """Return the shortest time of an operation that updates ``arrays[:2]``, and those two.
 
         The operation returns the two. Values of its last argument, ``in_turn``, take turns.
         """

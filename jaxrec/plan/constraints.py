@@ -116,12 +116,7 @@ class ParameterConstraints:
 
 
 def check_store(url: Any) -> None:
-    """Check that a text is the URL of a row store without credentials.
-
-    Raises:
-        TypeError: It is not a string.
-        ValueError: The text is not a URL, or has credentials.
-    """
+    """Raise a TypeError or ValueError if ``url`` is no URL of a row store, or has credentials."""
     if not isinstance(url, str):
         raise TypeError(
             f"a row store is named by a URL such as 'file:///data/{{table}}', got {url!r}"

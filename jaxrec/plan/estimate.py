@@ -90,7 +90,7 @@ class GroupEstimate:
     Attributes:
         name: Type and width of the tables, and their exchange.
         tables: Number of tables.
-        seconds: Seconds on the slowest device, beyond the work that all devices do alike.
+        seconds: Seconds that the group adds to a step: its launches, and its slowest device.
         slowest: Index of the slowest device; None where all take the same time.
     """
 

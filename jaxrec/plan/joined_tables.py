@@ -20,14 +20,14 @@ def join_constraints(
 ) -> dict[str, ParameterConstraints]:
     """Return constraints that name the storages of each table.
 
-    Tables that share features may have the same storages, and the largest ``cache_ratio`` of any.
-    Tables of different numbers of rows that share features are kept on the devices. Tables without
-    a constraint may have ``storages``, and those with a fixed placement "device".
+    Tables that share features get the storages that all of them allow, and the largest
+    ``cache_ratio`` of any.
     """
     by_name = {workload.name: workload for workload in workloads}
     own: dict[str, tuple[str, ...]] = {}
     for name in by_name:
         constraint = constraints.get(name, _NO_CONSTRAINTS)
+        # A fixed placement is for the device, unless its constraint names another storage.
         default = storages if constraint.placement is None else ("device",)
         own[name] = tuple(constraint.storages or default)
     result: dict[str, ParameterConstraints] = {}

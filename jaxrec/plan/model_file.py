@@ -38,14 +38,7 @@ from jaxrec.plan.constraints import ParameterConstraints
 
 @dataclasses.dataclass(frozen=True)
 class ModelFile:
-    """Contents of a model file.
-
-    Attributes:
-        tables: Configurations of the tables.
-        constraints: Constraints by table.
-        batch_size: Samples in a step; None if not given.
-        dense_bytes: Bytes of all other parameters.
-    """
+    """Contents of a model file; ``dense_bytes`` are those of all other parameters."""
 
     tables: tuple[TableConfig, ...]
     constraints: dict[str, ParameterConstraints]
@@ -54,12 +47,7 @@ class ModelFile:
 
 
 def read_model_file(path: str | os.PathLike) -> ModelFile:
-    """Read a YAML file of a model.
-
-    Raises:
-        OSError: If the file cannot be read.
-        ValueError: If it is not YAML or has an unknown field or value; the message names the file.
-    """
+    """Read a YAML file of a model; a ValueError names the file and the wrong field."""
     path = pathlib.Path(path)
     try:
         return _model(read_yaml(path.read_text()))

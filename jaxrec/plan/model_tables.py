@@ -21,12 +21,9 @@ from jaxrec.embed.taps import tapped_modules
 
 @dataclasses.dataclass(frozen=True)
 class ModelTables:
-    """The tables of a model.
+    """The tables of a model: path, layout and whether ids have weights, of each collection.
 
-    Attributes:
-        collections: Path, layout and whether ids have weights, of each collection.
-        dense_bytes: Bytes of the model's other parameters.
-        is_configured: Whether the tables exist already, so that their types are fixed.
+    ``is_configured`` if the tables exist already, so that their types are fixed.
     """
 
     collections: tuple[tuple[str, TableLayout, bool], ...]
@@ -43,12 +40,7 @@ Model: TypeAlias = nnx.Module | Callable[[], nnx.Module] | Sequence[TableConfig]
 
 
 def read_model(model: Model) -> ModelTables:
-    """Return the tables of a model with jaxrec's collections, or of configurations.
-
-    Raises:
-        TypeError: If it is something else.
-        ValueError: If it has no tables, or two of one name.
-    """
+    """Return the tables of a model with jaxrec's collections, or of configurations."""
     if is_function(model):
         # Called under eval_shape: no array is made, so that a model larger than this machine can be
         # planned.

@@ -115,7 +115,6 @@ class Totals:
     """Sums over the tables of a solution, or of a part of one; changed by `add` and `remove`.
 
     Attributes:
-        problem: The problem.
         stacked: Load by group and device, ``[6, groups, devices]``, times `Problem.weights`.
         round_capacity: Positions in a round of the exchange, ``[groups]``.
         members: Number of options, ``[groups]``.

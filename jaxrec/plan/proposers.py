@@ -1,7 +1,8 @@
 """Proposers: candidates for the option of every table, for the partitioners to place.
 
 A proposer is a function from a problem to proposals, each the index of an option for every table.
-These are TorchRec's, for our options. The averaged program (`jaxrec.plan.solver`) proposes as well.
+They are TorchRec's, for our options, and `propose_larger_caches`. The averaged program
+(`jaxrec.plan.solver`) proposes as well.
 """
 
 from __future__ import annotations

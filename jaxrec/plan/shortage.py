@@ -52,17 +52,10 @@ class Fits(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Shortage:
-    """Memory that the best plan lacks.
+    """Memory that the best plan lacks: ``missing`` bytes of "device", "host" or "store".
 
-    Attributes:
-        missing: Bytes that the best plan lacks.
-        where: Memory that lacks them: "device", "host" or "store".
-        is_proven: Whether it is proven that no plan fits.
-        capacity: Bytes of a device for tables and their lookups.
-        fixed: Bytes of a device that do not depend on the plan, by kind.
-        workloads: The tables.
-        topology: The devices.
-        constraints: Constraints by table.
+    ``is_proven`` if no plan fits at all. ``capacity`` bytes of a device are for tables and their
+    lookups; ``fixed`` has the bytes of a device that do not depend on the plan, by kind.
     """
 
     missing: float
@@ -76,11 +69,7 @@ class Shortage:
 
 
 def explain(shortage: Shortage, fits: Fits, *, deadline: float) -> str:
-    """Return the message of a `PlanError`.
-
-    ``fits`` tests whether a change helps, in a few dozen calls until ``deadline`` by
-    `time.monotonic`.
-    """
+    """Return the message of a `PlanError`; try changes by ``fits`` until ``deadline``."""
     largest = sorted(shortage.workloads, key=lambda workload: -workload.table_bytes)[:_MAX_NAMED]
     total = sum(workload.table_bytes for workload in shortage.workloads)
     topology = shortage.topology

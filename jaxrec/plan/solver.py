@@ -22,13 +22,9 @@ MAX_VARIABLES, MAX_NONZEROS = 40_000, 400_000
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Result of a program.
+    """Result of a program: option of each table, its solution, and a bound on all plans.
 
-    Attributes:
-        proposal: Index of each table's option; None without a solution.
-        solution: The proposal with sites; None from the averaged program.
-        bound: Seconds below which no plan can be; infinite if no plan fits.
-        is_finished: Whether the search ran to its end.
+    ``solution`` is None from the averaged program, ``bound`` infinite if no plan fits.
     """
 
     proposal: tuple[int, ...] | None

@@ -25,15 +25,7 @@ _MAX_STEPS = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class FeatureWorkload:
-    """Lookups of one feature on one device in one step.
-
-    Attributes:
-        name: Name of the feature.
-        lookups: Mean number of ids.
-        capacity: Static size of the array of ids.
-        bags: Number of bags.
-        heat: Distribution of the ids over the table's rows.
-    """
+    """Lookups of one feature on one device in one step: their mean, capacity, bags and heat."""
 
     name: str
     lookups: float
@@ -46,20 +38,15 @@ class FeatureWorkload:
 class TableWorkload:
     """Lookups of one table on one device in one step.
 
-    Attributes:
-        table: Configuration of the table.
-        optimizer: Row optimizer of the table.
-        collection: Path of the table's collection in the model. Tables of different collections are
-            stored and looked up apart.
-        is_weighted: Whether ids have weights.
-        features: Features that read the table.
-        joined: Names of the tables that share features, with this one: an id has a row in
-            all of them or in none. Empty: the table shares no feature.
-        joined_features: Features that read any of these tables.
+    ``joined`` names the tables that share features with this one, itself included: an id has a row
+    in all of them or in none. ``joined_features`` read any of these tables. Both are empty if the
+    table shares no feature.
     """
 
     table: TableConfig
     optimizer: RowOptimizer
+    # Path of the collection in the model. Tables of different collections are stored and looked up
+    # apart.
     collection: str
     is_weighted: bool
     features: tuple[FeatureWorkload, ...]
@@ -172,10 +159,8 @@ def measure_workloads(
 ) -> tuple[TableWorkload, ...]:
     """Return the workload of each table of a model, in the model's order.
 
-    Without statistics, a sample has one id per feature.
-
-    Raises:
-        ValueError: If constraints name an unknown table or do not fit their table.
+    Without statistics, a sample has one id per feature. A ValueError names a table that constraints
+    do not fit.
     """
     if unknown := set(constraints) - set(model.names):
         raise ValueError(

@@ -131,12 +131,10 @@ def _load_frozen(
 
 
 class _Table(NamedTuple):
-    """A table of the run.
+    """Rows of a table of the run, ``[rows, dim]``.
 
-    Attributes:
-        ids: int64 ``[n]`` raw ids, ascending; None: ids are row indices.
-        rows: ``[rows, dim]`` values; with raw ids, the row of unknown ids comes first.
-        features: Features that read the table.
+    ``ids`` are int64 ``[n]`` raw ids, ascending, and the first row is then that of unknown ids.
+    None: ids are row indices.
     """
 
     ids: np.ndarray | None

@@ -33,14 +33,8 @@ Metric = Literal["inner_product", "l2"]
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Content of an index's ``index.json``.
 
-    Attributes:
-        format: `FORMAT`.
-        kind: Kind of the index in faiss's words, such as "IVF128,Flat".
-        metric: "inner_product" or "l2".
-        dim: Number of elements of a vector.
-        num_items: Number of items.
-        model: CRC-32 of the manifest of the item tower, eight hex digits.
-        files: Sizes and checksums of the other files, by name.
+    ``kind`` is in faiss's words, such as "IVF128,Flat"; ``model`` the CRC-32 of the item tower's
+    manifest in eight hex digits.
     """
 
     format: str

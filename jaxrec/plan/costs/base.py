@@ -33,15 +33,8 @@ _ID_POSITION_BYTES = 16
 class Group:
     """Tables that share arrays and are exchanged together.
 
-    Attributes:
-        collection: Path of the tables' collection in the model.
-        width: Columns of a shard; fewer than the tables' own where columns are cut.
-        row_format: Format of the stored rows.
-        optimizer: Row optimizer.
-        exchange: How rows travel.
-        is_weighted: Whether ids have weights.
-        whole_width: Columns of the tables, if the optimizer needs whole rows; else 0.
-        precision: Formats in which rows and gradients travel.
+    ``width`` counts the columns of a shard, fewer than the tables' own where columns are cut.
+    ``whole_width`` counts the tables' columns if the optimizer needs whole rows, else it is 0.
     """
 
     collection: str
@@ -211,8 +204,7 @@ class ExchangeCosts(abc.ABC):
     def empty_positions(self, demand: float, capacity: float) -> tuple[float, float]:
         """Return the positions moved without a row, forward and backward, if rounds overflow.
 
-        ``demand`` counts the rows through the exchange on the slowest device, ``capacity`` the
-        positions of one round. Where all rows fit one round, the result is 0 and 0.
+        ``demand`` rows go through the slowest device; a round has ``capacity`` positions.
         """
         return 0.0, 0.0
 
@@ -320,12 +312,10 @@ class ExchangeCosts(abc.ABC):
         return -(-bytes // self.topology.granule) * self.topology.granule
 
 
+# For frozen and quantized tables. A mixin: it stands before an exchange's costs in the bases of a
+# class, and `super` finds these.
 class ForwardPass(ExchangeCosts):
-    """Costs of an exchange's forward pass alone, for frozen and quantized tables.
-
-    It stands before an exchange's costs in the bases of a class; `forward_costs` makes such
-    classes.
-    """
+    """Costs of an exchange's forward pass alone; `forward_costs` makes classes with it."""
 
     # Bytes are not overridden: arrays of the backward pass stay counted, since the model may train
     # other tables.

@@ -81,9 +81,7 @@ class RowsCosts(ExchangeCosts):
         return DEFAULT_CAPACITY_FACTOR * workload.capacity
 
     def empty_positions(self, demand: float, capacity: float) -> tuple[float, float]:
-        """Return ``(1 + r) L - A`` and ``r L - A``, for ``A`` rows in ``r = ceil(A / L)``
-        rounds.
-        """
+        """Return ``(1 + r) L - A`` and ``r L - A`` for ``A`` rows in ``r = ceil(A / L)`` rounds."""
         # Demands and capacities are sums that the search adds to and subtracts from. Their rounding
         # must not cost a round.
         if demand <= capacity * (1 + 1e-9):

@@ -19,13 +19,7 @@ import pyarrow as pa
 
 
 class Structure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Nesting of leaves in dicts, lists and tuples.
-
-    Attributes:
-        kind: Kind of this node.
-        keys: Keys of a dict, in order.
-        parts: Nodes inside of a dict, a list or a tuple.
-    """
+    """Nesting of leaves in dicts, lists and tuples: a kind, the keys of a dict, and the parts."""
 
     kind: Literal["leaf", "dict", "list", "tuple"] = "leaf"
     keys: tuple[str, ...] = ()
@@ -38,12 +32,9 @@ class Structure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ArrayInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="array"):
-    """An array with a leading batch axis.
+    """An array with a leading batch axis, named by its path, such as ``batch[0]``.
 
-    Attributes:
-        name: Path of the array in the batch, such as ``batch[0]``.
-        dtype: Type of the array in the program.
-        shape: Shape of one sample.
+    ``shape`` is that of one sample.
     """
 
     name: str
@@ -54,10 +45,8 @@ class ArrayInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="a
 class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A key of a `KeyedJaggedArray`.
 
-    Attributes:
-        name: The key.
-        num_ids: Ids are from 0 to ``num_ids - 1``; None: no table reads the feature.
-        fixed: Number of ids that each sample must have; None: any number.
+    ``num_ids`` is None if no table reads the feature, ``fixed`` the number of ids that each sample
+    must have, or None.
     """
 
     name: str
@@ -66,13 +55,7 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RaggedInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ragged"):
-    """A `KeyedJaggedArray`.
-
-    Attributes:
-        name: Path of the array in the batch, such as ``batch[1]``.
-        features: Keys that the program reads.
-        is_weighted: Whether ids have weights.
-    """
+    """A `KeyedJaggedArray` with the keys that the program reads; ``name`` is like ``batch[1]``."""
 
     name: str
     features: tuple[Feature, ...]
@@ -88,24 +71,17 @@ Input: TypeAlias = ArrayInput | RaggedInput
 
 
 class BatchSize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A size of batches that the model is compiled for.
-
-    Attributes:
-        samples: Number of samples.
-        capacities: For each `RaggedInput`, in order, the capacity of each of its features.
-    """
+    """A number of samples that the model is compiled for, with capacities for their ids."""
 
     samples: int
+    # By ragged input and feature, in the order of `BatchSpec.inputs`.
     capacities: tuple[tuple[int, ...], ...]
 
 
 class BatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The batches that an exported model takes.
 
-    Attributes:
-        structure: Nesting of the inputs in the tuple of positional arguments.
-        inputs: Arrays and ragged batches, in the order of the structure's leaves.
-        sizes: Sizes that the model is compiled for, ascending.
+    ``inputs`` are in the order of the structure's leaves, ``sizes`` ascend.
     """
 
     structure: Structure
@@ -139,10 +115,8 @@ class BatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def flatten(value: Any, name: str) -> tuple[Structure, list[tuple[str, Any]]]:
     """Return the structure of a value, and its leaves with their names, which begin with ``name``.
 
-    A value has dicts with string keys, lists and tuples; any other object is a leaf.
-
-    Raises:
-        TypeError: A key of a dict is not a string, or a tuple is a named one.
+    A value has dicts with string keys, lists and tuples; any other object is a leaf. A TypeError
+    names other keys and named tuples.
     """
     kind: Literal["dict", "list", "tuple"]
     if isinstance(value, dict):
@@ -171,15 +145,9 @@ def flatten(value: Any, name: str) -> tuple[Structure, list[tuple[str, Any]]]:
 
 
 def leaves_of(structure: Structure, value: Any, name: str) -> list[Any]:
-    """Return the leaves of a value that has a known structure.
-
-    A list may stand for a tuple and the reverse. The keys of a dict may be in any order.
-
-    Raises:
-        TypeError: The value is nested in another way.
-        KeyError: A dict lacks a key.
-        ValueError: A dict has a key too many, or a list or a tuple has another length.
-    """
+    """Return the leaves of a value that has a known structure; errors name the wrong part."""
+    # A list may stand for a tuple and the reverse, and keys may be in any order: clients read
+    # values from JSON.
     if structure.kind == "leaf":
         return [value]
     if structure.kind == "dict":

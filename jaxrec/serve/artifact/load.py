@@ -36,11 +36,9 @@ from jaxrec.serve.artifact.requests import Request
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServedVariables:
-    """Tables and other variables of a served model, of one version.
+    """Variables of a served model by name, in the order of the programs' arguments.
 
-    Attributes:
-        arrays: Arrays on the device by name, in the order of the programs' arguments.
-        version: Number of their published version; 0: as they were exported.
+    ``version`` is that of `jaxrec.tier.publish`; 0: as they were exported.
     """
 
     arrays: Mapping[str, jax.Array]

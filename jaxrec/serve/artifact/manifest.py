@@ -214,6 +214,9 @@ class ColumnEncoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return files
 
 
+# Unknown fields are refused here and in all parts, not ignored: a later version may have added one
+# that changes the meaning of the others. Fields that were added since have defaults, so that
+# exports of earlier versions load.
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Contents of an exported model: inputs, outputs, programs, tables and files.
 
@@ -295,6 +298,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         ):
             if len(ragged) != len(capacities):
                 raise ValueError(f"{len(capacities)} capacities for {len(ragged)} features")
+            # Offsets of a batch's ids are int32, so their sum must fit as well.
             if any(not 0 <= each <= _MOST for each in capacities) or sum(capacities) > _MOST:
                 raise ValueError(f"capacities of {list(capacities)} ids; they must fit int32")
         if samples[-1] * max((len(each.keys) for each in self.batch.ragged), default=1) > _MOST:

@@ -42,13 +42,10 @@ class Outputs(NamedTuple):
 
 
 class ModelPrograms(NamedTuple):
-    """The programs of a model.
+    """Programs of a model by platform and batch size.
 
-    Attributes:
-        arrays: Names of the model's arrays that an output depends on: the programs' arguments,
-            before those of the batch.
-        outputs: Outputs of each program.
-        programs: Program for each platform and batch size.
+    ``arrays`` names the model's arrays that an output depends on: the programs' arguments, before
+    those of the batch.
     """
 
     arrays: list[str]

@@ -51,11 +51,7 @@ class PureModel:
 
     @classmethod
     def of(cls, model: nnx.Module, function: Function) -> PureModel:
-        """Take a model apart.
-
-        Raises:
-            TypeError: The model is not an `nnx.Module`, or rows of a table are kept elsewhere.
-        """
+        """Take a model apart."""
         if not isinstance(model, nnx.Module):
             raise TypeError(f"export takes a flax.nnx.Module, got {type(model).__name__}")
         if any(isinstance(each, PlacedVariable) for each in dense_variables(model).values()):

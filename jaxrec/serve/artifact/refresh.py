@@ -30,9 +30,6 @@ class Refresher(Follower):
     The folder's versions are of the model that was exported, with tables of the same sizes. The
     exported tables may be quantized or pruned, and may be some of the published ones. Memory holds
     the tables twice during an update.
-
-    Raises:
-        ValueError: No folder has the URL.
     """
 
     def __init__(self, served: ServedModel, url: str | os.PathLike[str]) -> None:
@@ -45,11 +42,6 @@ class Refresher(Follower):
         Deltas are applied in order. If one is missing or damaged, or the model has no version yet,
         the newest whole full version and the deltas after it are applied. An error leaves the model
         as it was.
-
-        Raises:
-            VersionError: A version is damaged or missing, and there is no full one to use instead.
-            ValueError: The versions are of another model, or have rows that a format cannot hold.
-            OSError: A file cannot be read.
         """
         names = self._folder.names()
         if not names or names[-1] == self._name:
@@ -119,11 +111,7 @@ class Refresher(Follower):
 
 
 class _Staged:
-    """New values of a model's variables, which no request reads yet.
-
-    Attributes:
-        arrays: Values by name; variables without a value here do not change.
-    """
+    """New values of a model's variables by name, which no request reads yet."""
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served

@@ -24,13 +24,7 @@ from jaxrec.serve.artifact.batch_spec import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chunk:
-    """Samples ``start`` to ``stop - 1`` of a request, which one program predicts.
-
-    Attributes:
-        start, stop: First sample, and sample after the last.
-        size: Batch size of the program.
-        arrays: Arrays of the batch as the program takes them, padded.
-    """
+    """Samples ``start`` to ``stop - 1`` of a request, padded to the size of one program."""
 
     start: int
     stop: int
@@ -56,14 +50,7 @@ class Column:
 
 
 class Request:
-    """A batch of any number of samples, as the positional arguments of the model's function.
-
-    Raises:
-        KeyError: The batch lacks an input or a feature.
-        TypeError: An input is of another type.
-        ValueError: Inputs have another shape or different numbers of samples, or a feature has
-            weights and should have none, or the reverse.
-    """
+    """A batch of any number of samples, as the positional arguments of the model's function."""
 
     def __init__(self, spec: BatchSpec, batch: tuple[Any, ...]):
         leaves = leaves_of(spec.structure, batch, "batch")

@@ -42,19 +42,9 @@ Result = TypeVar("Result")
 class Application:
     """An endpoint for one model.
 
-    Args:
-        served: The model.
-        limits: Limits of the endpoint.
-        refresher: Applies published versions; None: the tables stay as they are.
-        poll_seconds: Seconds between two looks for published versions.
-        allowed_hosts: Names and addresses of the ``Host`` header; empty: all.
-        on_ready: Called when requests are answered.
-
-    Attributes:
-        is_ready: Whether requests are answered.
-        is_stopping: Whether connections are closed after their response.
-        failure: Error that ended the start, or None.
-        asgi: The application for uvicorn.
+    ``poll_seconds`` lie between two looks of the refresher; empty ``allowed_hosts`` allow all names
+    in the ``Host`` header. ``asgi`` is the application for uvicorn; ``failure`` the error that
+    ended the start.
     """
 
     def __init__(

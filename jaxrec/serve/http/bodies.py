@@ -36,13 +36,7 @@ _DAMAGE = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Payload:
-    """The samples of a request.
-
-    Attributes:
-        columns: Columns by name: lists of a JSON body, or the table of an Arrow body.
-        num_samples: Number of samples, the length of each column.
-        num_bytes: Size of the body.
-    """
+    """Samples of a request: lists by column of a JSON body, or the table of an Arrow body."""
 
     columns: Mapping[str, list[Any]] | pa.Table
     num_samples: int

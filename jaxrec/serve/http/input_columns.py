@@ -31,15 +31,9 @@ _MOST_WHOLE = 2.0**53
 class InputColumn:
     """A column of the requests that a model answers.
 
-    Attributes:
-        name: Name of the column.
-        kind: Type of the values.
-        is_list: Whether each sample has a list of any number of values.
-        shape: Shape of the values of a sample, for arrays; () otherwise.
-        num_ids: Ids are from 0 to ``num_ids - 1``; None: any value.
-        may_be_null: Whether the value or the list of a sample may be missing.
-        arrow_type: Arrow type of the values; None: it follows from them.
-        example: Values of an example, one for each sample.
+    With ``is_list`` each sample has a list of any number of values; ``shape`` is that of a sample's
+    array. Ids are below ``num_ids``. Without ``arrow_type`` the values decide; ``example`` has a
+    value for each of two samples.
     """
 
     name: str
@@ -52,9 +46,7 @@ class InputColumn:
     example: tuple[Any, ...] = ()
 
     def json_type(self, *, with_floats: bool = False) -> Any:
-        """Return the type of the column in a JSON body; integers may be floats if
-        ``with_floats``.
-        """
+        """Return the column's type in a JSON body; ``with_floats`` allows floats for integers."""
         sample = _JSON[self.kind]
         if with_floats and self._takes_integers:
             sample = sample | float

@@ -35,7 +35,7 @@ class Limits:
         max_connections: Largest number of open connections.
         max_header: Largest size of a request's header, in bytes.
         timeout: Longest time from a complete body to its response, in seconds.
-        read_timeout: Longest time for a header, for a body, and for a client to take a response.
+        read_timeout: Longest time for a header, and then for a body, in seconds.
         keep_alive: Time after which an idle connection is closed.
         drain: Time from a signal to the end of new connections, in seconds.
         stop: Longest time for the requests under way at that end, in seconds.
@@ -82,12 +82,7 @@ class Memory:
 
     @contextlib.asynccontextmanager
     async def body(self, request: Request) -> AsyncIterator[bytearray]:
-        """Read a body, and hold its bytes until the context ends.
-
-        Raises:
-            RequestError: It is too large, comes too slowly, or there is too little memory.
-            ClientDisconnect: The client closed the connection.
-        """
+        """Read a body and hold its bytes until the context ends, or raise a RequestError."""
         content = bytearray()
         try:
             await self._read(request, content)

@@ -65,11 +65,7 @@ def is_quantized(store: TableStore) -> bool:
 
 
 def quantized_stores(model: nnx.Module) -> dict[str, TableStore]:
-    """Return the quantized table stores of a model by the paths of their collections.
-
-    Raises:
-        TypeError: A store is not quantized.
-    """
+    """Return the stores of a model by collection; raise a TypeError if one is not quantized."""
     found = stores(model)
     for store in found.values():
         if not is_quantized(store):
@@ -86,9 +82,7 @@ def paired_stores(
 ) -> Iterator[tuple[str, TableStore, TableStore]]:
     """Yield the path of each collection of a quantized model, its store, and the other model's.
 
-    Raises:
-        TypeError: The first model is not quantized.
-        ValueError: A table is in one model only, or has another shape there.
+    A ValueError names a table that only one of the models has in this shape.
     """
     first, second = quantized_stores(small), stores(other)
     if different := sorted({*_shapes(first)} ^ {*_shapes(second)}):

@@ -42,7 +42,7 @@ class RowMap:
         num_rows: Number of rows that remain.
     """
 
-    # Two bits an id. An array of row numbers would take 32, as much as a row of 16 columns in int2.
+    # Two bits an id. An array of row numbers would take 32, as much as 16 codes of an int2 row.
     kept: UInt32[Array, " words"]
     before: Int32[Array, " words"]
     num_ids: int = dataclasses.field(metadata={"static": True})
@@ -66,9 +66,7 @@ class RowMap:
         return cls(jnp.zeros(words, jnp.uint32), jnp.zeros(words, jnp.int32), num_ids, num_rows)
 
     def find(self, ids: Int32[Array, " n"]) -> Int32[Array, " n"]:
-        """Return the row of each id, ``num_rows`` if it is pruned, `BAD_ID` if it is no id;
-        traced.
-        """
+        """Return the row of each id: ``num_rows`` if pruned, `BAD_ID` if it is no id; traced."""
         return _find(jnp, self.kept, self.before, ids, self.num_ids, self.num_rows)
 
     def find_on_host(self, ids: np.ndarray) -> np.ndarray:

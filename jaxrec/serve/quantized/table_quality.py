@@ -86,6 +86,7 @@ def table_quality(before: TableStore, after: TableStore, name: str) -> TableQual
 def draw(tables: Sequence[TableQuality], title: str, path: str | os.PathLike[str]) -> None:
     """Write the picture of a report: sizes and errors of the tables."""
     figure_class = require_matplotlib()
+    # The largest last, which a horizontal bar chart draws at the top.
     drawn = sorted(tables, key=lambda table: table.bytes_before)[-_MAX_TABLES:]
     places = range(len(drawn))
     figure = figure_class(figsize=(11, 1.6 + 0.24 * len(drawn)), layout="constrained")
