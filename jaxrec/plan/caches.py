@@ -77,8 +77,8 @@ def cache_perf(workload: TableWorkload, cache: TableCache, topology: Topology) -
     return Perf(prefetch=by_id / max(1, len(workload.joined)) + by_byte)
 
 
-# Enough sizes that the best of them is near the best of all, and few enough that each table's
-# options stay in the tens.
+# Closer together where caches are small: the hottest rows come first, so a row more saves most
+# there.
 CACHE_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75)
 # Batches whose rows a cache holds at once: `jaxrec.tier.ahead` plans four ahead, and rows of these,
 # of two whose steps may be under way, and of the batch itself are not evicted.

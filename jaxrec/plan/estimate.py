@@ -293,7 +293,7 @@ def _table_estimate(
             load = option.load.stacked * problem.weights[:, devices]
             np.add.at(counts.T, devices, load.T)
         # A table counts where its group waits: for each count, on the device that has most of it. A
-        # table without a shard there adds no time, however large it is.
+        # table without a shard there adds only its work at home.
         slowest = totals.stacked[:, group].argmax(axis=1)
         added = Load(*counts[np.arange(len(LOADS)), slowest, None])
         empty = np.maximum(option.round_capacity - added.exchanged, 0)

@@ -51,7 +51,7 @@ class Planner:
         topology: The devices.
         constraints: Constraints by table.
         statistics: Result of `jaxrec.plan.sample_statistics` for some batches. Without them, a
-            sample has one id per feature, and every row is as hot as another.
+            sample has one id per feature, and all rows are equally hot.
         storages: Where rows may be kept: "device"; "host", in host memory; "store", in the row
             store that ``store`` names. Tables that are not kept on the devices have a cache there,
             and `jaxrec.shard` needs a function that makes the model. None: "device"; and where
@@ -63,7 +63,7 @@ class Planner:
         batches: Batches on a device at once: the step's, and those put there ahead of it.
         dense_bytes: Bytes of parameters other than tables; None: the model's.
         time_limit: Seconds that the search may take.
-        gap: Distance to the best possible plan at which the search ends, as a fraction of its time.
+        gap: The search ends with a plan whose time is within this fraction of the bound.
         proposers: Functions that propose options for tables; see `jaxrec.plan.proposers`.
         partitioners: Functions that place proposals; see `jaxrec.plan.partitioners`.
         is_exact: Whether to solve mixed-integer programs too, which give bounds.
@@ -123,8 +123,8 @@ class Planner:
     def plan(self, model: Model, *, batch_size: int) -> ShardingPlan:
         """Return the fastest plan found within the time limit, with a bound on all plans.
 
-        With several processes each calls this. Process 0 searches, with its own statistics and
-        topology, but the memory of the process that has the least, and all return its plan.
+        With several processes, every process calls this. Process 0 searches, with its own
+        statistics and topology and the least memory of any process; all processes return its plan.
 
         Args:
             model: The model, real or abstract (`nnx.eval_shape`); a function that makes the model,

@@ -135,7 +135,7 @@ class Totals:
 
     @classmethod
     def of(cls, problem: Problem, choices: Mapping[int, Choice]) -> Totals:
-        """Return the totals of the tables with the given indices, and of those decided."""
+        """Return the totals of the decided tables and of those with the given indices."""
         groups, devices = len(problem.groups), problem.topology.num_devices
         totals = cls(
             problem,

@@ -84,8 +84,8 @@ def swap_tables(
     Requests that use `snapshot` see all variables as they were before or as they are after, never a
     mixture. The new variables are complete before any is replaced, so that an error leaves the
     model as it was. Memory holds the quantized tables twice meanwhile, and the old ones until the
-    last request that reads them ends. Tables keep their formats and their pruned ids, so that
-    requests are not compiled anew.
+    last request that reads them ends. Tables keep their formats and, unless the source is
+    quantized, their pruned ids, so that requests are not compiled anew.
 
     Call it in any thread; two swaps run one after the other.
 

@@ -147,8 +147,8 @@ class PooledByHostCosts(ExchangeCosts):
         the host, and ``sort(1)`` in each pass. A weight adds as many bytes forward, and 1.25 x 4
         within the host backward. A bag takes ``copy(8 w h)`` and within the host a reduce-scatter
         of ``4 w h`` and an ``all_to_all(4 h)``, then ``all_to_all(4 + 4 w)`` between hosts.
-        Backward it takes ``copy(4 w)``, ``all_to_all(4 w)`` between hosts and an all-gather of ``4
-        w h`` within.
+        Backward it takes ``copy(4 w)``, ``all_to_all(4 w)`` between hosts and an all-gather of
+        ``4 w h`` within.
         """
         per_host, weight = self.topology.devices_per_host, WORD * self.group.is_weighted
         sums, bag = per_host * self.group.gradient_bytes, self.group.gradient_bytes

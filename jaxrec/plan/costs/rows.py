@@ -50,8 +50,8 @@ class RowsCosts(ExchangeCosts):
         """Return ``all_to_all(4 + w s) + copy(w s)`` forward, for a request and a row.
 
         Backward it is ``all_to_all(4 w) + copy(4 w) + sort(1)``, for a gradient. Gradients travel
-        twice where a table's norm is clipped. Where column shards of a row are updated as one, ``2
-        all_to_all(4) + sort(1)`` are added backward.
+        twice where a table's norm is clipped. Where column shards of a row are updated as one,
+        ``2 all_to_all(4) + sort(1)`` are added backward.
         """
         copy, sort = self.topology.copy.byte, self.topology.sort.item
         row, gradient = self.group.looked_up_bytes, self.group.gradient_bytes

@@ -219,8 +219,9 @@ def load(
     On a CPU tables stay in their files, which are mapped into memory: the model is ready at once,
     and processes share the memory.
 
-    An exported model is code: load only those that you trust. The files are compared with the
-    manifest and with what jaxrec knows, and checksums find damage; neither says who wrote them.
+    An exported model is code: load only models that you trust. The files are checked against the
+    manifest and the list of functions that jaxrec knows, and checksums find damage. Neither says
+    who wrote them.
 
     Args:
         path: The model's folder.

@@ -37,8 +37,8 @@ class StoredArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An array that the programs take beside the batch.
 
     Attributes:
-        name: Path of the variable in the model; of a table's array, of the collection and the
-            group.
+        name: Path of the variable in the model; for a table's array, the path of the collection
+            and the name of the group.
         file: npy file of the array. Types that NumPy lacks are stored as unsigned integers.
         dtype: Type of the elements, such as "bfloat16".
         shape: Shape of the array.

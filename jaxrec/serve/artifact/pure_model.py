@@ -62,8 +62,8 @@ class PureModel:
             _check_store(path, store)
         parts: tuple[Any, ...] = nnx.split(model, TableVariable, ...)
         graph, tables, rest = parts
-        # Random keys stay in the model's state: programs have no type for them, and evaluation uses
-        # none.
+        # Random keys stay in the model's state: npy files have no type for them, and evaluation
+        # draws no numbers.
         dense = {name: _on_host(leaf) for name, leaf in _named_leaves(rest) if not _is_key(leaf)}
         stores = {path: _inference_store(store) for path, store in sources.items()}
         return cls(function, dense, stores, sources, (graph, tables, rest))

@@ -33,7 +33,7 @@ class Metrics:
         connections: Open connections.
         is_ready: 1 if the endpoint is ready.
         tables_version: Version of the tables.
-        refresh_errors: Number of published versions that could not be applied.
+        refresh_errors: Times that published versions could not be applied.
     """
 
     def __init__(self) -> None:
