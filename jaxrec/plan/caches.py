@@ -1,4 +1,4 @@
-"""Caches of tables over row stores: which are possible, and what they cost."""
+"""Caches of tables over row stores: the possible ones, and their costs."""
 
 from __future__ import annotations
 
@@ -52,48 +52,44 @@ class TableCache:
         return "host" if self.store == HOST_STORE else "store"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the cache as JSON has it."""
+        """Return the cache as a dictionary for JSON."""
         return {"storage": self.storage, "rows": self.rows, "store": self.store}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> TableCache:
-        """Make a cache from what `to_dict` returned."""
+        """Make a cache from the dictionary of `to_dict`."""
         return cls(fields["rows"], fields["store"])
 
 
 def cache_perf(workload: TableWorkload, cache: TableCache, topology: Topology) -> Perf:
-    """Return the seconds that a cache adds to a step, ``assign(D n) + moves(M, M v)``.
-
-    Every process gives rows to the ``D n`` ids of the whole batch. It fetches the ``M`` rows of
-    ``v`` bytes that the cache misses (`TableWorkload.missed_rows`), with their optimizer state, and
-    evicts as many. Tables that share features share the work by id and by row.
-
-    The tier does this work beside the device's step where a processor is free, so a step may be
-    shorter by up to the shorter of the two.
-    """
+    """Return the seconds that a cache adds to a step, ``assign(D n) + moves(M, M v)``."""
+    # Every process gives rows to the ``D n`` ids of the whole batch. It fetches the ``M`` rows of
+    # ``v`` bytes that the cache misses, with their optimizer state, and evicts as many. All of it
+    # is added to the step. The tier does this work on threads beside the step, so that a step takes
+    # less where the host has idle cores; whether it has, the planner cannot know.
     moves = topology.host_moves if cache.storage == "host" else topology.store_moves
     missed = workload.missed_rows(cache.rows, topology.num_devices)
     ids = topology.num_devices * workload.assigned_ids
+    # Tables that share features have one map of ids, and one call moves the rows of all; each bears
+    # its part.
     by_id = topology.assign.seconds(items=ids) + moves.seconds(calls=min(1, missed), items=missed)
     by_byte = moves.byte * missed * workload.table_bytes / workload.rows
     return Perf(prefetch=by_id / max(1, len(workload.joined)) + by_byte)
 
 
+# Closer together where caches are small: the hottest rows come first, so a row more saves most
+# there.
 CACHE_RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75)
-# Batches whose rows a cache holds at once: `jaxrec.tier.ahead` plans four ahead of the step, and
-# keeps the rows of those whose steps may be under way.
+# Batches whose rows a cache holds at once: `jaxrec.tier.ahead` plans four ahead, and rows of these,
+# of two whose steps may be under way, and of the batch itself are not evicted.
 HELD_BATCHES = 7
 
 
 @dataclasses.dataclass(frozen=True)
 class TableStorage:
-    """The storage of one table's rows, with its costs.
+    """The storage of one table's rows: held on devices, stored in a row store, and its costs.
 
-    Attributes:
-        cache: The cache; None where devices hold all rows.
-        held_rows: Rows on the devices together.
-        perf: Seconds that the cache adds to a step.
-        stored_bytes: Bytes of rows and optimizer state that each host keeps in the row store.
+    ``stored_bytes`` are those of each host, with optimizer state.
     """
 
     cache: TableCache | None
@@ -105,7 +101,6 @@ class TableStorage:
     def of(
         cls, workload: TableWorkload, cache: TableCache | None, topology: Topology
     ) -> TableStorage:
-        """Return the storage of a table with a cache, or without one."""
         if cache is None:
             return cls(None, workload.rows, Perf(), 0.0)
         perf = cache_perf(workload, cache, topology)
@@ -120,10 +115,9 @@ def possible_caches(
     store: str | None,
     num_devices: int,
 ) -> tuple[TableCache | None, ...]:
-    """Return the caches that a table may have in some storages; None is a table without one.
+    """Return the caches that a table may have in some storages; None is a table without a cache.
 
-    A cache has at least the rows of the batches under way. Where these may be all rows and the
-    table may lie on the devices, there is no cache.
+    A cache has at least the rows of the batches under way.
     """
     if tuple(storages) == ("device",):
         return (None,)
@@ -138,6 +132,7 @@ def possible_caches(
     least = max(math.ceil(workload.used_rows(HELD_BATCHES, num_devices)), num_devices)
     ratios = CACHE_RATIOS if constraint.cache_ratio is None else (constraint.cache_ratio,)
     sizes = {min(max(math.ceil(workload.rows * r), least), workload.rows) for r in ratios}
+    # A cache of all rows only adds work to a table on the devices.
     if "device" in storages:
         sizes.discard(workload.rows)
     caches: list[TableCache | None] = []

@@ -38,14 +38,9 @@ _MAX_BYTES = 1 << 23
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Time of an operation.
+    """Shortest time of an operation, a field of `Topology` or of `Links`.
 
-    Attributes:
-        operation: Its name, a field of `Topology`.
-        items: Number of items.
-        bytes: Number of bytes.
-        seconds: The shortest of several times.
-        known: Seconds of them for other operations, measured before.
+    ``known`` seconds of it are in other operations, which were measured before.
     """
 
     operation: str
@@ -63,19 +58,14 @@ def calibrate(
     seconds: float = 0.1,
     report: Callable[[Measurement], Any] = lambda measurement: None,
 ) -> Topology:
-    """Return the topology of a mesh, with measured rates.
+    """Return the topology of a mesh, with rates measured for ``seconds`` each.
 
     Rates of caches are estimates; `jaxrec.tier.calibration` measures them. Links between hosts are
     measured if the mesh has two axes; else they have the rates of those within the host.
-
-    Args:
-        mesh: The devices.
-        name: Name of the topology.
-        memory: Bytes of each device; None: as many as it reports.
-        seconds: Time for each measurement.
-        report: Called with each measurement.
     """
     bench = _Bench(mesh, seconds, report)
+    # First, since the update contains both a sort and a gather, whose times are subtracted from its
+    # own.
     sort = bench.sort()
     gather = bench.gather()
     update = bench.update(sort, gather)
@@ -96,7 +86,7 @@ def calibrate(
 
 @dataclasses.dataclass(frozen=True)
 class _Bench:
-    """Measurements on the devices of a mesh; see `calibrate` for the attributes."""
+    """Measurements on the devices of a mesh; see `calibrate`."""
 
     mesh: Mesh
     budget: float
@@ -148,15 +138,17 @@ class _Bench:
         """Copy arrays within memory."""
 
         def seconds(bytes: int) -> float:
+            # Adding 1 keeps XLA from returning the argument itself.
             return self.time(lambda x: x + 1, self.on_each(np.zeros(bytes // 4, np.float32)))
 
         return self._fit_bytes("copy", seconds)
 
     def links(self, axes: Sequence[str]) -> Links:
-        """Run collectives over some axes of the mesh."""
+        """Run collectives over ``axes`` of the mesh."""
         axes = tuple(axes)
         count = int(np.prod([self.mesh.shape[axis] for axis in axes]))
         if count == 1:
+            # No link: as good as free.
             return Links.of(0.0, 1e12)
 
         def all_to_all(x):
@@ -166,6 +158,7 @@ class _Bench:
             return jax.lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)
 
         def all_gather(x):
+            # A part of the array, so that all three collectives send as many bytes for one size.
             return jax.lax.all_gather(x[: x.shape[0] // count], axes, tiled=True)
 
         rates = {}
@@ -199,10 +192,7 @@ class _Bench:
     def time(self, operation: Callable, *arrays: Any, in_turn: Sequence[jax.Array] = ()) -> float:
         """Return the shortest time of an operation on each device's arrays.
 
-        Args:
-            operation: The operation.
-            *arrays: Its arguments.
-            in_turn: Values of its last argument, which take turns.
+        Values of the last argument, ``in_turn``, take turns.
         """
         run = jax.jit(self._mapped(operation))
         turns = itertools.cycle([(last,) for last in in_turn] or [()])
@@ -211,13 +201,12 @@ class _Bench:
     def time_in_place(
         self, operation: Callable, arrays: Sequence[Any], in_turn: Sequence[jax.Array]
     ) -> tuple[float, tuple[Any, Any]]:
-        """Return the shortest time of an operation that updates two arrays, and these in the end.
+        """Return the shortest time of an operation that updates ``arrays[:2]``, and those two.
 
-        Args:
-            operation: The operation.
-            arrays: Its arguments; it returns the first two, updated.
-            in_turn: Values of its last argument, which take turns.
+        The operation returns the two. Values of its last argument, ``in_turn``, take turns.
         """
+        # Donated and passed on, as in training. A copy of the table would take longer than the
+        # update.
         run = jax.jit(self._mapped(operation), donate_argnums=(0, 1))
         updated, others, turns = tuple(arrays[:2]), arrays[2:], itertools.cycle(in_turn)
 
@@ -235,6 +224,7 @@ class _Bench:
 
     def _shortest(self, call: Callable[[], Any]) -> float:
         call()  # compiles
+        # The shortest time: other programs only ever add to it.
         least, end = float("inf"), time.perf_counter() + self.budget
         while True:
             start = time.perf_counter()
@@ -267,6 +257,9 @@ def fit(measurements: Sequence[Measurement]) -> Rate:
 
     sizes = np.array([[1.0, m.items, m.bytes] for m in measurements])
     times = np.array([m.seconds for m in measurements])
+    # Both sides are over the measured time, so that least squares weigh relative errors: the
+    # largest sizes would decide alone otherwise. Columns are scaled to 1, since bytes are a million
+    # times calls.
     own = 1 - np.array([m.known for m in measurements]) / times
     scale = np.maximum(sizes.max(axis=0), 1.0)
     factors, _ = nnls(sizes / scale / times[:, None], own)

@@ -1,4 +1,4 @@
-"""Constraints of a table: what a user demands of the planner."""
+"""Constraints of a table: a user's demands of the planner."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class ParameterConstraints:
             all that `jaxrec.shard` supports for the table.
         devices: Devices that may hold a shard of the table. None: all.
         min_column_width: Smallest number of columns of a shard.
-        pooling_factors: Mean number of ids in a sample, for each feature of the table in order;
-            a single number holds for all. None: from statistics, or 1.
-        batch_sizes: Bags of each feature in the whole batch, if not the batch size; a single
-            number holds for all.
-        num_poolings: Bags of each feature for each of ``batch_sizes``; a single number holds for
-            all. None: 1.
+        pooling_factors: Mean number of ids in a sample, for each feature of the table in order, or
+            one number for all. None: from statistics, or 1.
+        batch_sizes: Bags of each feature in the whole batch, or one number for all. None: the batch
+            size.
+        num_poolings: Bags of each feature for each of ``batch_sizes``, or one number for all.
+            None: 1.
         is_weighted: Whether ids have weights. None: the collection's setting.
-        cache_ratio: Fraction of the rows in the cache of "host" and "store"; the cache has at least
-            the rows of the batches under way. None: chosen.
+        cache_ratio: Fraction of the rows in the cache of "host" and "store". The cache has at least
+            the rows of the batches under way. None: the planner chooses.
         store: URL of the row store of "store", as for `Planner`. None: the planner's.
-        dtype: Type of the table, for planning from configurations: a model's tables have theirs.
+        dtype: Type of the table, for planning from configurations; a model's tables have theirs.
         placement: A fixed placement, made by `jaxrec.mesh.row_wise` and its siblings.
 
     Raises:
@@ -101,6 +101,8 @@ class ParameterConstraints:
             return None
         if isinstance(names, str) or not names or set(names) - set(known):
             raise ValueError(f"{field} are some of {', '.join(known)}, got {names!r}")
+        # In the order of ``known``, so that equal constraints compare equal and options come in one
+        # order.
         return tuple(name for name in known if name in names)
 
     def _numbers(self, field: str) -> tuple[float, ...] | float | None:
@@ -114,14 +116,7 @@ class ParameterConstraints:
 
 
 def check_store(url: Any) -> None:
-    """Check that a text is the URL of a row store, and has no credentials.
-
-    The message of an error does not show what may be a password.
-
-    Raises:
-        TypeError: It is not a string.
-        ValueError: The text is not a URL, or has credentials.
-    """
+    """Raise a TypeError or ValueError if ``url`` is no URL of a row store, or has credentials."""
     if not isinstance(url, str):
         raise TypeError(
             f"a row store is named by a URL such as 'file:///data/{{table}}', got {url!r}"
@@ -131,6 +126,7 @@ def check_store(url: Any) -> None:
         raise ValueError(
             f"a row store is named by a URL such as 'file:///data/{{table}}', got {url!r:.80}"
         )
+    # Never the URL itself in this message: it would show the password that it refuses.
     place, _, query = rest.partition("?")
     names = [name.lower() for name, _ in urllib.parse.parse_qsl(query, keep_blank_values=True)]
     if "@" in place.partition("/")[0] or any(name in _SECRETS for name in names):

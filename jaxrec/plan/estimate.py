@@ -1,4 +1,7 @@
-"""Expected time and memory of a plan, by device and by table."""
+"""Expected time and memory of a plan, by device, table and group.
+
+The sums themselves are `jaxrec.plan.problem.Totals`; here they are taken apart for the report.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,16 @@ class DeviceEstimate:
     """Memory and time of one device.
 
     Attributes:
-        device: Its number.
-        bytes: Bytes by kind: "tables" with their optimizer state; "padding", rows of its arrays
-            that only another device needs; "embeddings" and their gradients; "exchange" buffers;
-            "batches" on the device; "dense" parameters, their gradients and optimizer state;
-            "reserve".
-        seconds: Seconds of its own work by phase; see `jaxrec.plan.quantities.PHASES`.
-        waits: Seconds that it waits for slower devices.
+        device: Number of the device.
+        bytes: Bytes by kind: "tables" with their optimizer state; "padding", rows of the device's
+            arrays that only a fuller device needs; "embeddings" and their gradients; "exchange"
+            buffers; "batches" on the device; "dense" parameters, their gradients and optimizer
+            state; "reserve".
+        seconds: Seconds of the device's own work by phase; see `jaxrec.plan.quantities.PHASES`.
+        waits: Seconds in which the device waits for slower ones.
         shards: Number of shards by sharding type.
-        stored_bytes: Bytes of row stores that its host keeps, by storage.
-        memory: Bytes that it has; None: `Estimate.capacity`.
+        stored_bytes: Bytes of row stores that the device's host keeps, by storage.
+        memory: Bytes of the device's memory; None: `Estimate.capacity`.
     """
 
     device: int
@@ -46,19 +49,19 @@ class TableEstimate:
     """Memory and time of one table.
 
     Attributes:
-        name: Its name.
-        rows: Its rows.
-        dim: Its columns.
-        dtype: Its type.
-        sharding_type: Its sharding type.
-        exchange: Its exchange, as `jaxrec.mesh.Placement` names it.
+        name: Name of the table.
+        rows: Number of rows.
+        dim: Number of columns.
+        dtype: Type of the stored rows.
+        sharding_type: Sharding type, such as "row_wise".
+        exchange: Exchange, as `jaxrec.mesh.Placement` names it.
         storage: "device", "host" or "store".
         cache_ratio: Fraction of the rows that devices hold.
-        devices: The devices that hold its shards.
-        seconds: Seconds by phase that it adds to the slowest device of its group.
-        bytes: Bytes of rows and state on all devices together.
+        devices: Devices that hold the table's shards.
+        seconds: Seconds by phase that the table adds to the slowest device of its group.
+        bytes: Bytes of rows and optimizer state on all devices together.
         device_bytes: Bytes on each of `devices`.
-        device_seconds: Seconds of its work on each of `devices`.
+        device_seconds: Seconds of the table's work on each of `devices`.
         lookups: Ids that a device looks up in a step.
         distinct: Distinct rows among them.
     """
@@ -82,12 +85,12 @@ class TableEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class GroupEstimate:
-    """Time of a group of tables that travel together.
+    """Time of a group of tables that are exchanged together.
 
     Attributes:
-        name: Type and width of its tables, and their exchange.
-        tables: Number of its tables.
-        seconds: Seconds on its slowest device, beyond what all devices do alike.
+        name: Type and width of the tables, and their exchange.
+        tables: Number of tables.
+        seconds: Seconds that the group adds to a step: its launches, and its slowest device.
         slowest: Index of the slowest device; None where all take the same time.
     """
 
@@ -103,14 +106,14 @@ class Estimate:
 
     Attributes:
         seconds: Seconds of a step's work on tables: the sum of each group's slowest device.
-        phases: The same by phase: the critical path.
+        phases: The same seconds by phase.
         bound: Seconds below which no plan can be.
         search: Account of the search, in words.
         search_seconds: Seconds that the search took.
-        devices: Each device.
-        tables: Each table.
-        groups: Each group of tables that travel together.
-        capacity: Bytes of a device, of the one with the least.
+        devices: Estimate of each device.
+        tables: Estimate of each table.
+        groups: Estimate of each group.
+        capacity: Bytes of a device's memory; where devices differ, of the smallest.
     """
 
     seconds: float
@@ -129,12 +132,12 @@ class Estimate:
         return self.seconds / self.bound - 1 if self.bound > 0 else float("inf")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the estimate as JSON has it."""
+        """Return the estimate as a dictionary for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Estimate:
-        """Make an estimate from what `to_dict` returned."""
+        """Make an estimate from the dictionary of `to_dict`."""
 
         def each(kind: type, items: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
             lists = ("devices", "device_bytes", "device_seconds")
@@ -148,11 +151,11 @@ class Estimate:
 
 
 def imbalance(loads: Sequence[float]) -> dict[str, float]:
-    """Measure how uneven loads are.
+    """Measure how uneven loads are: 1, 0 and 0 where all are equal.
 
-    With ``p`` their shares of the sum and ``k`` their number, "max over mean" is ``k max p``,
+    With ``p`` the shares of the sum and ``k`` the number of loads, "max over mean" is ``k max p``,
     "total variation" ``sum |p - 1/k| / 2``, and "KL divergence" ``sum p log(p k)`` from even
-    shares. They are 1, 0 and 0 where all loads are equal.
+    shares.
     """
     loads_ = np.asarray(loads, float)
     if not loads_.sum():
@@ -176,21 +179,13 @@ def make_estimate(
     search_seconds: float,
     fixed_bytes: Mapping[str, float],
 ) -> Estimate:
-    """Return the estimate of a solution.
-
-    Args:
-        problem: The tables and devices.
-        workloads: The workload of each table.
-        solution: The choices.
-        bound: Seconds below which no plan can be.
-        search: Account of the search.
-        search_seconds: Seconds that it took.
-        fixed_bytes: Bytes of each device that do not depend on the plan, by kind.
-    """
+    """Return the estimate of a solution."""
     totals = Totals.of(problem, dict(enumerate(solution.choices)))
     chosen = _chosen(problem, solution)
     common = _common_perf(problem, totals, chosen)
     most, empty = totals.stacked.max(axis=2), totals.empty_positions
+    # The critical path: each collective waits for the slowest device, so each count of each group
+    # takes the time of the device that has most of it, which need not be one device for all counts.
     path = common
     for group, costs in enumerate(problem.costs):
         path += costs.perf(Load(*most[:, [group]])) + costs.position().scale(*empty[:, group])
@@ -258,6 +253,8 @@ def _device_estimates(
             name: np.full(num_devices, getattr(slowest, name)[group]) for name in ("ids", "bags")
         }
         perf += costs.perf(dataclasses.replace(load, **alike)) + costs.position().scale(*unused)
+    # Held rows are charged as on the fullest device, since a group is one array with equal parts: a
+    # device's own rows are "tables", the rest of its part is "padding".
     bytes, total = totals.load_bytes, perf.total * np.ones(num_devices)
     tables = problem.unit_bytes[LOADS.index("held")] @ Load(*totals.stacked).held
     padding, embeddings = bytes.held - tables, totals.kept + (bytes.ids + bytes.bags).item()
@@ -295,6 +292,8 @@ def _table_estimate(
             devices = np.array(option.sites[site])
             load = option.load.stacked * problem.weights[:, devices]
             np.add.at(counts.T, devices, load.T)
+        # A table counts where its group waits: for each count, on the device that has most of it. A
+        # table without a shard there adds only its work at home.
         slowest = totals.stacked[:, group].argmax(axis=1)
         added = Load(*counts[np.arange(len(LOADS)), slowest, None])
         empty = np.maximum(option.round_capacity - added.exchanged, 0)
@@ -334,6 +333,8 @@ def _group_estimates(
         if not tables[group]:
             continue
         by_device = problem.unit_seconds[:, group] @ totals.stacked[:, group]
+        # Differences of rounding, or of a row where rows do not divide evenly, name no device
+        # slowest.
         is_uneven = by_device.max() > 1.001 * by_device.min()
         slowest = int(by_device.argmax()) if is_uneven else None
         estimates.append(GroupEstimate(str(key), tables[group], float(seconds[group]), slowest))

@@ -23,26 +23,22 @@ class Heat(abc.ABC):
 
     @abc.abstractmethod
     def distinct(self, lookups: float) -> float:
-        """Return the expected number of distinct rows among some lookups, 0 or more."""
+        """Return the expected number of distinct rows among ``lookups`` lookups, 0 or more."""
 
     @abc.abstractmethod
     def shares(self, sizes: np.ndarray, *, of_rows: bool) -> np.ndarray:
-        """Return the shares of runs of rows in the lookups, ``[runs]``.
+        """Return the share of the lookups in each run of rows, ``[runs]``.
 
-        Args:
-            sizes: Relative size of each of the runs that the table is cut into, ``[runs]``.
-            of_rows: Whether to count each distinct row once instead of every lookup.
+        ``sizes`` are the relative sizes of the runs that the table is cut into. With ``of_rows``,
+        each distinct row counts once instead of once per lookup.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class EvenHeat(Heat):
-    """Every row is as likely as every other.
+    """Heat where every row is as likely as every other.
 
     The expected number of distinct rows among ``n`` lookups of ``R`` is ``R (1 - (1 - 1/R)^n)``.
-
-    Attributes:
-        rows: Rows of the table.
     """
 
     rows: int
@@ -50,6 +46,7 @@ class EvenHeat(Heat):
     def distinct(self, lookups: float) -> float:
         if self.rows == 1:
             return min(lookups, 1.0)
+        # With expm1 and log1p, since ``1 - 1/R`` loses the digits of ``1/R`` for large tables.
         return -self.rows * math.expm1(lookups * math.log1p(-1 / self.rows))
 
     def shares(self, sizes: np.ndarray, *, of_rows: bool) -> np.ndarray:
@@ -71,8 +68,8 @@ class SampledHeat(Heat):
         lookups: Size of the sample.
         times: Numbers of times that a row was seen, descending.
         counts: Number of rows seen that many times.
-        row_bins: Distinct rows seen in each of equal runs of the table's rows.
-        lookup_bins: Lookups in each.
+        row_bins: Distinct rows in each of equal runs of the table's rows.
+        lookup_bins: Lookups in each run.
     """
 
     rows: int
@@ -87,6 +84,7 @@ class SampledHeat(Heat):
         return np.array(self.times, float), np.array(self.counts, float)
 
     def distinct(self, lookups: float) -> float:
+        # A feature that the sample lacks says nothing; every row may be as likely as every other.
         if not self.lookups:
             return EvenHeat(self.rows).distinct(lookups)
         times, counts = self._times_and_counts
@@ -95,6 +93,7 @@ class SampledHeat(Heat):
         if ratio > 1 and distinct > 0:
             once = float(counts[times == 1].sum())
             distinct *= ratio ** (once / distinct)
+        # The power law knows neither the size of the table nor that a lookup finds one row at most.
         return min(distinct, self.rows, lookups)
 
     def shares(self, sizes: np.ndarray, *, of_rows: bool) -> np.ndarray:
@@ -106,7 +105,7 @@ class SampledHeat(Heat):
         return np.diff(np.interp(at, np.linspace(0, 1, bins.size + 1), cumulative))
 
 
-# Number of runs of rows that lookups are counted in.
+# Number of runs of rows that lookups are counted in. Shares of narrower parts are interpolated.
 _BINS = 256
 
 
@@ -119,11 +118,11 @@ class FeatureStatistics:
         mean_length: Mean number of ids in a bag.
         length_deviation: Standard deviation of that number.
         lookups: Number of ids.
-        largest_id: The largest id; -1 without ids.
+        largest_id: Largest id; -1 without ids.
         times: Numbers of times that a row was seen, descending.
         counts: Number of rows seen that many times.
         row_bins: Distinct rows in each of equal runs of ``0 .. largest_id``.
-        lookup_bins: Lookups in each.
+        lookup_bins: Lookups in each run.
     """
 
     bags: int
@@ -142,7 +141,7 @@ class FeatureStatistics:
         return sum(self.counts)
 
     def heat(self, rows: int) -> Heat:
-        """Return the heat of a table with ``rows`` rows that this feature reads."""
+        """Return the heat that this feature gives a table of ``rows`` rows."""
         return SampledHeat(
             rows,
             self.lookups,
@@ -155,7 +154,7 @@ class FeatureStatistics:
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Statistics of features, by name; made by `statistics`."""
+    """Statistics of features, by name; made by `sample_statistics`."""
 
     features: Mapping[str, FeatureStatistics]
 
@@ -169,7 +168,7 @@ class Statistics:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the statistics as JSON has them."""
+        """Return the statistics as a dictionary for JSON."""
         return {name: dataclasses.asdict(feature) for name, feature in self.features.items()}
 
     def save(self, path: str | os.PathLike) -> None:
@@ -230,6 +229,8 @@ def sample_statistics(batches: Iterable[Any]) -> Statistics:
 
 
 def _count(ids: np.ndarray, lengths: np.ndarray) -> FeatureStatistics:
+    # Rows by how often they were seen, not by row: a few hundred numbers hold the whole
+    # distribution, whatever the size of the table.
     rows, times = np.unique(ids, return_counts=True)
     repeats, counts = np.unique(times, return_counts=True)
     span = int(rows[-1]) + 1 if rows.size else 1
@@ -254,6 +255,8 @@ def _feature(fields: Mapping[str, Any]) -> FeatureStatistics:
 
 def _rebin(bins: tuple[int, ...], span: int, rows: int) -> tuple[float, ...]:
     """Convert counts in equal runs of ``0 .. span - 1`` to counts in runs of a table's rows."""
+    # The sample knows ids up to its largest only. Rows beyond it get none, and runs that straddle
+    # an edge share by length.
     cumulative = np.concatenate([[0.0], np.cumsum(bins)])
     at = np.linspace(0, rows, _BINS + 1)
     edges = np.linspace(0, span, len(bins) + 1)

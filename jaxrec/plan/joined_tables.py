@@ -20,20 +20,23 @@ def join_constraints(
 ) -> dict[str, ParameterConstraints]:
     """Return constraints that name the storages of each table.
 
-    Tables that share features may have the same storages, and the largest ``cache_ratio`` of any.
-    Tables of different numbers of rows that share features are kept on the devices. Tables without
-    a constraint may have ``storages``, and those with a fixed placement "device".
+    Tables that share features get the storages that all of them allow, and the largest
+    ``cache_ratio`` of any.
     """
     by_name = {workload.name: workload for workload in workloads}
     own: dict[str, tuple[str, ...]] = {}
     for name in by_name:
         constraint = constraints.get(name, _NO_CONSTRAINTS)
+        # A fixed placement is for the device, unless its constraint names another storage.
         default = storages if constraint.placement is None else ("device",)
         own[name] = tuple(constraint.storages or default)
     result: dict[str, ParameterConstraints] = {}
     for name, workload in by_name.items():
+        # A batch has one array of ids per feature, and a cache replaces ids by its slots. So tables
+        # that read a feature must give an id the same slot: all cached alike, or none.
         joined = workload.joined or (name,)
         common = [each for each in own[name] if all(each in own[other] for other in joined)]
+        # An id would have a row in one table and be out of range in the other.
         if len({by_name[other].rows for other in joined}) > 1:
             common = [each for each in common if each == "device"]
         if not common:
@@ -68,6 +71,7 @@ def check_stores(
         if "store" not in (constraint.storages or ()) or url is None or "{table}" in url:
             continue
         other = stored.setdefault(url, workload)
+        # Joined tables may share a store: a record has the rows of an id in all of them.
         if other is not workload and other.name not in workload.joined:
             raise ValueError(
                 f"tables {other.name!r} and {workload.name!r} may both be kept in the row store "
@@ -77,7 +81,7 @@ def check_stores(
 
 
 def chosen_caches(problem: Problem, solution: Solution) -> dict[str, TableCache]:
-    """Return the caches of a solution by table, those of decided placements among them."""
+    """Return the caches of a solution by table, with those of decided placements."""
     chosen = [
         options[choice.option]
         for options, choice in zip(problem.options, solution.choices, strict=True)
@@ -91,10 +95,10 @@ def join_caches(
     caches: Mapping[str, TableCache],
     constraints: Mapping[str, ParameterConstraints],
 ) -> dict[str, ParameterConstraints] | None:
-    """Return constraints under which tables that share features have equal caches.
+    """Return constraints under which tables that share features have equal caches; None if equal.
 
-    They get the storage of the largest table with a cache, and the rows of the largest of the
-    caches that a search under the given constraints chose. None: these are equal already.
+    They get the storage of the largest table with a cache, and as many rows as the largest cache
+    that the search under the given constraints chose.
     """
     changed: dict[str, ParameterConstraints] = {}
     by_name = {workload.name: workload for workload in workloads}

@@ -51,20 +51,13 @@ def _accelerator(
 ) -> dict[str, Any]:
     """Return the fields of a machine of accelerators, from sizes in GB and GB/s.
 
-    Args:
-        name: Its name.
-        memory: Memory of a device.
-        bandwidth: Bandwidth of its memory in TB/s, reads and writes together.
-        link: Bandwidth from a device to others of its host.
-        network: Bandwidth from a device to other hosts.
-        host_link: Bandwidth between host and device, one way.
-        devices_per_host: Number of devices on a host.
-        host_memory: Memory of a host.
-        disk: Size of a host's disks.
-        sort: Row numbers sorted in the time that memory moves a byte.
-        packed_copies: See `jaxrec.plan.Topology`; from the bytes of a step compiled for H200s.
+    ``bandwidth`` of a device's memory is in TB/s, reads and writes together. ``link`` goes from a
+    device to others of its host, ``network`` to other hosts, ``host_link`` between host and device,
+    one way each. ``sort`` is the number of row numbers sorted while memory moves a byte.
+    ``packed_copies`` (see `jaxrec.plan.Topology`) is from the bytes of a step compiled for H200s.
     """
     call = 5e-6  # to start a kernel
+    # Four copies in the host's memory, at 10 GB/s each; see "host_moves".
     in_memory = 2 / (host_link * _GB * _REACHED) + 4 / (10 * _GB * _REACHED)
     return {
         "name": name,

@@ -38,14 +38,7 @@ from jaxrec.plan.constraints import ParameterConstraints
 
 @dataclasses.dataclass(frozen=True)
 class ModelFile:
-    """Contents of a model file.
-
-    Attributes:
-        tables: The tables.
-        constraints: Constraints by table.
-        batch_size: Samples in a step; None if not given.
-        dense_bytes: Bytes of all other parameters.
-    """
+    """Contents of a model file; ``dense_bytes`` are those of all other parameters."""
 
     tables: tuple[TableConfig, ...]
     constraints: dict[str, ParameterConstraints]
@@ -54,12 +47,7 @@ class ModelFile:
 
 
 def read_model_file(path: str | os.PathLike) -> ModelFile:
-    """Read a YAML file of a model.
-
-    Raises:
-        OSError: If the file cannot be read.
-        ValueError: If it is not YAML or has an unknown field or value; the message names the file.
-    """
+    """Read a YAML file of a model; a ValueError names the file and the wrong field."""
     path = pathlib.Path(path)
     try:
         return _model(read_yaml(path.read_text()))
@@ -85,6 +73,7 @@ def _model(fields: Any) -> ModelFile:
         tuple(tables),
         constraints,
         _whole(fields, "batch_size"),
+        # Parameters are float32.
         4 * (_whole(fields, "dense_parameters") or 0),
     )
 
@@ -109,6 +98,8 @@ def _table(
     constraint = {name: fields[name] for name in _CONSTRAINTS if name in fields}
     if "placement" in constraint:
         constraint["placement"] = _placement(constraint["placement"], where)
+    # YAML reads ``pooling: none`` as a string and ``pooling: null`` or nothing as None: both mean
+    # per-id. Without the key, the configuration's default holds.
     is_pooled = config.get("pooling") not in ("none", None) or "pooling" not in config
     kind: type[TableConfig] = EmbeddingBagConfig
     if not is_pooled:

@@ -21,12 +21,9 @@ from jaxrec.embed.taps import tapped_modules
 
 @dataclasses.dataclass(frozen=True)
 class ModelTables:
-    """The tables of a model.
+    """The tables of a model: path, layout and whether ids have weights, of each collection.
 
-    Attributes:
-        collections: Path, layout and whether ids have weights, of each collection.
-        dense_bytes: Bytes of the model's other parameters.
-        is_configured: Whether the tables exist already, so that their types are fixed.
+    ``is_configured`` if the tables exist already, so that their types are fixed.
     """
 
     collections: tuple[tuple[str, TableLayout, bool], ...]
@@ -43,17 +40,10 @@ Model: TypeAlias = nnx.Module | Callable[[], nnx.Module] | Sequence[TableConfig]
 
 
 def read_model(model: Model) -> ModelTables:
-    """Return the tables of a model with jaxrec's collections, or of configurations.
-
-    Args:
-        model: The model, which may be abstract; a function that makes it, which is called to make
-            it abstractly, without arrays; or configurations of tables.
-
-    Raises:
-        TypeError: If it is something else.
-        ValueError: If it has no tables, or two of one name.
-    """
+    """Return the tables of a model with jaxrec's collections, or of configurations."""
     if is_function(model):
+        # Called under eval_shape: no array is made, so that a model larger than this machine can be
+        # planned.
         with default_store(_make_store):
             model = nnx.eval_shape(model)
     if isinstance(model, nnx.Module):
@@ -80,7 +70,8 @@ def read_model(model: Model) -> ModelTables:
 
 
 def _make_store(layout: TableLayout, key: Array) -> Tables:
-    """Make tables; those of more rows than the array of one device has, without arrays."""
+    """Make tables, without arrays where they have more rows than one device's array can."""
+    # `Tables.init` refuses what int32 cannot number; of these tables only the layout is read.
     is_large = any(table.num_embeddings > MAX_ROWS for table in layout.configs)
     return Tables({}, {}, layout) if is_large else Tables.init(layout, key)
 
@@ -109,6 +100,7 @@ def _read_configs(configs: Sequence[TableConfig]) -> ModelTables:
     for config in configs:
         kinds.setdefault(type(config), []).append(config)
     collections = tuple(
+        # As `EmbeddingBagCollection` does by default; a configuration's own optimizer precedes it.
         (kind.__name__, layout_tables(tables, optim.rowwise_adagrad()), False)
         for kind, tables in kinds.items()
     )

@@ -39,25 +39,25 @@ _USER_EXCHANGES: dict[Exchange, Exchange] = {BAGS: POOLED, POOLED_BY_HOST: POOLE
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardingOption:
-    """One way to shard a table, except for the devices, which are a choice of sites.
+    """One way to shard a table, before its shards are assigned to devices.
 
     An option has one or more equal *parts*, which go to different *sites*: devices, hosts, or the
     one site that is the whole mesh. A part is one shard on each device of its site.
 
     Attributes:
         table: Name of the table.
-        kind: The sharding type.
+        kind: Class of the sharding type.
         rows: Rows of the table.
-        cache: The cache of the table's rows; None where devices hold all.
-        group: The group that the shards belong to.
+        cache: Cache of the table's rows; None where devices hold all rows.
+        group: Group that the shards belong to.
         parts: Number of parts.
         sites: Possible sites, each as its devices in the order of a part's shards.
-        home: Seconds on every device, for all parts, those of the cache among them.
+        home: Seconds on every device, for all parts, with those of the cache.
         kept: Bytes on every device, for all parts, from the forward to the backward pass.
         temporary: Bytes on every device, for all parts, while the group is exchanged.
         round_capacity: Positions in a round of the exchange, for all parts.
         load: Load of one part's shards, ``[devices of a site]``.
-        stored_bytes: Bytes that each host keeps in the row store of the table, all of its rows.
+        stored_bytes: Bytes that each host keeps in the row store: all rows of the table.
         shares: Relative number of rows on each device of a site; empty: equal.
     """
 
@@ -78,22 +78,21 @@ class ShardingOption:
 
     @property
     def sharding_type(self) -> str:
-        """Name of the sharding type."""
         return self.kind.kind
 
     @property
     def storage(self) -> str:
-        """Where the rows are kept, one of `jaxrec.plan.constraints.STORAGES`."""
+        """Storage of the rows, one of `jaxrec.plan.constraints.STORAGES`."""
         return "device" if self.cache is None else self.cache.storage
 
     @property
     def cache_ratio(self) -> float:
-        """Fraction of the rows that devices hold; 1 where they hold all."""
+        """Fraction of the rows that devices hold."""
         return 1.0 if self.cache is None else self.cache.rows / self.rows
 
     @property
     def exchange(self) -> str:
-        """The exchange as users name it, in constraints and placements."""
+        """Exchange as users name it, in constraints and placements."""
         return _USER_EXCHANGES.get(self.group.exchange, self.group.exchange).name
 
 
@@ -107,7 +106,7 @@ def to_placement(option: ShardingOption, sites: Sequence[int], topology: Topolog
 def enumerate_options(
     workload: TableWorkload, topology: Topology, constraint: ParameterConstraints, **settings: Any
 ) -> tuple[ShardingOption, ...]:
-    """Return the options of `consider_options`; without any, raise a ValueError that says why."""
+    """Return the options of `consider_options`; a ValueError gives the reasons if it has none."""
     options, reasons = consider_options(workload, topology, constraint, **settings)
     if not options:
         raise ValueError(
@@ -127,23 +126,15 @@ def consider_options(
     store: str | None = None,
     precision: ExchangePrecision = ExchangePrecision(),  # noqa: B008 (frozen)
 ) -> tuple[list[ShardingOption], list[str]]:
-    """Return the options of a table, and the reasons why there are no others.
+    """Return the options of a table, and the reasons why other ways are left out.
 
-    Args:
-        workload: The table and its lookups.
-        topology: The devices.
-        constraint: The table's constraints.
-        storages: Where rows may be kept, unless the constraints say it.
-        store: URL of the row store of "store", unless the constraints say it.
-        precision: Formats in which rows and gradients travel.
-
-    Raises:
-        ValueError: If the constraints name a device that is not there, or a cache is not possible.
+    The table's constraints precede ``storages`` and ``store``.
     """
     candidate = _candidate(workload, topology, constraint)
     places = constraint.storages or storages
     caches = possible_caches(workload, constraint, places, store, topology.num_devices)
     possible = [TableStorage.of(workload, cache, topology) for cache in caches]
+    # A cache of 5 % is sharded as a table of 5 % of the rows; so sharding types see the held rows.
     candidates = [
         dataclasses.replace(candidate, rows=each.held_rows, is_cached=each.cache is not None)
         for each in possible
@@ -176,7 +167,7 @@ def consider_options(
 def _candidate(
     workload: TableWorkload, topology: Topology, constraint: ParameterConstraints
 ) -> Candidate:
-    """Return a table, all of whose rows are on devices, as sharding types see it."""
+    """Return a table with all of its rows on devices, as sharding types see it."""
     mesh = MeshShape(topology.hosts, topology.devices_per_host)
     devices = constraint.devices
     devices = tuple(range(topology.num_devices)) if devices is None else devices
@@ -207,12 +198,12 @@ def _exchanges(
     table: Candidate,
     constraint: ParameterConstraints,
 ) -> tuple[Exchange, ...] | str:
-    """Return the exchanges of a split of rows that `jaxrec.shard` carries out, or why not any."""
+    """Return the exchanges of a split of rows that `jaxrec.shard` supports, or why it has none."""
     held_rows, mesh = table.rows, table.mesh
     if kind.is_replicated and held_rows <= MAX_ROWS:
         return (REPLICATED,)
     optimizer = workload.optimizer
-    # Arrays have one shape on all devices.
+    # Arrays have one shape on all devices, so the largest part decides.
     rows = int(part_sizes(held_rows, split.row_parts, split.shares).max())
     if rows > MAX_ROWS:
         return (
@@ -266,6 +257,8 @@ def placed_options(
     cut = cut_of(workload.table, workload.optimizer, shards, mesh)
     exchange = choose_exchange(placement.exchange, cut)
     options = []
+    # Columns may be cut unevenly by hand, and parts of an option are equal; so each column slice is
+    # an option of its own.
     for columns, width in slice_widths(workload.table, workload.optimizer, by_columns).items():
         group, of_columns = Group.of(workload, width, exchange, precision), by_columns[columns]
         devices = tuple(shard.device for shard in of_columns)
@@ -273,7 +266,7 @@ def placed_options(
         split, kind = Split((site,), row_parts=len(of_columns)), type(placement)
         rows = np.array([shard.num_rows for shard in of_columns])
         options.append(_option(workload, topology, kind, split, group, storage, rows))
-        # The columns of a row are moved together.
+        # The columns of a row are moved together, so only the first slice bears the cache's costs.
         storage = dataclasses.replace(storage, perf=Perf(), stored_bytes=0.0)
     return tuple(options)
 
@@ -312,10 +305,10 @@ def _option(
 
 @dataclasses.dataclass(frozen=True)
 class Considered:
-    """Ways to place a table.
+    """The ways to place a table.
 
     Attributes:
-        ways: The ways that are considered, such as ``"column_wise in 2 parts by pooled"``.
+        ways: Ways that are considered, such as ``"column_wise in 2 parts by pooled"``.
         left_out: Sharding types that are left out, all or in part, with the reason.
 
     Example:
@@ -329,7 +322,7 @@ class Considered:
 
     @classmethod
     def of(cls, options: Sequence[ShardingOption], reasons: Sequence[str]) -> Considered:
-        """Return what the options of a table consider, each way once."""
+        """Return the options of a table in words, each way once."""
         ways = dict.fromkeys(map(_way, options))
         return cls(tuple(ways), tuple(dict.fromkeys(reasons)))
 

@@ -1,4 +1,4 @@
-"""Partitioners: from an option for every table to sites for its parts; and a local search."""
+"""Partitioners place an option of every table on sites; `improve` is a local search."""
 
 from __future__ import annotations
 
@@ -14,27 +14,24 @@ from jaxrec.plan.quantities import Load
 
 Partitioner: TypeAlias = Callable[[Problem, Sequence[int]], Solution]
 
-# Weights of memory that `balance_memory` tries, and the slowdown that it accepts.
+# Number of weights of memory that `balance_memory` tries, and the slowdown that it accepts.
 _MAX_TRIALS, _TOLERANCE = 8, 0.02
 
 
 def place_fastest(problem: Problem, proposal: Sequence[int]) -> Solution:
     """Place the largest parts first, each on the site where it slows the step down least.
 
-    Parts with a single possible site go first, then parts that go to hosts, then parts that go to
-    devices. Longest processing time first is Graham 1969, "Bounds on multiprocessing timing
-    anomalies".
+    Longest processing time first is Graham 1969, "Bounds on multiprocessing timing anomalies".
     """
     return _place(problem, proposal, memory_weight=0.0)
 
 
 def balance_memory(problem: Problem, proposal: Sequence[int]) -> Solution:
-    """Place parts with the least memory that makes a step at most 2 % slower than `place_fastest`.
-
-    Bisects between weighing time alone and memory alone.
-    """
+    """Place parts in the least memory with a step at most 2 % slower than `place_fastest`."""
     best = place_fastest(problem, proposal)
     limit = best.seconds * (1 + _TOLERANCE) if best.fits else float("inf")
+    # Bisects between weighing time alone (0) and memory alone (1). The first trial is 1: if that is
+    # fast enough, no other weight takes less memory.
     low, high = 0.0, 1.0
     least = Totals.of(problem, dict(enumerate(best.choices))).bytes
     for _ in range(_MAX_TRIALS):
@@ -67,9 +64,9 @@ def _place(problem: Problem, proposal: Sequence[int], *, memory_weight: float) -
 def place_parts(
     totals: Totals, option: ShardingOption, byte_seconds: float = 0.0
 ) -> tuple[int, ...]:
-    """Add an option to the totals, in place, its parts where they slow the step down least.
+    """Add an option to the totals, each part where it slows the step least; return the sites.
 
-    Returns the site of each part. A byte of memory is worth ``byte_seconds``.
+    A byte of memory is worth ``byte_seconds``.
     """
     totals.add(option, ())
     if len(option.sites) == 1:
@@ -86,17 +83,22 @@ def place_parts(
         loads = totals.stacked[:, group][:, sites] + part
         after, before = loads.max(axis=2), totals.stacked[:, group].max(axis=1)
         growth = np.maximum(after - before[:, None], 0)
-        # Rows that fill positions of a round that is moved anyway take less.
+        # Rows that fill positions of a round that is moved anyway take less: their share of the
+        # round is already paid for.
         free = max(0.0, float(totals.round_capacity[group] - Load(*before).exchanged))
         filled = np.minimum(Load(*growth).exchanged, free)
         seconds = unit_seconds @ growth - problem.position_seconds[:, group].sum() * filled
         bytes = unit_bytes @ growth
+        # Memory comes first: a part that does not fit must not be hidden by seconds that it saves.
+        # Parts of one table need different sites.
         excess = np.maximum(totals.bytes + bytes - problem.capacity, 0)
         excess[chosen] = np.inf
         # Among sites that cost alike, the one that has least so far.
         order = np.lexsort(
             (
                 unit_bytes @ after,
+                # Rounded to a picosecond, so that sites that cost alike compare equal and the next
+                # key decides.
                 np.round(unit_seconds @ after, 12),
                 np.round(seconds + byte_seconds * bytes, 12),
                 excess,
@@ -110,6 +112,8 @@ def place_parts(
 
 def _order(problem: Problem, option: ShardingOption) -> tuple[int, float]:
     """Return a key that sorts fewest sites first, and then largest parts."""
+    # Parts with one possible site go anyway there, so the others must know of them; parts for hosts
+    # are harder to place than parts for devices.
     seconds = problem.unit_seconds[:, problem.groups[option.group]]
     return len(option.sites), -float(seconds @ option.load.stacked.max(axis=1))
 
@@ -125,12 +129,11 @@ def _byte_seconds(problem: Problem, options: Sequence[ShardingOption]) -> float:
 
 
 def improve(problem: Problem, solution: Solution, *, deadline: float) -> Solution:
-    """Return a solution that is no worse: tables placed anew one by one, and parts swapped.
-
-    Parts leave the slowest devices. It stops at a deadline by `time.monotonic`.
-    """
+    """Improve a solution until ``deadline``: place tables anew one by one, and swap parts."""
     choices = list(solution.choices)
     totals = Totals.of(problem, dict(enumerate(choices)))
+    # In a random order, so that early tables do not always win; with a fixed seed, so that equal
+    # problems get equal plans.
     random = np.random.default_rng(0)
     helped = True
     while helped and time.monotonic() < deadline:
@@ -140,6 +143,7 @@ def improve(problem: Problem, solution: Solution, *, deadline: float) -> Solutio
                 break
             helped |= _place_anew(totals, choices, int(table))
         helped |= _swap_parts(totals, choices, deadline)
+    # Summed up anew: the running totals carry the rounding of many additions and subtractions.
     improved = Solution.of(problem, choices)
     return improved if improved.better_than(solution) else solution
 
@@ -166,6 +170,8 @@ def _swap_parts(totals: Totals, choices: list[Choice], deadline: float) -> bool:
     members: dict[int, list[int]] = {}
     for table, choice in enumerate(choices):
         option = problem.options[table][choice.option]
+        # Parts of one device alone: those of hosts and of the whole mesh are few or have no other
+        # site.
         if len(option.sites) > 1 and len(option.sites[0]) == 1:
             members.setdefault(problem.groups[option.group], []).append(table)
     for group, tables in members.items():
@@ -181,6 +187,7 @@ def _swap_once(
 ) -> bool:
     """Make the first swap that helps; return whether there was one."""
     problem = totals.problem
+    # Only a part that leaves a slowest device can shorten the step, so no other pairs are tried.
     by_count = problem.unit_seconds[:, group, None] * totals.stacked[:, group]
     # The devices that take longest for one count of the load, and for all.
     slowest = {int(s.argmax()) for s in (*by_count, by_count.sum(axis=0)) if s.any()}
@@ -257,6 +264,8 @@ def _key(totals: Totals) -> tuple[float, float, float]:
 
 def _is_less(key: tuple[float, float, float], than: tuple[float, float, float]) -> bool:
     """Return whether a key is less by more than rounding."""
+    # Without the tolerance, rounding could make two solutions better than each other by turns, and
+    # the search would never end.
     for a, b in zip(key, than, strict=True):
         if abs(a - b) > 1e-9 * max(abs(a), abs(b)):
             return a < b

@@ -28,7 +28,7 @@ from jaxrec.plan.workload import TableWorkload
 
 
 class PlanMismatchError(ValueError):
-    """A plan is loaded in another context than its own; the message says what differs."""
+    """The plan was made for another context; the message names the differences."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Context:
     """The tables, devices and settings that a plan was made for.
 
     Attributes:
-        fields: The tables with their workloads, the devices, the batch size, the constraints and
-            the planner's settings, as JSON has them.
+        fields: Tables with their workloads, devices, batch size, constraints and the planner's
+            settings, in the types of JSON.
     """
 
     fields: Mapping[str, Any]
@@ -58,17 +58,19 @@ class Context:
             "constraints": {name: _plain(each) for name, each in sorted(constraints.items())},
             "settings": dict(settings),
         }
-        # As JSON will read it back: tuples become lists.
+        # Through JSON, so that tuples become lists as in a plan that is read back, and the two
+        # compare equal.
         return cls(json.loads(json.dumps(fields)))
 
     @property
     def hash(self) -> str:
         """SHA-256 of the fields."""
+        # Sorted and without spaces: one text, and so one hash, for equal fields.
         text = json.dumps(self.fields, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def differences(self, other: Context) -> list[str]:
-        """Return the differences of another context, such as ``batch_size: 512, now 1024``."""
+        """Return the differences of another context, such as ``["batch_size: 512, now 1024"]``."""
         return list(_differences("", self.fields, other.fields))
 
     def require_same(self, other: Context) -> None:
@@ -98,6 +100,7 @@ def _table(workload: TableWorkload) -> dict[str, Any]:
         "is_weighted": workload.is_weighted,
         "features": {
             feature.name: {
+                # Rounded, since sums of floats may differ in the last digit between machines.
                 "lookups": round(feature.lookups, 6),
                 "capacity": feature.capacity,
                 "bags": feature.bags,
@@ -109,7 +112,7 @@ def _table(workload: TableWorkload) -> dict[str, Any]:
 
 
 def _plain(constraint: ParameterConstraints) -> dict[str, Any]:
-    """Return the fields that differ from their defaults."""
+    """Return the fields that differ from their defaults; a new field changes no old hash."""
     default = ParameterConstraints()
     return {
         field.name: value.to_dict() if isinstance(value, Placement) else value
@@ -139,14 +142,14 @@ Model = TypeVar("Model", bound=nnx.Module)
 class ShardingPlan:
     """The placement of every table of a model.
 
-    A plan is made by hand with `from_dict`, or by `jaxrec.plan.Planner`. The planner's have an
+    Make a plan by hand with `from_dict`, or by `jaxrec.plan.Planner`. The planner's plans have an
     estimate, which ``print(plan)`` shows.
 
     Attributes:
         placements: Name and placement of each table.
         estimate: Expected memory and time; None if made by hand.
         context: Tables, devices and settings that the plan is for; None if made by hand.
-        caches: Name and cache of each table that is not kept on the devices whole.
+        caches: Name and cache of each table that has only some of its rows on the devices.
 
     Example:
         >>> from jaxrec.mesh import row_wise, table_wise
@@ -169,11 +172,11 @@ class ShardingPlan:
 
         Args:
             placements: Placement of each table.
-            caches: Cache of each table that is not kept on the devices whole.
+            caches: Cache of each table that has only some of its rows on the devices.
 
         Raises:
-            TypeError: If ``placements`` is not a mapping of names to placements, or ``caches`` not
-                one of names to caches.
+            TypeError: If ``placements`` does not map names to placements, or ``caches`` names to
+                caches.
             ValueError: If a table has a cache and no placement, or is placed data_parallel.
         """
         if not isinstance(placements, Mapping):
@@ -212,14 +215,15 @@ class ShardingPlan:
         return dict(self.placements)
 
     def maker(self, make_model: Callable[[], Model]) -> Callable[[], Model]:
-        """Return the function that makes a model with the plan's caches in its tables.
+        """Return a function that makes a model with the plan's caches in its tables.
 
         `jaxrec.shard` calls it, for plans with caches.
 
         Args:
             make_model: Makes the model. It may lack tables of the plan.
         """
-        # Only plans with caches need the layer above, so it is loaded when one is carried out.
+        # `jaxrec.plan` stands below `jaxrec.tier` and must not import it. Only plans with caches
+        # need it, so it is loaded by name when such a plan is carried out.
         tier = importlib.import_module("jaxrec.tier.model_tiers")
         caches = {name: (cache.rows, cache.store) for name, cache in self.caches}
         return functools.partial(tier.make_cached, make_model, caches)
@@ -240,15 +244,15 @@ class ShardingPlan:
 
     @classmethod
     def from_json(cls, text: str, made_for: Context | None = None) -> ShardingPlan:
-        """Make a plan from what `to_json` returned.
+        """Make a plan from the text of `to_json`.
 
         Args:
             text: The JSON.
             made_for: Context to check the plan against, from `Planner.context`; None: no check.
 
         Raises:
-            ValueError: If the text is not a plan, its context was changed by hand, or it says that
-                a table is not kept on the devices, and not which cache it has.
+            ValueError: If the text is not a plan, its context was changed by hand, or a table is
+                stored off the devices and its cache is missing.
             PlanMismatchError: If the plan is for another context.
 
         Example:
@@ -282,6 +286,8 @@ class ShardingPlan:
                 raise PlanMismatchError("the plan was made by hand, and does not say what for")
             context.require_same(made_for)
         cached = {name for name, _ in caches}
+        # Old plans name the storage in their estimate alone. Without this check such a table would
+        # be made whole on the devices, which it does not fit.
         for table in () if estimate is None else estimate.tables:
             if table.storage != "device" and table.name not in cached:
                 raise ValueError(
@@ -303,7 +309,7 @@ class ShardingPlan:
         return "\n".join(lines)
 
     def plot(self, path: str | os.PathLike) -> None:
-        """Draw the memory and time of devices, as bars stacked by table, into a picture file.
+        """Draw the memory and time of each device as bars stacked by table, into a picture file.
 
         Needs matplotlib: ``pip install 'jaxrec[plot]'``.
 
@@ -322,31 +328,28 @@ class ShardingPlan:
         draw(self.estimate, path)
 
 
-# Errors that all processes raise alike, the narrowest first.
+# Errors that all processes raise alike, the narrowest first: a PlanError is a ValueError.
 _ERRORS = (PlanError, ValueError)
 
 
 def with_least_memory(topology: Topology) -> Topology:
-    """Return a topology with the memory of the process that has the least.
-
-    Every process calls this. Arrays have equal parts on all devices.
-    """
+    """Return a topology with the least memory of any process; every process calls this."""
     if jax.process_count() == 1:
         return topology
     least = min(map(int, gather_texts(str(topology.memory))))
+    # Without ``device_memory``, whose minimum would otherwise replace the memory given here.
     return dataclasses.replace(topology, memory=least, device_memory=())
 
 
 def plan_once(
     search: Callable[[], ShardingPlan], tables: ModelTables, batch_size: int
 ) -> ShardingPlan:
-    """Return the plan that process 0 finds; every process calls this.
-
-    A search with a time limit may end elsewhere in each process, and sampled statistics and
-    calibrated devices differ. All raise what process 0 raises.
-    """
+    """Return the plan that process 0 finds, or raise its error; every process calls this."""
     if jax.process_count() == 1:
         return search()
+    # A search with a time limit may end elsewhere in each process, and sampled statistics and
+    # calibrated devices differ. So one process searches, once it is certain that all plan the same
+    # tables.
     facts = {
         f"table {table.name!r}": f"{table.num_embeddings} x {table.embedding_dim} {table.dtype}"
         for _, layout, _ in tables.collections

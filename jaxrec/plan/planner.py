@@ -1,4 +1,7 @@
-"""The planner: from a model and devices to a plan."""
+"""The planner: it makes a plan from a model and devices.
+
+`Planner._search` is where to begin: proposals, a bound, local search, and the whole program.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ class Planner:
         topology: The devices.
         constraints: Constraints by table.
         statistics: Result of `jaxrec.plan.sample_statistics` for some batches. Without them, a
-            sample has one id per feature, and every row is as hot as another.
+            sample has one id per feature, and all rows are equally hot.
         storages: Where rows may be kept: "device"; "host", in host memory; "store", in the row
             store that ``store`` names. Tables that are not kept on the devices have a cache there,
             and `jaxrec.shard` needs a function that makes the model. None: "device"; and where
@@ -60,7 +63,7 @@ class Planner:
         batches: Batches on a device at once: the step's, and those put there ahead of it.
         dense_bytes: Bytes of parameters other than tables; None: the model's.
         time_limit: Seconds that the search may take.
-        gap: Distance to the best possible plan at which the search ends, as a fraction of its time.
+        gap: The search ends with a plan whose time is within this fraction of the bound.
         proposers: Functions that propose options for tables; see `jaxrec.plan.proposers`.
         partitioners: Functions that place proposals; see `jaxrec.plan.partitioners`.
         is_exact: Whether to solve mixed-integer programs too, which give bounds.
@@ -120,8 +123,8 @@ class Planner:
     def plan(self, model: Model, *, batch_size: int) -> ShardingPlan:
         """Return the fastest plan found within the time limit, with a bound on all plans.
 
-        With several processes each calls this. Process 0 searches, with its own statistics and
-        topology, but the memory of the process that has the least, and all return its plan.
+        With several processes, every process calls this. Process 0 searches, with its own
+        statistics and topology and the least memory of any process; all processes return its plan.
 
         Args:
             model: The model, real or abstract (`nnx.eval_shape`); a function that makes the model,
@@ -143,8 +146,10 @@ class Planner:
         return plan_once(search, tables, batch_size)
 
     def _search_all(self, tables: ModelTables, is_function: bool, batch_size: int) -> ShardingPlan:
-        """Return the plan with its context, with rows in host memory where it takes that."""
+        """Return the plan with its context; rows may go to host memory if they do not fit."""
         planner = self
+        # The context is of the planner as the user made it, so that `Planner.context` gives the
+        # same one when the plan is loaded.
         context = self._context(self._workloads(tables, batch_size), batch_size)
         if self.storages is None and is_function and not self._fits(tables, batch_size, ()):
             planner = dataclasses.replace(self, storages=("device", "host"))
@@ -159,6 +164,9 @@ class Planner:
         if not solution.fits:
             raise PlanError(self._explain(tables, workloads, problem, solution, bound, batch_size))
         caches = chosen_caches(problem, solution)
+        # Tables that share features must have equal caches, which the program cannot say. So search
+        # freely, then again with the caches of those tables fixed; the second search finds them
+        # equal.
         if (alike := join_caches(workloads, caches, self.constraints)) is not None:
             return dataclasses.replace(self, constraints=alike)._plan(tables, batch_size)
         estimate = make_estimate(
@@ -297,7 +305,8 @@ class Planner:
     def _fixed_bytes(
         self, tables: ModelTables, workloads: Sequence[TableWorkload]
     ) -> dict[str, float]:
-        """Return the bytes of each device that do not depend on the plan."""
+        """Return the bytes of each device that do not depend on the plan, by kind."""
+        # By feature, not by table: tables that share a feature share its ids.
         features = {
             feature.name: feature.capacity * (8 if workload.is_weighted else 4) + 4 * feature.bags
             for workload in workloads
@@ -331,6 +340,7 @@ class Planner:
                     workload,
                     self.topology,
                     constraint,
+                    # `join_constraints` gave every table its storages, so these are never used.
                     storages=_DEVICE,
                     store=self.store,
                     precision=self.precision,
@@ -347,7 +357,7 @@ class Planner:
         )
 
     def _search(self, problem: Problem, start: float) -> tuple[Solution, float, str]:
-        """Return the best solution found, the bound on all, and what the search did."""
+        """Return the best solution found, the bound on all, and an account of the search."""
         if not problem.tables:
             solution = Solution.of(problem, ())
             return solution, solution.seconds, "every placement was decided"
@@ -359,10 +369,14 @@ class Planner:
         if best is None:
             raise ValueError("none of the proposers made a proposal for these tables")
         steps = [f"{proposals} proposals"]
+        # From cheap to expensive. The last two steps run only if the best plan is not yet within
+        # the gap of the bound: local search tries every option of every table, and the whole
+        # program has a variable for each part on each device.
         bound = 0.0
         if self.is_exact:
             share = _AVERAGED if is_small(problem) else _AVERAGED_ALONE
             limit = share * self.time_limit
+            # A bound that is itself a gap below its optimum would leave none for the plan.
             answer = solve_averaged(problem, time_limit=limit, gap=self.gap / 4)
             bound = answer.bound
             steps.append("averaged program" + ("" if answer.is_finished else " (cut short)"))
@@ -380,6 +394,7 @@ class Planner:
             best = answer.solution or best
             bound = max(bound, answer.bound)
             steps.append("whole program" + ("" if answer.is_finished else " (cut short)"))
+        # By the solver's tolerance a bound may exceed the optimum that it proves.
         bound = min(bound, best.seconds) if best.fits else bound
         return best, bound, ", ".join(steps)
 
@@ -427,6 +442,7 @@ class Planner:
             dataclasses.replace(w, table=dataclasses.replace(w.table, dtype="bfloat16"))
             if w.name in bfloat16
             else w
+            # `explain` tries numbers of devices that the batch size may not be a multiple of.
             for w in self._workloads(tables, -(-batch_size // devices) * devices)
         ]
         try:
@@ -451,7 +467,7 @@ class Planner:
         return best.fits or improve(problem, best, deadline=time.monotonic() + 1.0).fits
 
     def _proposed(self, problem: Problem, deadline: float) -> Iterator[Solution]:
-        """Place the proposals of all proposers by all partitioners, no proposal twice."""
+        """Place each new proposal of all proposers by all partitioners, until the deadline."""
         seen: set[tuple[int, ...]] = set()
         for propose in self.proposers:
             for proposal in propose(problem):
@@ -460,6 +476,7 @@ class Planner:
                 seen.add(proposal)
                 for partition in self.partitioners:
                     yield partition(problem, proposal)
+                # After the placements, so that even a deadline in the past gives one solution.
                 if time.monotonic() >= deadline:
                     return
 

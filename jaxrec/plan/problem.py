@@ -1,7 +1,7 @@
 """The problem that the search solves: an option and sites for each table.
 
-A step takes what every device does alike, and for each group of tables and each count of its
-`Load`, the time of the device that has most of it.
+A step takes the work that every device does alike and, for each group of tables and each count of
+its `Load`, the time of the device that has most of it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,16 @@ from jaxrec.plan.options import ShardingOption
 from jaxrec.plan.quantities import LOADS, Load
 from jaxrec.plan.topology import Topology
 
-# Counts that a faster device takes less time for.
+# Counts that a faster device does in less time. All other work is in messages, which have one size
+# on all devices and wait for the slowest.
 _BY_SPEED = ("gathered", "updated")
-# One of each count at a time.
+# One of each count at a time, to ask the costs for its price.
 _UNITS = Load(*np.eye(len(LOADS)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The option of one table and the sites of its parts.
-
-    Attributes:
-        option: Index of the option among the table's.
-        sites: Index of each part's site.
-    """
+    """The option of one table, and the site of each of its parts, as indices."""
 
     option: int
     sites: tuple[int, ...]
@@ -44,7 +40,7 @@ class Problem:
         topology: The devices.
         tables: Names of the tables.
         options: Options of each table.
-        decided: Options that every solution has, of tables whose placement is given.
+        decided: Options of tables with a given placement; every solution has them.
         capacity: Bytes of each device for tables and their lookups.
         host_capacity: Bytes of each host's memory for row stores.
         store_capacity: Bytes of each host's disks for row stores.
@@ -72,14 +68,14 @@ class Problem:
 
     @functools.cached_property
     def weights(self) -> np.ndarray:
-        """Time that each device takes over that of the slowest for a count, ``[6, devices]``."""
+        """Time of each device for a count, over the slowest device's time, ``[6, devices]``."""
         weights = np.ones((len(LOADS), self.topology.num_devices))
         weights[[LOADS.index(name) for name in _BY_SPEED]] /= self.topology.relative_speeds
         return weights
 
     @functools.cached_property
     def widths(self) -> np.ndarray:
-        """Number of slowest devices that do as much of a count as all devices do, ``[6]``."""
+        """Number of slowest devices that would do all devices' work on a count, ``[6]``."""
         return (1 / self.weights).sum(axis=1)
 
     @functools.cached_property
@@ -87,7 +83,8 @@ class Problem:
         """Seconds for one of each count of `Load` on the slowest device, ``[6, groups]``."""
         seconds = np.stack([costs.perf(_UNITS).total for costs in self.costs], axis=1)
         if (self.weights == 1).all():
-            # Where devices are alike, one count stands for both.
+            # "exchanged" and "gathered" are equal but for the devices' speeds. Where devices are
+            # alike, one count stands for both, and the program needs no variables for the other.
             exchanged, gathered = map(LOADS.index, ("exchanged", "gathered"))
             seconds[exchanged] += seconds[gathered]
             seconds[gathered] = 0
@@ -118,15 +115,13 @@ class Totals:
     """Sums over the tables of a solution, or of a part of one; changed by `add` and `remove`.
 
     Attributes:
-        problem: The problem.
-        stacked: The load by group and device, ``[6, groups, devices]``, each count times the
-            weight that it has on the device.
+        stacked: Load by group and device, ``[6, groups, devices]``, times `Problem.weights`.
         round_capacity: Positions in a round of the exchange, ``[groups]``.
         members: Number of options, ``[groups]``.
         home: Seconds on every device.
         kept: Bytes on every device.
         temporary: Bytes on every device while the group is exchanged, ``[groups]``.
-        stored: Bytes of row stores that each host keeps, by storage, "host" and "store".
+        stored: Bytes of row stores on each host, for "host" and "store".
     """
 
     problem: Problem
@@ -140,7 +135,7 @@ class Totals:
 
     @classmethod
     def of(cls, problem: Problem, choices: Mapping[int, Choice]) -> Totals:
-        """Return the totals of the tables with the given indices, and of those decided."""
+        """Return the totals of the decided tables and of those with the given indices."""
         groups, devices = len(problem.groups), problem.topology.num_devices
         totals = cls(
             problem,
@@ -193,6 +188,9 @@ class Totals:
 
     def _empty(self, slowest: Load) -> np.ndarray:
         demand, capacity = slowest.exchanged, self.round_capacity
+        # A message has its static size whether rows fill it or not. Where the demand fits one
+        # round, the rest of the round is empty; only the few groups that overflow ask their
+        # exchange.
         empty = np.maximum(capacity - demand, 0)[None].repeat(2, axis=0)
         for group in np.flatnonzero((self.members > 0) & (demand > capacity)):
             costs = self.problem.costs[group]
@@ -202,6 +200,9 @@ class Totals:
     @property
     def group_seconds(self) -> np.ndarray:
         """Seconds that each group adds to a step beyond `home`, ``[groups]``."""
+        # The maximum is taken for each count apart, since a collective stands between most of them:
+        # the device with most rows to gather and the one with most to update may differ, and all
+        # wait for both.
         problem, most = self.problem, self.stacked.max(axis=2)
         launch = problem.launch_seconds * (self.members > 0)
         empty = (problem.position_seconds * self._empty(Load(*most))).sum(axis=0)
@@ -222,17 +223,18 @@ class Totals:
     @property
     def bytes(self) -> float:
         """Bytes that each device needs."""
+        # A group's arrays have equal parts, so every device pays for the fullest one's rows.
         loaded = (self.problem.unit_bytes * self.stacked.max(axis=2)).sum()
         return float(self.kept + self.temporary.max(initial=0) + loaded)
 
     @property
     def excess(self) -> float:
-        """Bytes that the fullest device, or a host or its disks lack; 0 if everything fits."""
+        """Bytes that the fullest device, host or disk lacks; 0 if everything fits."""
         return max(0.0, *self.shortages.values())
 
     @property
     def shortages(self) -> dict[str, float]:
-        """Bytes that each kind of memory lacks; below 0 where some are free."""
+        """Bytes that each kind of memory lacks; negative where some is free."""
         problem = self.problem
         return {
             "device": self.bytes - problem.capacity,

@@ -1,33 +1,33 @@
-"""The search for a plan as a mixed-integer program: variables and constraints.
+"""The search for a plan as a mixed-integer linear program: variables and constraints.
 
-The problem is linear, with these variables: ``y`` in {0, 1} for each option of each table, ``x``
-in {0, 1} for each of its sites, ``z`` for whether a group is used, and ``E`` for the time of the
-slowest device of each group ``g`` for each count ``q`` of its load:
+Variables: ``y`` in {0, 1} for each option of each table, ``x`` in {0, 1} for each site of an
+option, ``z`` in [0, 1] for whether a group is used, and ``E_gq`` for the time that count ``q`` of
+the `Load` takes on the slowest device of group ``g``:
 
     minimize    sum home y + sum launch z + sum E + sum F
     subject to  sum_o y_to = 1                        each table has one option,
-                sum_s x_tos = parts y_to              whose parts are on as many sites,
+                sum_s x_tos = parts y_to              with each part on a site of its own,
                 E_gq >= sum load x                    on each device,
-                z_g >= y,
+                z_g >= sum_o y_to                     for each table t, over its options in g,
                 memory <= capacity                    as the sum of its own maxima.
 
-``F_g`` is the time of positions of the exchange that stay empty on the slowest device. Let ``A`` be
+``F_g`` is the time of the exchange's positions that stay empty on the slowest device. Let ``A`` be
 the sum of ``round_capacity y``, the positions of one round, and ``v_k`` in {0, 1} say whether rows
-overflow ``k`` times or more. Then
+overflow ``k`` times or more. In units of one position's time, with ``E_g0`` for rows exchanged,
 
     E_g0 <= A + sum_k a_k A v_k,    F_g >= A + sum_k b_k A v_k - E_g0,
 
-with ``a_k`` and ``b_k`` from `ExchangeCosts.overflow_steps` and `empty_positions`: each overflow of
+with ``a_k`` and ``b_k`` from `ExchangeCosts.overflow_steps` and `empty_positions`: an overflow of
 the exchange by rows adds a round, and the first overflow of the pooled exchange makes it large
-enough for any demand. ``A v_k`` is a variable between ``A - max A (1 - v_k)`` and the smaller of
-``A`` and ``max A v_k`` (McCormick 1976, "Computability of global solutions to factorable nonconvex
-programs").
+enough for any demand. The product ``A v_k`` is a variable between ``A - max A (1 - v_k)`` and the
+smaller of ``A`` and ``max A v_k`` (McCormick 1976, "Computability of global solutions to
+factorable nonconvex programs").
 
-Two constraints follow where ``y`` and ``x`` are whole numbers, but tighten the relaxation, in
-which the solver takes them to be fractions. The slowest device has no less than the average: of
-``n`` parts of a load ``l`` or more some device has ``n / D`` or more, rounded up, so
-``E_gq >= l ceil(n / D)``. And it has no less than the largest part: with the loads of parts
-``l_1 < l_2 < ...`` and ``w_i`` in [0, 1] for whether any is as large as ``l_i``,
+Two more constraints hold for every plan, and tighten the relaxation, in which ``y`` and ``x`` may
+be fractions. First, if ``n`` parts have a load of ``l`` or more, some device has ``n / D`` of them,
+rounded up: ``E_gq >= l ceil(n / D)``. Second, the slowest device has no less than the largest part:
+with the loads of parts ``l_1 < l_2 < ...`` and ``w_i`` in [0, 1] for whether any is as large as
+``l_i``,
 
     E_gq >= sum_i (l_i - l_(i-1)) w_i,    w_i >= sum of y_to with load >= l_i for each table t.
 
@@ -53,9 +53,10 @@ from jaxrec.plan.quantities import LOADS
 if TYPE_CHECKING:
     import highspy
 
-# Number of the largest loads of a part that bound a group's slowest device.
+# Each load gets a variable and a constraint in the program, so only the largest loads are used; the
+# bound stays valid with fewer. Loads in `_add_largest`:
 _MAX_LARGEST = 64
-# Number of the largest loads of a part that are counted.
+# Loads in `_add_counts`, fewer since each has an integer variable, on which the solver branches:
 _MAX_COUNTED = 8
 # HiGHS holds constraints to within 1e-6. The program leaves more of the memory than that unused.
 _MARGIN = 2e-6
@@ -65,14 +66,10 @@ Member: TypeAlias = tuple[ShardingOption, int, list[int]]
 
 
 class Program:
-    """The mixed-integer program of a problem.
+    """The mixed-integer program of a problem; times are over `scale`, bytes over the capacity.
 
-    Its unit of time is about a step, its unit of memory that of a device.
-
-    Args:
-        problem: The tables.
-        with_sites: Whether to choose sites. If not, a device's load is the average over all
-            devices, or that of the largest part.
+    Without ``with_sites``, a device's load is the average over all devices, or that of the largest
+    part.
     """
 
     def __init__(self, problem: Problem, *, with_sites: bool):
@@ -86,6 +83,8 @@ class Program:
         self.low: list[float] = []
         self.high: list[float] = []
         self.decided = Totals.of(problem, {})
+        # HiGHS's tolerances are absolute (1e-6), so that times of microseconds and memory of 1e11
+        # bytes must be brought close to 1.
         self.scale = self._scale()
         self.capacity = problem.capacity if problem.capacity > 0 else 1.0
         self._add_choices()
@@ -123,7 +122,7 @@ class Program:
         self.high.append(high)
 
     def _add_choices(self) -> None:
-        """Add a variable for each option, and for each of its sites."""
+        """Add a variable for each option, and one for each of its sites if it has several."""
         self.y: list[list[int]] = []
         self.x: list[list[list[int]]] = []
         for options in self.problem.options:
@@ -136,6 +135,7 @@ class Program:
             self.constraint([(y, 1.0) for y in self.y[-1]], low=1, high=1)
             self.x.append([])
             for option, y in zip(options, self.y[-1], strict=True):
+                # With one site there is nothing to choose: ``y`` stands for ``x``.
                 sites: list[int] = []
                 if self.with_sites and len(option.sites) > 1:
                     sites = [self.variable(upper=1, is_integer=True) for _ in option.sites]
@@ -145,7 +145,7 @@ class Program:
                 self.x[-1].append(sites)
 
     def _members(self) -> dict[int, list[list[Member]]]:
-        """Return each group's members, table by table."""
+        """Return the members of each group, in one list per table."""
         members: dict[int, list[list[Member]]] = {}
         for options, ys, xs in zip(self.problem.options, self.y, self.x, strict=True):
             of_table: dict[int, list[Member]] = {}
@@ -158,7 +158,7 @@ class Program:
         return members
 
     def _add_groups(self) -> None:
-        """Add each group's slowest device, by each count of its load."""
+        """Add the time of each group's slowest device, for each count of its load."""
         problem = self.problem
         # Variables that stand for memory, with the fraction of the capacity that one takes.
         self.loaded: list[tuple[int, float]] = []
@@ -166,12 +166,17 @@ class Program:
             launch = problem.launch_seconds[group] / self.scale
             # A group with a decided table is launched in any case; see `_constant`.
             if launch and not self.decided.members[group]:
+                # Not an integer variable: at whole ``y`` the solver gives it 0 or 1 anyway, since a
+                # launch costs time.
                 used = self.variable(launch, upper=1)
                 for table in tables:
                     self.constraint([(used, 1.0), *((y, -1.0) for _, y, _ in table)], low=0)
             for count, name in enumerate(LOADS):
                 seconds = problem.unit_seconds[count, group] / self.scale
                 bytes = problem.unit_bytes[count, group] / self.capacity
+                # `most` is in seconds where the count takes time, else in bytes. One variable
+                # serves for both, since the device that has most of a count needs most time and
+                # most memory for it.
                 if not (unit := seconds or bytes):
                     continue
                 most = self.variable(1.0 if seconds else 0.0)
@@ -192,6 +197,8 @@ class Program:
         position = float(self.problem.position_seconds[:, group].sum()) / self.scale
         if not position:
             return
+        # `most` counts all of the time of rows exchanged; times ``position / unit``, only that of
+        # their positions in messages.
         # All in seconds of positions: those of one round, and the empty ones of all rounds.
         decided = position * float(self.decided.round_capacity[group])
         round_, empty = self.variable(), self.variable(1.0)
@@ -208,6 +215,7 @@ class Program:
             self.constraint([(more, 1.0), (round_, -1.0)], high=0)
             self.constraint([(more, 1.0), (overflows, -largest)], high=0)
             self.constraint([(more, 1.0), (round_, -1.0), (overflows, -largest)], low=-largest)
+            # An exchange that overflows k times also overflows k - 1 times.
             if before:
                 self.constraint([*before, (overflows, -1.0)], low=0)
             before = [(overflows, 1.0)]
@@ -220,10 +228,10 @@ class Program:
     def _overflows(
         self, group: int, tables: Sequence[Sequence[Member]]
     ) -> list[tuple[float, float]]:
-        """Return ``a_k`` and ``b_k``, in rounds, of each step of a group's overflow.
+        """Return ``a_k`` and ``b_k``, in rounds, of each overflow of a group.
 
-        They are how much more demand fits then, and how many more positions are moved: those of
-        forward and backward weighed by what they cost.
+        ``a_k`` is how much more demand then fits, ``b_k`` how many more positions are moved, with
+        forward and backward weighed by their cost.
         """
         problem, decided, exchanged = self.problem, self.decided, LOADS.index("exchanged")
         demands = [
@@ -253,12 +261,16 @@ class Program:
         unit: float,
         decided: np.ndarray,
     ) -> None:
-        """Constrain ``most`` to be no less than any device's load, and than the average."""
+        """Constrain ``most`` to be at least every device's load, and at least the average."""
         weights, width = self.problem.weights[count], self.problem.widths[count]
         members = [member for table in tables for member in table]
+        # This holds for every plan. It is the only bound on a sum of small parts when there are no
+        # sites; with them, it spares the solver finding the average from one constraint per device.
         average = [
             (y, -unit * o.parts * float(o.load.stacked[count].sum()) / width) for o, y, _ in members
         ]
+        # Loads of decided tables carry the weights of their devices; the average is of plain counts
+        # over devices counted as slowest ones.
         self.constraint([(most, 1.0), *average], low=float((decided / weights).sum() / width))
         self._add_largest(most, tables, count, unit)
         if not self.with_sites:
@@ -280,7 +292,8 @@ class Program:
     def _add_largest(
         self, most: int, tables: Sequence[Sequence[Member]], count: int, unit: float
     ) -> None:
-        """Constrain ``most`` to be no less than the largest part's load, on the fastest device."""
+        """Constrain ``most`` to be at least the largest part's load, on the fastest device."""
+        # The part may go to the fastest device, so only that device's time is certain.
         unit *= float(self.problem.weights[count].min())
         loads = [
             [unit * float(o.load.stacked[count].max()) for o, _, _ in table] for table in tables
@@ -294,6 +307,8 @@ class Program:
         steps = np.diff(levels, prepend=0.0)
         self.constraint([(most, 1.0), *zip(reached.values(), -steps, strict=True)], low=0)
         for table, parts in zip(tables, loads, strict=True):
+            # Levels between a table's own loads need no constraint: a larger level that is reached
+            # raises all smaller ones.
             for level in reached.keys() & set(parts):
                 as_large = [
                     (y, -1.0) for (_, y, _), part in zip(table, parts, strict=True) if part >= level
@@ -315,13 +330,17 @@ class Program:
                 (y, -o.parts * np.count_nonzero(o.load.stacked[count] >= load) / num_devices)
                 for o, y in members
             ]
+            # An integer of n / D or more is the ceiling, which no linear constraint could say.
             number = self.variable(is_integer=True)
             self.constraint([(number, 1.0), *parts], low=0)
             self.constraint([(most, 1.0), (number, -unit * load)], low=0)
 
     def _add_memory(self) -> None:
+        """Add the memory of a device: what is kept, the largest group's exchange, and the loads."""
         problem, decided, capacity = self.problem, self.decided, self.capacity
         temporary, members = self.variable(), self._members()
+        # Groups are exchanged one after the other, so their buffers are never there together: the
+        # largest counts, and all that is kept adds up.
         self.constraint([(temporary, 1.0)], low=float(decided.temporary.max(initial=0)) / capacity)
         kept: list[tuple[int, float]] = []
         for group, tables in members.items():
@@ -334,6 +353,8 @@ class Program:
         bytes = (problem.unit_bytes * decided.stacked.max(axis=2)).sum(axis=0)
         alone = sum(bytes[group] for group in range(len(bytes)) if group not in members)
         free = float(problem.capacity - decided.kept - alone) / capacity
+        # The margin is for HiGHS's tolerance. A plan that exceeds the capacity by rounding would be
+        # refused by `Totals`, which counts exactly.
         self.constraint([(temporary, 1.0), *kept, *self.loaded], high=free - _MARGIN)
         self._add_stored()
 
@@ -354,21 +375,17 @@ class Program:
             if members and free > 0:
                 terms = [(y, bytes / free) for y, bytes in members]
                 self.constraint(terms, high=1 - _MARGIN)
+            # Decided tables fill the storage already, and the division above has no meaning.
             for y, _ in members if free <= 0 else ():
                 self.constraint([(y, 1.0)], high=0)
 
     def solve(
         self, time_limit: float, gap: float, start: Solution | None = None
     ) -> tuple[np.ndarray | None, float, bool]:
-        """Solve the program, by HiGHS.
-
-        Args:
-            time_limit: Seconds to take.
-            gap: Distance to the bound at which to stop, as a fraction.
-            start: A solution to start from.
+        """Solve the program by HiGHS, to within ``gap`` of the bound as a fraction.
 
         Returns:
-            Values of the variables, or None if none were found; the bound in seconds; and whether
+            Values of the variables, or None without a solution; the bound in seconds; and whether
             the search ran to its end.
         """
         # Imported here, so that everything else runs without HiGHS.
@@ -397,6 +414,7 @@ class Program:
             highspy.HighsModelStatus.kUnboundedOrInfeasible,
         ):
             return None, math.inf, True
+        # A search that is cut short before its first relaxation has no bound but 0.
         bound = info.mip_dual_bound if math.isfinite(info.mip_dual_bound) else 0.0
         values = None
         if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
@@ -411,6 +429,7 @@ class Program:
         model.num_col_, model.num_row_ = len(self.costs), len(self.low)
         model.col_cost_ = np.array(self.costs)
         model.col_lower_, model.col_upper_ = np.zeros(len(self.costs)), np.array(self.upper)
+        # No bound below 0 anywhere: the variables are counts, times and bytes.
         model.row_lower_, model.row_upper_ = np.array(self.low), np.array(self.high)
         model.offset_ = self._constant() / self.scale
         rows, columns, factors = zip(*self.entries, strict=True)
@@ -424,7 +443,7 @@ class Program:
         return model
 
     def _values(self, solution: Solution) -> tuple[np.ndarray, np.ndarray]:
-        """Return the variables of options and sites with their values; others follow from them."""
+        """Return options and sites with their values; HiGHS completes the other variables."""
         values: dict[int, float] = {}
         for choice, ys, xs in zip(solution.choices, self.y, self.x, strict=True):
             for option, (y, sites) in enumerate(zip(ys, xs, strict=True)):
@@ -448,13 +467,15 @@ class Program:
         return seconds
 
     def proposal(self, values: np.ndarray | None) -> tuple[int, ...] | None:
-        """Return the index of each table's option."""
+        """Return the index of each table's option; None without values."""
         if values is None:
             return None
+        # HiGHS's integers are within 1e-6 of whole numbers, so take the largest, not those equal to
+        # 1.
         return tuple(int(np.argmax(values[ys])) for ys in self.y)
 
     def solution(self, values: np.ndarray | None) -> Solution | None:
-        """Return the solution with sites."""
+        """Return the solution with sites; None without values."""
         chosen = self.proposal(values)
         if values is None or chosen is None:
             return None

@@ -1,7 +1,8 @@
 """Proposers: candidates for the option of every table, for the partitioners to place.
 
 A proposer is a function from a problem to proposals, each the index of an option for every table.
-These are TorchRec's, for our options. The averaged program (`jaxrec.plan.solver`) proposes as well.
+They are TorchRec's, for our options, and `propose_larger_caches`. The averaged program
+(`jaxrec.plan.solver`) proposes as well.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from jaxrec.plan.quantities import Load
 Proposal: TypeAlias = tuple[int, ...]
 Proposer: TypeAlias = Callable[[Problem], Iterator[Proposal]]
 
+# Combinations that `propose_grid` tries, and bins of memory for dynamic programming: a bin is 1 %
+# of a device, until the arrays of thousands of tables become large.
 _MAX_GRID, _BINS_PER_DEVICE, _MAX_BINS = 1000, 100, 4000
 
 
@@ -52,21 +55,14 @@ def propose_greedily(
     rate: Callable[[Problem, ShardingOption], float] = rate_spread,
     most: int = 100,
 ) -> Iterator[Proposal]:
-    """Propose each table's fastest option, and then smaller ones step by step.
-
-    Each step gives the table that takes most memory its next fastest option that takes less.
-
-    Args:
-        problem: The tables.
-        rate: Seconds of an option.
-        most: Number of proposals.
-    """
+    """Propose each table's fastest option by ``rate``, then smaller ones: ``most`` proposals."""
     ordered = [_by_rate(problem, options, rate) for options in problem.options]
     sizes = [[total_bytes(problem, o) for o in options] for options in problem.options]
     at = [0] * len(ordered)
     for _ in range(most):
         proposal = tuple(order[i] for order, i in zip(ordered, at, strict=True))
         yield proposal
+        # Each step gives the table that takes most memory its next fastest option that takes less.
         smaller = {}
         for table, order in enumerate(ordered):
             now = sizes[table][order[at[table]]]
@@ -80,15 +76,11 @@ def propose_greedily(
 
 
 def propose_greedily_alone(problem: Problem) -> Iterator[Proposal]:
-    """Run `propose_greedily` with `rate_alone`."""
     return propose_greedily(problem, rate_alone)
 
 
 def propose_uniformly(problem: Problem) -> Iterator[Proposal]:
-    """Propose one sharding type and exchange for all tables that can have it.
-
-    Other tables have their fastest option.
-    """
+    """Propose one sharding type and exchange for all tables that can have it."""
     kinds = dict.fromkeys(
         (o.sharding_type, o.exchange) for options in problem.options for o in options
     )
@@ -97,6 +89,7 @@ def propose_uniformly(problem: Problem) -> Iterator[Proposal]:
         for options in problem.options:
             order = _by_rate(problem, options, rate_spread)
             same = (i for i in order if (options[i].sharding_type, options[i].exchange) == kind)
+            # Tables that cannot have it get their fastest option.
             proposal.append(next(same, order[0]))
         yield tuple(proposal)
 
@@ -131,6 +124,8 @@ def propose_by_dynamic_programming(problem: Problem) -> Iterator[Proposal]:
             after[faster], which[faster] = seconds[faster], index
         best = after
         choices.append(which)
+    # Memory of all devices together can be filled better than devices one by one, and padding is
+    # not counted. So proposals for less memory come too, and the partitioners find which fit.
     for amount in np.unique(np.linspace(bins // 10, bins, 10).astype(int))[::-1]:
         if not np.isfinite(best[amount]):
             continue
@@ -143,10 +138,8 @@ def propose_by_dynamic_programming(problem: Problem) -> Iterator[Proposal]:
 
 
 def propose_larger_caches(problem: Problem) -> Iterator[Proposal]:
-    """Propose the smallest caches, and then larger ones where a byte saves most time.
-
-    Proposes nothing if all rows are kept on devices.
-    """
+    """Propose the smallest caches, then larger ones where a byte saves most time."""
+    # Without caches the other proposers cover everything.
     if not any(o.cache is not None for options in problem.options for o in options):
         return
     budget = problem.capacity * problem.topology.num_devices
@@ -161,6 +154,8 @@ def propose_larger_caches(problem: Problem) -> Iterator[Proposal]:
     )
     steps = 0
     while True:
+        # Placing a proposal costs more than a step here, so one in as many steps as tables is
+        # proposed.
         if steps % max(1, len(proposal)) == 0:
             yield tuple(proposal)
         best = None

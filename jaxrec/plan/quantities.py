@@ -15,13 +15,13 @@ class Load:
     """Counts of what devices do and store for tables in one step; arrays of one shape.
 
     Attributes:
-        exchanged: Rows that a device reads for all devices. With the exchange by rows, each device
-            asks for a row once; with the others, for each lookup. Each is a position in a message.
-        gathered: The same rows, as they are gathered from the device's memory.
-        updated: Rows that it updates.
-        ids: Positions for the ids of all devices, whose bags it pools, padding included.
-        bags: Bags of all devices that it pools.
-        held: Rows that it stores. They take memory; all other counts take time.
+        exchanged: Rows that a device reads for all devices, each a position in a message. With the
+            exchange by rows each device requests a row once, with the others once per lookup.
+        gathered: The same rows, as gathered from the device's memory.
+        updated: Rows that the device updates.
+        ids: Positions for the ids of all devices whose bags this device pools, with padding.
+        bags: Bags of all devices that this device pools.
+        held: Rows that the device stores. They take memory; all other counts take time.
     """
 
     exchanged: np.ndarray
@@ -40,6 +40,8 @@ class Load:
     def unstack(cls, stacked: np.ndarray) -> Load:
         """Return the load whose counts are views of one array, ``[6, ...]``."""
         load = cls(*stacked)
+        # Fills the cached property, so that `stacked` is this array and no copy: writes to a count,
+        # as in `ExchangeCosts.load`, show in it.
         load.__dict__["stacked"] = stacked
         return load
 
@@ -59,7 +61,8 @@ Seconds: TypeAlias = float | np.ndarray
 class Perf:
     """Seconds of work on tables in one step, by phase; numbers, or arrays of one shape.
 
-    TorchRec's `Perf`. "Compute" is a device's own work, "exchange" a collective.
+    TorchRec's `Perf`. "Compute" is a device's own work, "exchange" a collective, "prefetch" the
+    work of caches.
     """
 
     forward_compute: Seconds = 0.0
@@ -87,7 +90,7 @@ class Perf:
         return Perf(**{name: getattr(self, name) * count for name in _FIELDS})
 
     def scale(self, forward: Seconds, backward: Seconds) -> Perf:
-        """Multiply the forward and the backward pass by a count each; there is no prefetch."""
+        """Multiply the forward and the backward pass by a count each, without prefetch."""
         return Perf(
             forward * self.forward_compute,
             forward * self.forward_exchange,
@@ -100,17 +103,18 @@ class Perf:
         return {phase: getattr(self, name) for phase, name in zip(PHASES, _FIELDS, strict=True)}
 
     def to_dict(self) -> dict[str, float]:
-        """Return `by_phase` as JSON has it; each phase is one number."""
+        """Return `by_phase` as plain numbers for JSON; each phase must be one number."""
         return {phase: np.asarray(seconds).item() for phase, seconds in self.by_phase().items()}
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Perf))
+# Names of the phases in reports and files: "forward compute", "forward exchange", ...
 PHASES = tuple(name.replace("_", " ") for name in _FIELDS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """Seconds of an operation, ``call + item * items + byte * bytes``.
+    """Seconds of an operation, ``call * calls + item * items + byte * bytes``.
 
     Attributes:
         call: Seconds to start it.
@@ -136,7 +140,7 @@ class Rate:
                 raise ValueError(f"a rate's {field} is seconds, 0 or more, got {value!r}")
 
     def seconds(self, *, calls: float = 1, items: float = 0, bytes: float = 0) -> float:
-        """Return the seconds of ``calls`` on ``items`` and ``bytes`` in all."""
+        """Return the seconds of ``calls`` calls on ``items`` items and ``bytes`` bytes in all."""
         return self.call * calls + self.item * items + self.byte * bytes
 
 

@@ -16,7 +16,7 @@ from jaxrec.plan.quantities import PHASES
 
 
 def format_bytes(bytes: float) -> str:
-    """Format bytes."""
+    """Format bytes in decimal units: 1.50 GB."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if bytes >= scale:
             digits = ".3g" if bytes >= 100 * scale else ".2f"
@@ -25,7 +25,7 @@ def format_bytes(bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format seconds."""
+    """Format seconds: 1.5 ms."""
     if seconds == 0:
         return "0"
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
@@ -58,9 +58,7 @@ _ALWAYS_SHOWN = ("forward compute", "forward exchange", "backward compute", "bac
 def render(estimate: Estimate, *, color: bool | None = None) -> str:
     """Return the report that ``print(plan)`` shows.
 
-    Args:
-        estimate: The plan's estimate.
-        color: Whether to colour the report, which needs rich; None: on a terminal with rich.
+    ``color`` needs rich; None: on a terminal with rich.
     """
     sections = [
         _summary(estimate),
@@ -147,6 +145,7 @@ def _devices(estimate: Estimate) -> tuple[list[str], list[list[str]]]:
 def _tables(estimate: Estimate) -> tuple[list[str], list[list[str]]]:
     header = ["table", "rows x dim", "type", "storage", "devices", "bytes"]
     header += ["ids/device", "distinct", *_headers(estimate), "cost"]
+    # The tables that cost most come first, since a long report is cut off.
     ordered = sorted(estimate.tables, key=lambda table: -sum(table.seconds.values()))
     rows = []
     for table in ordered[:_MAX_TABLES]:
@@ -223,7 +222,7 @@ _LEFT = ("shards", "type", "storage", "devices", "group")
 
 
 def _colored(text: str) -> str:
-    """Colour headings, sharding types, times and sizes; without rich, return the text as it is."""
+    """Color headings, sharding types, times and sizes; without rich, return the text as it is."""
     try:
         from rich.console import Console
         from rich.text import Text
@@ -238,6 +237,8 @@ def _colored(text: str) -> str:
     colored.highlight_regex(rf"\b({kinds})(/pooled)?\b", "magenta")
     colored.highlight_regex(r"\b[\d.,]+ (s|ms|us)\b", "green")
     colored.highlight_regex(r"\b[\d.,]+ (TB|GB|MB|kB|bytes)\b", "yellow")
+    # Wider than any line and without rich's own highlights: only colours are added, so that the
+    # text can be cut out of a terminal.
     console = Console(force_terminal=True, width=10_000, highlight=False)
     with console.capture() as capture:
         console.print(colored, soft_wrap=True, end="")
@@ -269,6 +270,7 @@ def draw(estimate: Estimate, path: str | os.PathLike) -> None:
     """Write the picture; see `ShardingPlan.plot`."""
     figure_class = require_matplotlib()
     devices = len(estimate.devices)
+    # Not through pyplot, which keeps figures and picks a window system.
     figure = figure_class(figsize=(min(24, max(8, 4 + 0.3 * devices)), 8), layout="constrained")
     memory, time = figure.subplots(2, 1, sharex=True)
     looks = _looks(estimate)
@@ -375,7 +377,7 @@ def _working_bytes(device: DeviceEstimate) -> float:
 
 
 def _unassigned(estimate: Estimate, device: DeviceEstimate) -> float:
-    """Return a device's seconds of no single table: launches and empty positions."""
+    """Return a device's seconds that belong to no table: launches and empty positions."""
     own = 0.0
     for table in estimate.tables:
         if device.device in table.devices:

@@ -13,9 +13,10 @@ from jaxrec.plan.report import format_bytes
 from jaxrec.plan.topology import Topology
 from jaxrec.plan.workload import TableWorkload
 
-# Number of tables that a message names; of more, it gives their number.
+# Number of tables that a message names; with more, it gives only their number.
 _MAX_NAMED = 3
 _MAX_HOSTS = 64
+# Fields of constraints that can make a plan impossible, in the order in which they are dropped.
 _RELAXED = (
     "placement",
     "sharding_types",
@@ -33,7 +34,7 @@ _LACKING = {
 
 
 class PlanError(ValueError):
-    """No plan fits the devices; the message says how much is missing and what would help."""
+    """No plan fits the devices; the message gives the missing bytes and changes that would help."""
 
 
 @runtime_checkable
@@ -51,17 +52,10 @@ class Fits(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Shortage:
-    """Memory that the best plan lacks.
+    """Memory that the best plan lacks: ``missing`` bytes of "device", "host" or "store".
 
-    Attributes:
-        missing: Bytes that the best plan lacks.
-        where: The memory that lacks them: "device", "host" or "store".
-        is_proven: Whether it is proven that no plan fits.
-        capacity: Bytes of a device for tables and their lookups.
-        fixed: Bytes of a device that do not depend on the plan, by kind.
-        workloads: The tables.
-        topology: The devices.
-        constraints: Constraints by table.
+    ``is_proven`` if no plan fits at all. ``capacity`` bytes of a device are for tables and their
+    lookups; ``fixed`` has the bytes of a device that do not depend on the plan, by kind.
     """
 
     missing: float
@@ -75,13 +69,7 @@ class Shortage:
 
 
 def explain(shortage: Shortage, fits: Fits, *, deadline: float) -> str:
-    """Return the message of a `PlanError`.
-
-    Args:
-        shortage: The tables and the devices that they do not fit.
-        fits: Test of whether a change helps; called a few dozen times at most.
-        deadline: Time to stop trying changes, by `time.monotonic`.
-    """
+    """Return the message of a `PlanError`; try changes by ``fits`` until ``deadline``."""
     largest = sorted(shortage.workloads, key=lambda workload: -workload.table_bytes)[:_MAX_NAMED]
     total = sum(workload.table_bytes for workload in shortage.workloads)
     topology = shortage.topology
@@ -113,7 +101,7 @@ def explain(shortage: Shortage, fits: Fits, *, deadline: float) -> str:
 
 
 def _binding(shortage: Shortage, fits: Fits, deadline: float) -> Iterator[str]:
-    """Name the constraints without which a plan fits, each of as few tables as possible."""
+    """Name the constraints without which a plan fits, each for as few tables as possible."""
     default = ParameterConstraints()
     for field in _RELAXED:
         bound = [
@@ -125,6 +113,8 @@ def _binding(shortage: Shortage, fits: Fits, deadline: float) -> Iterator[str]:
         if not bound or time.monotonic() >= deadline:
             continue
 
+        # The loop's variables are defaults, which bind now: a closure would see those of the last
+        # turn.
         def without(names: Sequence[str], field: str = field) -> dict[str, ParameterConstraints]:
             value = getattr(default, field)
             relaxed = dict(shortage.constraints)
@@ -142,6 +132,7 @@ def _binding(shortage: Shortage, fits: Fits, deadline: float) -> Iterator[str]:
 
 def _changes(shortage: Shortage, fits: Fits, deadline: float) -> Iterator[str]:
     """Name the smallest changes with which a plan fits."""
+    # As if all devices were the smallest: changes of memory and number are then single numbers.
     topology = shortage.topology.slowest
     if (more := _more_devices(topology, fits, deadline)) is not None:
         yield f"{_devices(more)}"
@@ -151,6 +142,7 @@ def _changes(shortage: Shortage, fits: Fits, deadline: float) -> Iterator[str]:
     if field := fields.get(shortage.where):
         # The reserve takes a fraction of the added memory, too.
         used = 1 - shortage.fixed.get("reserve", 0.0) / topology.memory
+        # A thousandth more than is missing, for the rounding of bytes, and then whole GB.
         larger = math.ceil((getattr(topology, field) + 1.001 * shortage.missing / used) / 1e9)
         if fits(topology=dataclasses.replace(topology, **{field: larger * 10**9})):
             yield f"{shortage.where}s of {larger} GB"
@@ -170,6 +162,8 @@ def _changes(shortage: Shortage, fits: Fits, deadline: float) -> Iterator[str]:
                 constraints[name] = dataclasses.replace(
                     constraints.get(name, ParameterConstraints()),
                     storages=("device", "host"),
+                    # A fixed placement takes one storage, and data_parallel has no caches; drop
+                    # both for the trial.
                     placement=None,
                     sharding_types=None,
                 )
@@ -216,9 +210,10 @@ def smallest_number(
 ) -> int | None:
     """Return the smallest number from ``start`` to ``most`` that is enough.
 
-    Doubles, then bisects: any larger number must be enough, too. Returns None if no number is
-    enough, or the deadline passes first.
+    Any larger number must be enough, too. None: no number is enough, or the deadline passes first.
     """
+    # Doubles, then bisects, since each test plans the whole model and small changes are the likely
+    # ones.
     low, high = start - 1, start
     while time.monotonic() < deadline and not enough(high):
         if high >= most:

@@ -1,10 +1,10 @@
 """The best plan and a bound on all plans, from the programs of `jaxrec.plan.program`.
 
 `solve_averaged` leaves sites out: each device has the average load, which is no more than the
-slowest device's. Its optimum is a bound on every plan. It is quickly found for thousands of tables,
-and it proposes options that `jaxrec.plan.partitioners` then places. `solve` is the whole program,
-for models that are small enough; its optimum is the best plan. Either gives a bound even if it is
-cut short.
+slowest device's. Its optimum bounds every plan. It takes seconds for thousands of tables, and
+proposes options that `jaxrec.plan.partitioners` then places. `solve` solves the whole program, for
+models that are small enough; its optimum is the best plan. Either gives a bound even if it is cut
+short.
 """
 
 from __future__ import annotations
@@ -22,13 +22,9 @@ MAX_VARIABLES, MAX_NONZEROS = 40_000, 400_000
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Result of a program.
+    """Result of a program: option of each table, its solution, and a bound on all plans.
 
-    Attributes:
-        proposal: Index of each table's option; None if there is no solution.
-        solution: The proposal with sites, of a whole program.
-        bound: Seconds below which no plan can be; infinite if no plan fits.
-        is_finished: Whether the search ran to its end.
+    ``solution`` is None from the averaged program, ``bound`` infinite if no plan fits.
     """
 
     proposal: tuple[int, ...] | None
@@ -38,31 +34,20 @@ class Answer:
 
 
 def solve_averaged(problem: Problem, *, time_limit: float, gap: float) -> Answer:
-    """Find the best options for the average load of all devices, and so a bound on every plan.
-
-    Args:
-        problem: The tables.
-        time_limit: Seconds to take.
-        gap: Distance to the bound at which to stop, as a fraction.
-    """
+    """Find the best options for the average load of all devices, and so a bound on every plan."""
     program = Program(problem, with_sites=False)
     values, bound, is_finished = program.solve(time_limit, gap)
     return Answer(program.proposal(values), None, bound, is_finished)
 
 
 def solve(problem: Problem, incumbent: Solution | None, *, time_limit: float, gap: float) -> Answer:
-    """Find the best plan.
-
-    Args:
-        problem: The tables.
-        incumbent: A plan to improve on; the search starts from it if it fits.
-        time_limit: Seconds to take.
-        gap: Distance to the bound at which to stop, as a fraction.
-    """
+    """Find the best plan, to within ``gap`` of the bound as a fraction."""
     program = Program(problem, with_sites=True)
+    # HiGHS can only start from a solution that fits.
     start = incumbent if incumbent is not None and incumbent.fits else None
     values, bound, is_finished = program.solve(time_limit, gap, start)
     solution = program.solution(values)
+    # A search that is cut short may return a plan that is worse than the one it began with.
     if incumbent is not None and (solution is None or not solution.better_than(incumbent)):
         solution = incumbent
     return Answer(program.proposal(values), solution, bound, is_finished)
@@ -71,6 +56,7 @@ def solve(problem: Problem, incumbent: Solution | None, *, time_limit: float, ga
 def is_small(problem: Problem) -> bool:
     """Return whether the whole program is small enough for `solve`."""
     variables = nonzeros = 0
+    # As `Program` would count them, without making it.
     is_counted = (problem.unit_seconds + problem.unit_bytes).any(axis=1)
     for options in problem.options:
         for option in options:

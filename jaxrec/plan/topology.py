@@ -1,4 +1,4 @@
-"""The topology of a machine: devices, hosts, memory and the rates of operations."""
+"""The devices and hosts to plan for: memory, links and the rates of operations."""
 
 from __future__ import annotations
 
@@ -19,51 +19,53 @@ from jaxrec.plan.quantities import Links, Rate
 
 _RATES = ("gather", "update", "sort", "copy", "assign", "host_moves", "store_moves")
 _SIZES = ("hosts", "devices_per_host", "memory", "host_memory", "disk", "granule")
-# Fields that only topologies have whose devices differ.
+# Fields that are set only where devices differ.
 _DIFFERENCES = ("device_memory", "device_speed")
-# Fields that files of topologies leave out where they are 0 or empty.
+# Left out of files where 0 or empty, so that files of older versions load, and plans that were made
+# for them keep their hash.
 _OPTIONAL = (*_DIFFERENCES, "packed_copies")
-# Rates of a device's own memory and arithmetic.
+# Rates that a device's speed divides: those of its own memory and arithmetic. Links and hosts have
+# their own.
 _DEVICE_RATES = ("gather", "update", "sort", "copy")
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices on hosts of one kind, all alike or of different memory and speed.
+    """Hosts of one kind with devices that are alike, or differ in memory and speed.
 
     Attributes:
         name: Name of the machine.
         hosts: Number of hosts.
-        devices_per_host: Number of devices on each, joined by fast links.
-        memory: Bytes of each device; where ``device_memory`` is given, of the one with the least.
+        devices_per_host: Number of devices on each host, joined by fast links.
+        memory: Bytes of each device; where ``device_memory`` is given, of the smallest device.
         host_memory: Bytes of each host.
         disk: Bytes of each host's local disks.
-        gather: Reads of random rows, written one after the other; an item is a row, bytes are the
-            rows' bytes.
-        update: Updates of rows and optimizer state in place; an item is a row, bytes are those of
+        gather: Reads of random rows, which are written one after the other. An item is a row, bytes
+            are the rows' bytes.
+        update: Updates of rows and optimizer state in place. An item is a row, bytes are those of
             the row and its state.
-        sort: Sorts of row numbers, with the runs of equal ones; an item is a row number.
+        sort: Sorts of row numbers, with the runs of equal ones. An item is a row number.
         copy: Copies within a device's memory.
         within: Collectives among the devices of one host.
-        between: Collectives among devices of different hosts, one of each.
-        assign: Assignments of cached rows to the ids of a batch, on the host; an item is an id.
-        host_moves: Moves of rows between the devices and the host's memory, and of as many rows
-            back; a call is one table in one step, an item is a row that comes and one that leaves,
-            bytes are those of the row and its optimizer state.
+        between: Collectives among devices of different hosts, one device of each host.
+        assign: Assignments of cached rows to the ids of a batch, on the host. An item is an id.
+        host_moves: Moves of rows from the host's memory to the devices, and of as many rows back. A
+            call is one table in one step, an item is a pair of rows, bytes are those of a row
+            and its optimizer state.
         store_moves: The same moves for a row store on disk.
         granule: Smallest read of memory in bytes; a narrower row takes as long.
         packed_copies: Copies of the lookups' gradients, in float32, that an update of packed rows
-            takes besides, where it is many kernels; 0: it is one, as for other rows.
+            adds where it consists of many kernels. 0: it is one kernel, as for other rows.
         device_memory: Bytes of each device, or of the devices of each host, where they differ;
-            empty: ``memory``. Arrays have equal parts on all devices, so that plans fit the device
-            with the least.
+            empty: ``memory``. Arrays have equal parts on all devices, so a plan must fit the
+            smallest device.
         device_speed: Speed of each device, or of the devices of each host, where they differ;
             empty: 1. A device of speed 2 gathers, updates, sorts and copies in half of the time
             that the rates say for an item or a byte.
 
     Raises:
-        ValueError: If a size or a speed is not positive, or there are not as many as devices or
-            hosts.
+        ValueError: If a size or a speed is not positive, or the number of values is neither that of
+            the devices nor that of the hosts.
 
     Example:
         >>> topology = Topology.named("h100", devices=16)
@@ -111,11 +113,13 @@ class Topology:
             is_number = isinstance(speed, int | float) and not isinstance(speed, bool)
             if not is_number or not 0 < speed < math.inf:
                 raise ValueError(f"topology: device_speed is numbers above 0, got {speed!r}")
+        # A group of tables is one array with equal parts on all devices. So the smallest device
+        # limits all of them, and more memory elsewhere can only be left free.
         if self.device_memory:
             object.__setattr__(self, "memory", min(self.device_memory))
 
     def _of_devices(self, field: str) -> tuple[Any, ...]:
-        """Return the values of a field for each device, given for devices or for hosts."""
+        """Return a field's values by device, where they are given by device or by host."""
         values = getattr(self, field)
         if isinstance(values, str) or not isinstance(values, Sequence):
             raise ValueError(f"topology: {field} is a sequence of numbers, got {values!r}")
@@ -139,9 +143,11 @@ class Topology:
 
     @property
     def slowest(self) -> Topology:
-        """As many devices that are all alike, with the least memory and the least speed."""
+        """The same number of devices, all alike, with the least memory and the least speed."""
         if not self.device_memory and not self.device_speed:
             return self
+        # Costs are computed once, for the slowest device; `Problem.weights` then says by how much
+        # the others are faster. The time of a call is the host's to launch a kernel, and stays.
         speed = min(self.device_speed, default=1)
         rates = {
             name: dataclasses.replace(rate, item=rate.item / speed, byte=rate.byte / speed)
@@ -182,11 +188,11 @@ class Topology:
 
         Args:
             mesh: The devices.
-            memory: Bytes of each device; None: as many as that of this process's devices reports
-                which has the fewest, since arrays have equal parts on all devices.
-            replica_axis: Axis of the mesh over which there are replicas of the sharded tables, as
-                for `jaxrec.shard`: the topology has the devices of one replica. Plan with the
-                samples of one.
+            memory: Bytes of each device. None: the least that any device of this process reports,
+                or the machine's published memory if none reports it.
+            replica_axis: Axis of the mesh over which the sharded tables are replicated, as for
+                `jaxrec.shard`: the topology has the devices of one replica. Plan with the batch of
+                one replica.
 
         Raises:
             ValueError: The mesh lacks the axis, or has no other.
@@ -220,9 +226,9 @@ class Topology:
     def joined(cls, parts: Sequence[Topology]) -> Topology:
         """Return one cluster of several, such as hosts of an older and of a newer machine.
 
-        The hosts are numbered part by part. Collectives, hosts and the time to start a kernel are
-        those of the slowest part. A part's speed is the time to gather a row of 256 bytes on the
-        slowest part, over that on its own.
+        The hosts are numbered part by part. Rates of links, hosts and kernel launches are those of
+        the slowest part. The speed of a part's devices is the time to gather a row of 256 bytes on
+        the slowest part, divided by the time on this part.
 
         Args:
             parts: The clusters.
@@ -252,6 +258,8 @@ class Topology:
                 **{kind: _slowest([getattr(each, kind) for each in links]) for kind in kinds}
             )
 
+        # One number has to stand for a device's gathers, updates, sorts and copies alike; a gather
+        # of 64 float32 columns is a usual row's.
         def gather_row(rate: Rate) -> float:
             return rate.seconds(calls=0, items=1, bytes=256)
 
@@ -286,8 +294,8 @@ class Topology:
                 they are fewer.
 
         Raises:
-            ValueError: If the devices do not fill whole hosts, or the topology says how its devices
-                differ, and they are others.
+            ValueError: If the devices do not fill whole hosts, or the topology gives the memory or
+                speed of each device and their number changes.
         """
         hosts, each = _hosts(devices, devices_per_host, self.devices_per_host)
         if (hosts, each) == (self.hosts, self.devices_per_host):
@@ -301,7 +309,7 @@ class Topology:
         return dataclasses.replace(self, hosts=hosts, devices_per_host=each)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the topology as JSON has it."""
+        """Return the topology as a dictionary for JSON."""
         fields = dataclasses.asdict(self)
         return {
             name: list(value) if name in _DIFFERENCES else value
@@ -311,7 +319,7 @@ class Topology:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Topology:
-        """Make a topology from what `to_dict` returned.
+        """Make a topology from the dictionary of `to_dict`.
 
         Raises:
             ValueError: If a field is missing, unknown or not a number.
@@ -368,7 +376,7 @@ def _hosts(devices: int, devices_per_host: int | None, usual: int) -> tuple[int,
 
 
 def _slowest(rates: Sequence[Rate]) -> Rate:
-    """Return the rate that takes the most of several, by call, by item and by byte."""
+    """Return the largest seconds by call, by item and by byte among several rates."""
     names = [field.name for field in dataclasses.fields(Rate)]
     return Rate(**{name: max(getattr(rate, name) for rate in rates) for name in names})
 

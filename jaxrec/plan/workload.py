@@ -18,21 +18,14 @@ from jaxrec.plan.feature_statistics import EvenHeat, Heat, Statistics
 from jaxrec.plan.model_tables import ModelTables
 from jaxrec.ragged.capacity import capacity_for
 
-# A cache that holds the rows of this many steps misses none.
+# A cache that holds the rows of this many steps misses none; beyond it, the search for the number
+# of steps would not end.
 _MAX_STEPS = 1e9
 
 
 @dataclasses.dataclass(frozen=True)
 class FeatureWorkload:
-    """Lookups of one feature on one device in one step.
-
-    Attributes:
-        name: The feature.
-        lookups: Mean number of ids.
-        capacity: Static size of the array of ids.
-        bags: Bags.
-        heat: Distribution of the ids over the table's rows.
-    """
+    """Lookups of one feature on one device in one step: their mean, capacity, bags and heat."""
 
     name: str
     lookups: float
@@ -45,20 +38,15 @@ class FeatureWorkload:
 class TableWorkload:
     """Lookups of one table on one device in one step.
 
-    Attributes:
-        table: The table.
-        optimizer: Its row optimizer.
-        collection: Path of its collection in the model. Tables of different collections are stored
-            and looked up apart.
-        is_weighted: Whether ids have weights.
-        features: The features that read the table.
-        joined: Names of the tables that share features, this one among them: an id has a row in
-            all of them or in none. Empty: the table shares no feature.
-        joined_features: Features that read any of these tables.
+    ``joined`` names the tables that share features with this one, itself included: an id has a row
+    in all of them or in none. ``joined_features`` read any of these tables. Both are empty if the
+    table shares no feature.
     """
 
     table: TableConfig
     optimizer: RowOptimizer
+    # Path of the collection in the model. Tables of different collections are stored and looked up
+    # apart.
     collection: str
     is_weighted: bool
     features: tuple[FeatureWorkload, ...]
@@ -104,47 +92,38 @@ class TableWorkload:
         return self.rows * (row + state_bytes(self.optimizer, self.dim))
 
     def distinct(self, devices: int = 1) -> float:
-        """Return the expected number of distinct rows that the samples of ``devices`` look up.
-
-        A row counts once for each feature that looks it up: features are taken to differ.
-
-        Args:
-            devices: Number of devices.
-        """
+        """Return the expected number of distinct rows that the samples of ``devices`` look up."""
+        # A row counts once for each feature that looks it up: features are taken to have different
+        # ids, since the statistics do not say how many they share.
         return min(sum(f.heat.distinct(f.lookups * devices) for f in self.features), self.rows)
 
     @property
     def assigned_ids(self) -> float:
-        """Ids on one device that a cache gives rows, those of `joined` tables among them."""
+        """Ids on one device that a cache gives rows, with those of `joined` tables."""
         return sum(feature.lookups for feature in self.joined_features or self.features)
 
     def used_rows(self, steps: float, devices: int) -> float:
-        """Return the expected number of distinct rows that a number of steps look up.
+        """Return the expected number of distinct rows that ``steps`` steps look up.
 
-        Args:
-            steps: Number of steps; rows of `joined` tables count once.
-            devices: Number of devices.
+        Rows of `joined` tables count once.
         """
         features = self.joined_features or self.features
         rows = sum(f.heat.distinct(f.lookups * devices * steps) for f in features)
         return min(rows, self.rows)
 
     def missed_rows(self, cache_rows: int, devices: int) -> float:
-        """Return the expected number of rows that a step looks up and a cache lacks.
+        """Return the expected number of rows that a step looks up and the cache lacks.
 
-        The cache has the rows used last: those of the last ``t`` steps, with
-        ``used_rows(t) = cache_rows`` (Che, Tung and Wang 2002, "Hierarchical web caching systems").
-        So a step misses ``used_rows(t + 1) - used_rows(t)`` of them.
-
-        Args:
-            cache_rows: Rows on all devices together.
-            devices: Number of devices.
+        The cache has ``cache_rows`` rows over all devices, those used last: those of the last ``t``
+        steps, with ``used_rows(t) = cache_rows`` (Che, Tung and Wang 2002, "Hierarchical web
+        caching systems"). So a step misses ``used_rows(t + 1) - used_rows(t)`` of them.
         """
         steps = 1.0
         while self.used_rows(steps, devices) < cache_rows:
             if steps > _MAX_STEPS:
                 return 0.0
             steps *= 2
+        # `used_rows` has no inverse in closed form, but it only grows: double, then bisect.
         low, high = 0.0, steps
         while high - low > 1e-7 * high:
             middle = (low + high) / 2
@@ -155,7 +134,7 @@ class TableWorkload:
         return self.used_rows(high + 1, devices) - self.used_rows(high, devices)
 
     def shares(self, sizes: np.ndarray, *, of_rows: bool) -> np.ndarray:
-        """Return how lookups spread over runs of rows; see `Heat.shares`."""
+        """Return the share of the lookups in each run of rows; see `Heat.shares`."""
         if len(sizes) == 1:
             return np.ones(1)
         weights = [f.heat.distinct(f.lookups) if of_rows else f.lookups for f in self.features]
@@ -180,15 +159,8 @@ def measure_workloads(
 ) -> tuple[TableWorkload, ...]:
     """Return the workload of each table of a model, in the model's order.
 
-    Args:
-        model: The tables.
-        batch_size: Samples of all devices together.
-        num_devices: Number of devices, each with an equal part of the samples.
-        constraints: Constraints by table.
-        statistics: Statistics of the features; without them, a sample has one id per feature.
-
-    Raises:
-        ValueError: If constraints name an unknown table or do not fit their table.
+    Without statistics, a sample has one id per feature. A ValueError names a table that constraints
+    do not fit.
     """
     if unknown := set(constraints) - set(model.names):
         raise ValueError(
@@ -218,6 +190,8 @@ def measure_workloads(
 
 def join_tables(workloads: Sequence[TableWorkload]) -> tuple[TableWorkload, ...]:
     """Return workloads that know which tables share features, directly or through other tables."""
+    # Connected components: each table starts alone, and a feature that two tables read merges their
+    # lists.
     parts: dict[str, list[TableWorkload]] = {each.name: [each] for each in workloads}
     readers: dict[str, TableWorkload] = {}
     for each in workloads:
@@ -263,9 +237,11 @@ def _features(
         if feature is not None:
             mean, deviation = feature.mean_length, feature.length_deviation
         if pooling is not None:
+            # A mean given by hand keeps the relative spread of the sample.
             deviation *= pooling / mean if mean else 0
             mean = pooling
-        # Three deviations hold all but one batch in a thousand.
+        # Three deviations hold all but one batch in a thousand. The sum of ``bags`` lengths
+        # deviates by ``sqrt(bags)`` times as much as one.
         capacity = capacity_for(math.ceil(bags * mean + 3 * deviation * math.sqrt(bags) - 1e-9))
         rows = table.num_embeddings
         heat = EvenHeat(rows) if feature is None else feature.heat(rows)

@@ -40,15 +40,15 @@ def click_scores(model: nnx.Module, dense: Array, features: Any) -> dict[str, Ar
 def load_run(
     path: pathlib.Path, step: int | None, *, has_example: bool
 ) -> tuple[nnx.Module, TableEncoder]:
-    """Load the model of a run and the encoder of its columns, from a step's checkpoint or the
-    newest.
+    """Load the model of a run and the encoder of its columns, from a step or the newest one.
 
-    With ``has_example`` the encoder keeps some training rows, else their types alone.
+    With ``has_example`` the encoder keeps some training rows, else only the types of their columns.
     """
     config = saved_config(path)
     encoder = _with_example(config, column_encoder(path))
     if encoder.example is not None and not has_example:
-        # The types of the columns stay known.
+        # An example of no rows: the types of the columns stay known, and no training data is
+        # exported.
         encoder = dataclasses.replace(encoder, example=encoder.example.slice(0, 0))
     if encoder.schema.dynamic:
         return _load_frozen(path, config, encoder, step)
@@ -56,7 +56,7 @@ def load_run(
 
 
 def column_encoder(path: pathlib.Path) -> TableEncoder:
-    """Return the encoder of a run's columns; that of Criteo's columns for other click logs."""
+    """Return the encoder of a run's columns; click logs without one have Criteo's."""
     config = saved_config(path)
     if (encoder := saved_encoder(path)) is not None:
         return encoder
@@ -65,7 +65,7 @@ def column_encoder(path: pathlib.Path) -> TableEncoder:
 
 
 def _with_example(config: TrainConfig, encoder: TableEncoder) -> TableEncoder:
-    """Return an encoder that keeps some training rows, if it can be found which they were."""
+    """Return an encoder that keeps some training rows, if these can still be read."""
     if encoder.example is not None:
         return encoder
     try:
@@ -81,6 +81,7 @@ def _with_example(config: TrainConfig, encoder: TableEncoder) -> TableEncoder:
 
 def _columns(clicks: Clicks) -> pa.Table:
     """Return rows of a log in Criteo's format as `jaxrec data criteo` writes them."""
+    # The log holds ``log(count + 3)``; requests have the counts.
     counts = np.round(np.exp(clicks.dense.T) - 3).astype(np.int32)
     names = (*DENSE_NAMES, *CATEGORICAL_NAMES)
     return pa.table(dict(zip(names, (*counts, *clicks.ids.T), strict=True)))
@@ -91,13 +92,13 @@ def _load_frozen(
 ) -> tuple[nnx.Module, TableEncoder]:
     """Load a run with open vocabularies as a model that knows the ids of its checkpoint.
 
-    Row 0 of each table is the row that ids without one read, and the others are those of known ids,
-    also of ids whose rows were evicted to a store. The encoder's columns of encoding "dynamic"
-    become "frozen".
+    Row 0 of each table is the row for unknown ids, and the others are those of known ids, also of
+    ids whose rows were evicted to a store. The encoder's columns of encoding "dynamic" become
+    "frozen".
     """
     vocabulary = config.vocabulary
     if vocabulary.store is not None:
-        # The run's own store stays as it is.
+        # The run's own store stays as it is: this model keeps its rows in memory.
         vocabulary = dataclasses.replace(vocabulary, store="memory://")
     opened = dataclasses.replace(config, vocabulary=vocabulary)
     model, _ = make_model(opened, num_steps=1, encoder=encoder)
@@ -113,6 +114,7 @@ def _load_frozen(
         for feature in table.features
     }
     frozen = with_vocabularies(encoder, vocabularies)
+    # The same model with fixed vocabularies, whose tables then take the rows.
     fixed = dataclasses.replace(config, vocabulary=VocabularyConfig())
     copy, _ = make_model(fixed, num_steps=1, encoder=frozen)
     variables = dense_variables(copy)
@@ -129,12 +131,10 @@ def _load_frozen(
 
 
 class _Table(NamedTuple):
-    """A table of the run.
+    """Rows of a table of the run, ``[rows, dim]``.
 
-    Attributes:
-        ids: int64 ``[n]`` raw ids, ascending; None: ids are row indices.
-        rows: ``[rows, dim]`` values, the row of unknown ids first where there are raw ids.
-        features: Features that read it.
+    ``ids`` are int64 ``[n]`` raw ids, ascending, and the first row is then that of unknown ids.
+    None: ids are row indices.
     """
 
     ids: np.ndarray | None
@@ -150,6 +150,7 @@ def _read_table(table: PublishedTable) -> _Table:
     features = tuple(table.config.feature_names)
     if not table.facts.is_open:
         return _Table(None, rows, features)
+    # Ascending, as `FrozenVocabulary` finds ids by bisection.
     order = np.argsort(ids)
     unknown = table.read_rows(np.arange(1), with_state=False)["rows"]
     return _Table(ids[order], np.concatenate([unknown, rows[order]]), features)
@@ -158,7 +159,7 @@ def _read_table(table: PublishedTable) -> _Table:
 def with_vocabularies(
     encoder: TableEncoder, vocabularies: Mapping[str, FrozenVocabulary]
 ) -> TableEncoder:
-    """Return an encoder in which the columns of vocabularies are of encoding "frozen"."""
+    """Return an encoder in which columns with a vocabulary here have encoding "frozen"."""
     columns = {
         name: dataclasses.replace(
             column, encoding="frozen", num_embeddings=vocabularies[name].num_embeddings

@@ -33,14 +33,8 @@ Metric = Literal["inner_product", "l2"]
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Content of an index's ``index.json``.
 
-    Attributes:
-        format: `FORMAT`.
-        kind: The index in faiss's words, such as "IVF128,Flat".
-        metric: "inner_product" or "l2".
-        dim: Number of elements of a vector.
-        num_items: Number of items.
-        model: CRC-32 of the manifest of the item tower, eight hex digits.
-        files: Sizes and checksums of the other files, by name.
+    ``kind`` is in faiss's words, such as "IVF128,Flat"; ``model`` the CRC-32 of the item tower's
+    manifest in eight hex digits.
     """
 
     format: str
@@ -58,7 +52,7 @@ class Neighbours:
 
     Attributes:
         rows: ``[queries, k]`` int64 rows of `ItemIndex.items`. An approximate index may find fewer
-            than ``k`` items of a query: the last rows are -1 then.
+            than ``k`` items for a query: the last rows are -1 then.
         scores: ``[queries, k]`` float32 inner products, descending, or squared distances,
             ascending; NaN where the row is -1.
     """
@@ -69,12 +63,12 @@ class Neighbours:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ItemIndex:
-    """An index of items that `load_index` read; several threads may search it at once.
+    """An index of items that `load_index` read. Several threads may search it at once.
 
     Attributes:
-        items: The table that the index was made of.
+        items: Table that the index was made of.
         description: Kind, metric and sizes.
-        faiss_index: The index as faiss has it.
+        faiss_index: The index as a faiss object.
     """
 
     items: pa.Table
@@ -82,11 +76,11 @@ class ItemIndex:
     faiss_index: Any
 
     def search(self, queries: Any, k: int) -> Neighbours:
-        """Return the items whose vectors are nearest to those of some queries.
+        """Return the items whose vectors are nearest to the vectors of queries.
 
         Args:
             queries: ``[queries, dim]`` vectors of queries, float.
-            k: Number of items of each query, from 1 to the number of items.
+            k: Number of items for each query, from 1 to the number of items.
 
         Raises:
             ValueError: The queries have another shape or a number that is not finite, or ``k`` is
@@ -101,6 +95,8 @@ class ItemIndex:
         if not 1 <= k <= self.description.num_items:
             raise ValueError(f"k must be from 1 to {self.description.num_items} items, got {k}")
         scores, rows = self.faiss_index.search(vectors, k)
+        # faiss fills missing items with -1 and the largest float, which a mean of scores would take
+        # for a score.
         return Neighbours(rows, np.where(rows < 0, np.float32(np.nan), scores))
 
 
@@ -128,10 +124,10 @@ def write_index(
             model, ``MODEL.index``.
         kind: The index in the words of faiss's ``index_factory``: "Flat" is exact search,
             "IVF128,Flat" searches some of 128 inverted lists, "HNSW32" a graph.
-        parameters: Parameters of its searches in faiss's words, such as "nprobe=24" or
+        parameters: Parameters of the searches in faiss's words, such as "nprobe=24" or
             "efSearch=64"; "": faiss's defaults.
         metric: "inner_product" finds the largest inner products, "l2" the smallest distances.
-        output: Name of the tower's output that has the vectors, if there are several.
+        output: Name of the tower's output with the vectors; None: the only output.
 
     Raises:
         ModuleNotFoundError: faiss is not installed (``pip install 'jaxrec[retrieval]'``).
@@ -169,6 +165,7 @@ def write_index(
         index = faiss.index_factory(dim, kind, measure)
         index.train(vectors)
         index.add(vectors)
+        # Set before the index is written, as faiss writes them with it.
         if parameters:
             faiss.ParameterSpace().set_index_parameters(index, parameters)
     except RuntimeError as error:
@@ -196,8 +193,8 @@ def load_index(
 
     Args:
         path: Folder of the index.
-        model: Folder of the item tower that the index must have been made by, so that queries of a
-            newer export do not meet vectors of an older one; None: any.
+        model: Folder of the item tower that must have made the index. Queries of a newer export
+            then never meet vectors of an older one. None: any.
         verify: Whether the files are compared with their checksums, or only their sizes.
 
     Raises:
@@ -265,11 +262,7 @@ def _vectors(
 
 
 def _checked_vectors(values: Any, name: str) -> Float[np.ndarray, "rows dim"]:
-    """Return vectors as float32, row-major.
-
-    Raises:
-        ValueError: They are not a matrix, or have a number that is not finite.
-    """
+    """Return vectors as float32, row-major; a ValueError names a row that is not finite."""
     vectors = np.ascontiguousarray(values, np.float32)
     if vectors.ndim != 2 or not vectors.shape[1]:
         raise ValueError(f"{name} must have the shape [rows, dim], got {vectors.shape}")
@@ -280,7 +273,7 @@ def _checked_vectors(values: Any, name: str) -> Float[np.ndarray, "rows dim"]:
 
 
 def _checksum(model: str | os.PathLike[str]) -> str:
-    """Return the CRC-32 of a model's manifest, which has those of all its files."""
+    """Return the CRC-32 of a model's manifest, which contains the checksums of all its files."""
     try:
         return f"{zlib.crc32(pathlib.Path(model, MANIFEST_FILE).read_bytes()):08x}"
     except OSError as error:
@@ -309,6 +302,6 @@ def _read_description(path: pathlib.Path) -> Description:
 
 
 def _reason(error: Exception) -> str:
-    """Return the last line of an error of faiss, without the place in its code."""
+    """Return the last line of an error of faiss, without the position in its code."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].removeprefix("Error: ")

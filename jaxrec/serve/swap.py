@@ -22,7 +22,8 @@ from jaxrec.train.checkpoint import restore
 
 Model = TypeVar("Model", bound=nnx.Module)
 
-# One swap at a time; and one thread at a time reads or replaces the variables of a model.
+# One swap at a time; and one thread at a time reads or replaces the variables of a model. Two
+# locks, so that snapshots go on while a swap makes its arrays.
 _SWAP, _VARIABLES = threading.Lock(), threading.Lock()
 
 
@@ -34,6 +35,8 @@ class _Snapshot:
     values: list[tuple[nnx.Variable, Any]]
 
     def is_current(self) -> bool:
+        # By identity: values change by assignment of new arrays, and comparing elements would read
+        # tables.
         return all(variable.get_raw_value() is value for variable, value in self.values)
 
 
@@ -44,7 +47,7 @@ def snapshot(model: Model) -> Model:
     """Return the model as it is now, for one request; `swap_tables` leaves it alone.
 
     The snapshot shares the model's arrays. Until the model changes, all callers get the same one,
-    in microseconds. It is for reading: a request computes all of its results with one snapshot, by
+    in microseconds. It is for reading: compute all results of a request with one snapshot, by
     ``nnx.jit(..., graph=False)`` or `jax.jit`. A call of plain ``nnx.jit`` returns all variables of
     its model, so that XLA copies the tables.
 
@@ -81,30 +84,34 @@ def swap_tables(
     Requests that use `snapshot` see all variables as they were before or as they are after, never a
     mixture. The new variables are complete before any is replaced, so that an error leaves the
     model as it was. Memory holds the quantized tables twice meanwhile, and the old ones until the
-    last request that reads them ends. Tables keep their formats and their pruned ids, so that
-    requests are not compiled anew.
+    last request that reads them ends. Tables keep their formats and, unless the source is
+    quantized, their pruned ids, so that requests are not compiled anew.
 
     Call it in any thread; two swaps run one after the other.
 
     Args:
-        model: The model that serves, of `quantize`, on one device or over a mesh. New rows for a
-            mesh lie on one device meanwhile, packed.
-        source: Where the new variables come from: a float model over any devices, whose rows are
-            packed; a quantized model with the same formats, whose rows are copied, and whose
-            pruned ids replace those of the model; the directory of a model that
-            `save_quantized` or ``jaxrec quantize`` wrote; a directory of checkpoints, such as a run
-            of ``jaxrec train``; or the `jaxrec.tier.Subscriber` of the model, which takes over
-            versions that `jaxrec.tier.publish` wrote of a model with float32 tables.
+        model: The model that serves, made by `quantize`, on one device or over a mesh. New rows for
+            a mesh lie on one device meanwhile, packed.
+        source: Where the new variables come from:
+
+            - a float model over any devices, whose rows are packed;
+            - a quantized model with the same formats, whose rows are copied, and whose pruned ids
+              replace those of the model;
+            - the directory of a model that `save_quantized` or ``jaxrec quantize`` wrote;
+            - a directory of checkpoints, such as a run of ``jaxrec train``;
+            - the `jaxrec.tier.Subscriber` of the model, which applies versions that
+              `jaxrec.tier.publish` wrote of a model with float32 tables.
         step: Step of the checkpoint; None: the newest.
 
     Returns:
-        The number of versions that were taken over: of a subscriber 0 if there is no new one, of
+        The number of versions that were applied: for a subscriber 0 if there is no new one, for
         other sources 1.
 
     Raises:
         TypeError: The model's tables are not quantized; or the source is something else.
         ValueError: The source has other tables, formats or variables, or rows that a format cannot
-            hold; the subscriber is of another model; or ``step`` is given for another source.
+            hold; the subscriber is of another model; or ``step`` is given for a source without
+            checkpoints.
         CheckpointError: There is no such checkpoint, or it is damaged.
         VersionError: A published version is damaged or missing.
         OSError: A file cannot be read.
@@ -160,6 +167,8 @@ def _copied(model: Model) -> Model:
 def _copied_array(array: Any) -> Any:
     """Return a copy of an array with the same sharding, to the spelling of its axes."""
     copy = jnp.copy(array)
+    # Programs are compiled for a sharding as it is written. An equal one in other words would
+    # compile them anew, in the middle of serving.
     return jax.device_put(copy, array.sharding) if isinstance(array, jax.Array) else copy
 
 
@@ -189,7 +198,7 @@ def _staged_files(
 
 
 def _staged_model(model: nnx.Module, source: nnx.Module) -> nnx.Module:
-    """Return a model like the first with the variables of the second, copied."""
+    """Return a model like ``model`` with copies of the variables of ``source``."""
     staged = shared_copy(model)
     new_stores = {
         path: _staged_store(store, other) for path, store, other in paired_stores(model, source)
@@ -207,6 +216,7 @@ def _staged_model(model: nnx.Module, source: nnx.Module) -> nnx.Module:
                 f"variable {name!r} is {forms[0]} in the source, but {forms[1]} in the model; give "
                 "a source made as the model was"
             )
+        # A copy, since a source that goes on training donates its arrays.
         variable.set_value(_copy_beside(value, old))
     for name, variable in variables(staged).items():
         if name not in named:
@@ -215,7 +225,7 @@ def _staged_model(model: nnx.Module, source: nnx.Module) -> nnx.Module:
 
 
 def _copy_beside(value: Any, old: Any) -> Any:
-    """Return a copy of an array on the device of another; it may lie on all devices of a mesh."""
+    """Return a copy of an array, which may be replicated over a mesh, on the devices of ``old``."""
     if isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
         value = value.addressable_data(0)
     copy = jnp.copy(value)
@@ -223,7 +233,7 @@ def _copy_beside(value: Any, old: Any) -> Any:
 
 
 def _staged_store(store: TableStore, other: TableStore) -> TableStore:
-    """Return the rows of another store, in the formats and the places of a quantized one."""
+    """Return the rows of another store in the formats and placement of a quantized store."""
     if not models.is_quantized(other):
         check_store(other)
         return store.like(other)

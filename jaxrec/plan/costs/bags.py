@@ -26,9 +26,7 @@ class BagsCosts(ExchangeCosts):
     """Costs of whole bags pooled by the one owner of a table.
 
     A device sends its ids to the owner, which it knows without a sort. The owner pools the bags
-    and sends them home. Between two devices there is capacity for the ids and bags of the features
-    on the fullest device, since all run one program. So `Load.ids` and `Load.bags` count positions
-    at the owner, and all devices move the largest count.
+    and sends them home. `Load.ids` and `Load.bags` count positions of messages at the owner.
     """
 
     exchange = BAGS
@@ -59,6 +57,9 @@ class BagsCosts(ExchangeCosts):
     def load(self, workload: TableWorkload, rows: np.ndarray, *, is_cache: bool = False) -> Load:
         """Return the load with ``D c`` positions for ids and ``D b`` bags at the owner."""
         load, devices = super().load(workload, rows, is_cache=is_cache), self.topology.num_devices
+        # Between any two devices there is capacity for the ids and bags of the features on the
+        # fullest device, since all devices run one program. So these are positions, not ids, and
+        # all devices move the largest count.
         load.ids[:] = devices * workload.capacity
         load.bags[:] = devices * workload.bags
         return load
@@ -98,11 +99,9 @@ _ROUTED_ID_BYTES = 32
 class PooledByHostCosts(ExchangeCosts):
     """Costs of bags pooled on a table's host, of ``h`` devices, for all ``H`` hosts.
 
-    A device sends its ids to one device of the host. There they are sorted by their rows' owners,
-    which pool them; a reduce-scatter within the host adds the owners' sums up, and bags travel home
-    between hosts. As in `BagsCosts`, hosts have capacity for the features of the fullest one, so
-    that `Load.ids` and `Load.bags` count positions, and all devices move the largest count. Ids are
-    taken to spread evenly over the host's devices.
+    A device sends its ids to one device of the table's host. That device sorts them by the owners
+    of their rows, which pool them. A reduce-scatter within the host adds the owners' sums up, and
+    bags travel home between hosts.
     """
 
     exchange = POOLED_BY_HOST
@@ -135,6 +134,8 @@ class PooledByHostCosts(ExchangeCosts):
     def load(self, workload: TableWorkload, rows: np.ndarray, *, is_cache: bool = False) -> Load:
         """Return the load with ``H c`` positions for ids and ``H b`` bags on each device."""
         load, hosts = super().load(workload, rows, is_cache=is_cache), self.topology.hosts
+        # Positions, as in `BagsCosts.load`, with capacity for the features of the fullest host. Ids
+        # are taken to spread evenly over the host's devices.
         load.ids[:] = hosts * workload.capacity
         load.bags[:] = hosts * workload.bags
         return load
@@ -143,10 +144,11 @@ class PooledByHostCosts(ExchangeCosts):
         """Return the seconds of a load, with those of positions for ids and of bags.
 
         A position for an id takes an ``all_to_all(4)`` between hosts, one of 1.25 x 4 bytes within
-        the host, and ``sort(1)`` in each pass; a weight adds as many bytes, within the host in both
-        passes. A bag takes ``copy(8 w h)`` and within the host a reduce-scatter of ``4 w h`` and an
-        ``all_to_all(4 h)``, then ``all_to_all(4 + 4 w)`` between hosts. Backward it takes
-        ``all_to_all(4 w)`` between hosts and an all-gather of ``4 w h`` within.
+        the host, and ``sort(1)`` in each pass. A weight adds as many bytes forward, and 1.25 x 4
+        within the host backward. A bag takes ``copy(8 w h)`` and within the host a reduce-scatter
+        of ``4 w h`` and an ``all_to_all(4 h)``, then ``all_to_all(4 + 4 w)`` between hosts.
+        Backward it takes ``copy(4 w)``, ``all_to_all(4 w)`` between hosts and an all-gather of
+        ``4 w h`` within.
         """
         per_host, weight = self.topology.devices_per_host, WORD * self.group.is_weighted
         sums, bag = per_host * self.group.gradient_bytes, self.group.gradient_bytes

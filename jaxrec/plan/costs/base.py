@@ -1,4 +1,7 @@
-"""The interface of an exchange's costs, and what all exchanges have in common."""
+"""The interface of an exchange's costs, and the parts that all exchanges share.
+
+`ExchangeCosts` defines the letters of all formulas in this package.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +24,17 @@ from jaxrec.plan.workload import TableWorkload, looked_up_bytes
 
 # Bytes of an id, of a weight, and of an element of pooled embeddings and gradients.
 WORD = 4
-# Bytes of a position for an id at the owner of its bag: as received, and as row, bag and scale.
+# Bytes of a position for an id at the owner of its bag: the id as received, then its row, bag and
+# scale, each of 4 bytes.
 _ID_POSITION_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Tables that share arrays and travel together.
+    """Tables that share arrays and are exchanged together.
 
-    Attributes:
-        collection: Path of their collection in the model.
-        width: Columns; fewer than the tables' own where these are cut.
-        row_format: Format of the stored rows.
-        optimizer: Row optimizer.
-        exchange: How their rows travel.
-        is_weighted: Whether ids have weights.
-        whole_width: Columns of the tables, if the optimizer needs whole rows; else 0.
-        precision: Formats in which rows and gradients travel.
+    ``width`` counts the columns of a shard, fewer than the tables' own where columns are cut.
+    ``whole_width`` counts the tables' columns if the optimizer needs whole rows, else it is 0.
     """
 
     collection: str
@@ -65,13 +62,15 @@ class Group:
             workload.optimizer,
             exchange,
             workload.is_weighted,
+            # Only then do column shards of one table depend on each other. With 0 elsewhere, tables
+            # of 128 and 64 columns may be cut to 32 and share a group.
             workload.dim if workload.optimizer.needs_whole_rows else 0,
             precision,
         )
 
     @property
     def joins_columns(self) -> bool:
-        """Whether column shards of a row exchange partial sums, so that it is updated as one."""
+        """Whether column shards of a row exchange partial sums, to be updated as one row."""
         return self.whole_width not in (0, self.width)
 
     @property
@@ -81,7 +80,7 @@ class Group:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a stored row, ``w s``; of one byte an element, those of its scale too."""
+        """Bytes of a stored row, ``w s``, with its scale in formats of one byte an element."""
         return self.row_format.row_bytes(self.width)
 
     @property
@@ -139,13 +138,17 @@ class ExchangeCosts(abc.ABC):
       a device gets more rows than a round of the exchange has capacity for, `empty_positions` says
       which positions are moved without a row.
 
-    The formulas are for one device and one step. A table has ``R`` rows of ``w`` columns of ``s``
-    bytes, and ``m`` bytes of optimizer state a row. A device's own samples have ``n`` ids of it in
-    arrays of capacity ``c >= n``, and ``b`` bags. ``u`` of the ids are distinct rows; over the
-    samples of all ``D`` devices, ``U`` are. Pooled embeddings and gradients are float32, 4 bytes.
-    ``gather(n, 4 w)`` is the time to gather ``n`` rows of ``4 w`` bytes, ``update(n, v)`` to update
-    ``n`` rows of ``v`` bytes, ``sort(c)`` to sort ``c`` row numbers, ``copy(v)`` to move ``v``
-    bytes; each takes `Topology`'s rate. Starting them is counted by `launch` alone.
+    The formulas are for one device and one step, with these letters:
+
+    - ``R`` rows of a table, of ``w`` columns of ``s`` bytes, with ``m`` bytes of optimizer state;
+    - ``n`` ids of a device's own samples, in arrays of capacity ``c >= n``, and ``b`` bags;
+    - ``u`` distinct rows among the ids of one device's samples, ``U`` among those of all ``D``
+      devices;
+    - pooled embeddings and gradients in float32, 4 bytes an element;
+    - ``gather(n, 4 w)``: the time to gather ``n`` rows of ``4 w`` bytes; ``update(n, v)``: to
+      update ``n`` rows of ``v`` bytes; ``sort(c)``: to sort ``c`` row numbers; ``copy(v)``: to move
+      ``v`` bytes. Each takes `Topology`'s rate; the time to start them is counted by `launch`
+      alone.
 
     Attributes:
         group: The tables.
@@ -158,6 +161,8 @@ class ExchangeCosts(abc.ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        # Not ``hasattr``: `forward_costs` derives classes that inherit an exchange, and these must
+        # not replace the class that they inherit it from.
         if "exchange" in vars(cls):
             COSTS[cls.exchange] = cls
 
@@ -173,19 +178,13 @@ class ExchangeCosts(abc.ABC):
     def temporary_bytes(self, workload: TableWorkload) -> float:
         """Return the bytes on every device while the group is exchanged and updated.
 
-        They are sums of gradients, what is sent and received, and eight arrays of row numbers.
+        They are sums of gradients, messages sent and received, and eight arrays of row numbers.
         """
 
     def sum_at_home(self, bags: float, topology: Topology) -> float:
-        """Return the seconds to add up the owners' parts of some bags, each at its own device.
-
-        A reduce-scatter of ``4 w`` for each bag; in narrower formats, which a collective cannot
-        add, an all-to-all of as many numbers.
-
-        Args:
-            bags: Number of bags that each device has parts of.
-            topology: The devices that take part.
-        """
+        """Return the seconds in which each device adds up the owners' parts of ``bags`` bags."""
+        # A collective adds in the format that it sends, so narrower formats are sent by an
+        # all-to-all of as many numbers and added at home in float32.
         if self.group.precision.forward == "float32":
             return reduce_scatter(bags * self.group.gradient_bytes, topology)
         return all_to_all(bags * self.group.sent_bag_bytes, topology)
@@ -205,47 +204,29 @@ class ExchangeCosts(abc.ABC):
     def empty_positions(self, demand: float, capacity: float) -> tuple[float, float]:
         """Return the positions moved without a row, forward and backward, if rounds overflow.
 
-        Args:
-            demand: Rows through the exchange on the slowest device.
-            capacity: Positions in one round.
-
-        Returns:
-            0 and 0 where all rows fit one round.
+        ``demand`` rows go through the slowest device; a round has ``capacity`` positions.
         """
         return 0.0, 0.0
 
     def overflow_steps(self, rounds: float) -> list[float]:
-        """Return the demands, in rounds, up to which overflowing rows take the same positions.
-
-        Args:
-            rounds: The largest demand to cover.
-        """
+        """Return the demand that fits after each overflow, in rounds, until ``rounds`` fit."""
         return []
 
     def shares(self, workload: TableWorkload, rows: np.ndarray) -> np.ndarray:
-        """Return the shares of a table's exchanged rows by row part, ``[row_parts]``.
-
-        Args:
-            workload: The table.
-            rows: Rows of each part.
-        """
+        """Return the share of a table's exchanged rows in each row part, ``[row_parts]``."""
         return workload.shares(rows, of_rows=False)
 
     def exchanged_rows(self, workload: TableWorkload) -> float:
-        """Return the rows of a table that all devices together read: ``D n``, each lookup one."""
+        """Return the rows of a table that all devices read, ``D n``: one for each lookup."""
         return self.topology.num_devices * workload.lookups
 
     def load(self, workload: TableWorkload, rows: np.ndarray, *, is_cache: bool = False) -> Load:
-        """Return the load of shards that hold a table's rows part by part, ``[row_parts]``.
+        """Return the load of shards that hold ``rows`` rows of a table, ``[row_parts]``.
 
         The owner of a share ``q`` of the rows reads ``q D n`` of them and updates ``q U``.
-
-        Args:
-            workload: The table.
-            rows: Rows of each part.
-            is_cache: Whether the rows are those of a cache, over which ids spread evenly.
         """
         shares, devices = self.shares(workload, rows), self.topology.num_devices
+        # A cache gives rows to ids as they come, so hot ids are not side by side but spread evenly.
         if is_cache:
             shares = rows / rows.sum()
         load = Load.zeros(len(rows))
@@ -258,9 +239,9 @@ class ExchangeCosts(abc.ABC):
         """Return the seconds of a device's load.
 
         The owner of ``r`` exchanged rows takes ``gather(r, w s)`` forward and sums gradients in
-        ``gather(r, 4 w)`` backward, twice where the norm of a table's gradient is clipped. Rows
-        updated take ``update(1, w s + m)`` each. Where packed rows are updated by many kernels,
-        these take `Topology.packed_copies` times ``copy(4 w r)`` besides.
+        ``gather(r, 4 w)`` backward, twice where a table's gradient norm is clipped. Rows updated
+        take ``update(1, w s + m)`` each. Where an update of packed rows takes many kernels, it adds
+        `Topology.packed_copies` times ``copy(4 w r)``.
         """
         gradient = self.gradient_passes * self.gather(self.group.gradient_bytes)
         gradient += self.packed_update
@@ -294,6 +275,8 @@ class ExchangeCosts(abc.ABC):
     @property
     def gradient_passes(self) -> int:
         """Number of times that gradients are summed: 2 where a table's norm is clipped, else 1."""
+        # The norm is known only after all sums. They are made once for it, and again by the fused
+        # update, which takes the gradients of lookups.
         return 2 if self.group.optimizer.clip_norm is not None else 1
 
     @property
@@ -309,14 +292,14 @@ class ExchangeCosts(abc.ABC):
 
     @property
     def packed_update(self) -> float:
-        """Seconds of a lookup in the kernels that update packed rows; 0 where they are one."""
+        """Seconds that a lookup adds to an update of packed rows; 0 where that is one kernel."""
         if not self.group.is_packed:
             return 0.0
         copies = self.topology.packed_copies * self.group.gradient_bytes
         return copies * self.topology.copy.byte
 
     def gather(self, bytes: float) -> float:
-        """Return the seconds for each of many gathered rows of ``bytes``."""
+        """Return the seconds for each of many gathered rows of ``bytes`` bytes."""
         return self.topology.gather.seconds(calls=0, items=1, bytes=self._granules(bytes))
 
     def pool(self, workload: TableWorkload) -> float:
@@ -329,13 +312,13 @@ class ExchangeCosts(abc.ABC):
         return -(-bytes // self.topology.granule) * self.topology.granule
 
 
+# For frozen and quantized tables. A mixin: it stands before an exchange's costs in the bases of a
+# class, and `super` finds these.
 class ForwardPass(ExchangeCosts):
-    """Keeps the forward pass alone of an exchange's costs, for frozen and quantized tables.
+    """Costs of an exchange's forward pass alone; `forward_costs` makes classes with it."""
 
-    Arrays of the backward pass are counted nevertheless, since a model may train other tables. It
-    stands before an exchange's costs in the bases of a class; `forward_costs` makes such classes.
-    """
-
+    # Bytes are not overridden: arrays of the backward pass stay counted, since the model may train
+    # other tables.
     def launch(self) -> Perf:
         return _forward(super().launch())  # type: ignore[safe-super]
 
@@ -352,14 +335,16 @@ class ForwardPass(ExchangeCosts):
 @functools.cache
 def forward_costs(costs: type[ExchangeCosts]) -> type[ExchangeCosts]:
     """Return the costs of an exchange without its backward pass."""
+    # Cached, so that equal groups have costs of one class.
     return type(f"Forward{costs.__name__}", (ForwardPass, costs), {})
 
 
 def _forward(perf: Perf) -> Perf:
-    """Return the seconds without those of the backward pass, which are 0 times what they were."""
+    """Return the seconds without those of the backward pass."""
     return Perf(
         perf.forward_compute,
         perf.forward_exchange,
+        # Times 0 instead of 0, to keep the shape of arrays.
         0.0 * perf.backward_compute,
         0.0 * perf.backward_exchange,
         perf.prefetch,
@@ -393,8 +378,8 @@ def all_to_all(bytes: float, topology: Topology) -> float:
 def reduce_scatter(bytes: float, topology: Topology) -> float:
     """Return the seconds to add up arrays of ``bytes``, each device keeping its share.
 
-    ``V`` bytes go by host: ``V (h - 1) / h`` on the links within each of ``H`` hosts of ``h``
-    devices, and then ``V / h (H - 1) / H`` from each device between hosts.
+    With ``V`` bytes and ``H`` hosts of ``h`` devices, each device sends ``V (h - 1) / h`` within
+    its host, then ``V / h (H - 1) / H`` to other hosts.
     """
     return _by_host(
         bytes, topology.within.reduce_scatter.byte, topology.between.reduce_scatter.byte, topology

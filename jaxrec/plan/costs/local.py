@@ -14,7 +14,7 @@ from jaxrec.plan.workload import TableWorkload
 
 @dataclasses.dataclass(frozen=True)
 class ReplicatedCosts(ExchangeCosts):
-    """Costs of lookups without exchange, and of the same update on every device."""
+    """Costs of lookups in replicated tables, and of the same update on every device."""
 
     exchange = REPLICATED
 
@@ -49,13 +49,13 @@ class ReplicatedCosts(ExchangeCosts):
         )
 
     def load(self, workload: TableWorkload, rows: np.ndarray, *, is_cache: bool = False) -> Load:
-        """Return the rows held alone: all other work is the same on every device, see `home`."""
+        # Held rows alone: all other work is the same on every device, and `home` counts it.
         load = Load.zeros(len(rows))
         load.held[:] = rows
         return load
 
     def perf(self, load: Load) -> Perf:
-        """Return 0 seconds: `home` counts all work."""
+        # No seconds, in the shape of the load.
         return Perf(prefetch=0.0 * load.held)
 
     def temporary_bytes(self, workload: TableWorkload) -> float:
@@ -66,7 +66,7 @@ class ReplicatedCosts(ExchangeCosts):
 
 @dataclasses.dataclass(frozen=True)
 class AloneCosts(ExchangeCosts):
-    """Costs of a lookup and an update without exchange."""
+    """Costs of lookups and updates on a single device."""
 
     exchange = ALONE
 

@@ -31,8 +31,11 @@ class PooledCosts(ExchangeCosts):
         )
 
     def home(self, workload: TableWorkload) -> Perf:
-        """Return ``sort(c) + copy(8 w D b)``, an all-to-all of ``4 D b`` bytes for bag lengths and
-        a reduce-scatter of ``4 w D b`` forward, and an all-gather of ``4 w D b`` backward."""
+        """Return ``sort(c) + copy(8 w D b)`` and the collectives of bags.
+
+        Forward these are an all-to-all of ``4 D b`` bytes for bag lengths and a reduce-scatter of
+        ``4 w D b``, backward an all-gather of ``4 w D b``.
+        """
         bags = self.topology.num_devices * workload.bags
         bytes = bags * self.group.gradient_bytes
         return Perf(
@@ -44,9 +47,11 @@ class PooledCosts(ExchangeCosts):
         )
 
     def position(self) -> Perf:
-        """Return ``all_to_all(4)`` forward, for an id, and ``sort(1)`` backward; a weight adds
-        ``all_to_all(4)`` to both. Where column shards of a row are updated as one,
-        ``2 all_to_all(4) + sort(1)`` are added backward."""
+        """Return ``all_to_all(4)`` forward, for an id, and ``sort(1)`` backward.
+
+        A weight adds ``all_to_all(4)`` to both. Where column shards of a row are updated as one,
+        ``2 all_to_all(4) + sort(1)`` are added backward.
+        """
         weight, joins = WORD * self.group.is_weighted, self.group.joins_columns
         return Perf(
             forward_exchange=all_to_all(WORD + weight, self.topology),
@@ -59,9 +64,11 @@ class PooledCosts(ExchangeCosts):
         return DEFAULT_CAPACITY_FACTOR * workload.capacity
 
     def empty_positions(self, demand: float, capacity: float) -> tuple[float, float]:
-        """Return ``D c - A`` twice for ``A > L`` ids: these take ``D c`` positions instead."""
+        """Return ``D c - A`` twice for ``A > L`` ids, which take ``D c`` positions."""
         if demand <= capacity * (1 + 1e-9):
             return 0.0, 0.0
+        # No further rounds here: a demand that exceeds one round takes the size that holds any
+        # demand.
         empty = max(0.0, capacity / DEFAULT_CAPACITY_FACTOR * self.topology.num_devices - demand)
         return empty, empty
 

@@ -34,8 +34,10 @@ class RowsCosts(ExchangeCosts):
         )
 
     def home(self, workload: TableWorkload) -> Perf:
-        """Return ``sort(c) + gather(n, w s) + copy(4 w b)`` forward, to drop repeats and pool, and
-        ``sort(c) + gather(n, 4 w)`` backward, to sum gradients."""
+        """Return ``sort(c) + gather(n, w s) + copy(4 w b)`` forward, to drop repeats and pool.
+
+        Backward it is ``sort(c) + gather(n, 4 w)``, to sum gradients.
+        """
         sort = self.topology.sort.item * workload.capacity
         return Perf(
             forward_compute=sort
@@ -45,11 +47,11 @@ class RowsCosts(ExchangeCosts):
         )
 
     def position(self) -> Perf:
-        """Return ``all_to_all(4 + w s) + copy(w s)`` forward, for a request and a row, and
-        ``all_to_all(4 w) + copy(4 w) + sort(1)`` backward, for a gradient.
+        """Return ``all_to_all(4 + w s) + copy(w s)`` forward, for a request and a row.
 
-        Gradients travel twice where a table's norm is clipped. Where column shards of a row are
-        updated as one, ``2 all_to_all(4) + sort(1)`` are added backward.
+        Backward it is ``all_to_all(4 w) + copy(4 w) + sort(1)``, for a gradient. Gradients travel
+        twice where a table's norm is clipped. Where column shards of a row are updated as one,
+        ``2 all_to_all(4) + sort(1)`` are added backward.
         """
         copy, sort = self.topology.copy.byte, self.topology.sort.item
         row, gradient = self.group.looked_up_bytes, self.group.gradient_bytes
@@ -67,7 +69,7 @@ class RowsCosts(ExchangeCosts):
         return position
 
     def shares(self, workload: TableWorkload, rows: np.ndarray) -> np.ndarray:
-        """Return the shares of the distinct rows: repeats travel once."""
+        # Repeats travel once, so hot rows weigh no more than others.
         return workload.shares(rows, of_rows=True)
 
     def exchanged_rows(self, workload: TableWorkload) -> float:
@@ -79,17 +81,17 @@ class RowsCosts(ExchangeCosts):
         return DEFAULT_CAPACITY_FACTOR * workload.capacity
 
     def empty_positions(self, demand: float, capacity: float) -> tuple[float, float]:
-        """Return ``(1 + r) L - A`` and ``r L - A``, for ``A`` rows in ``r = ceil(A / L)`` rounds.
-
-        Forward takes one round more, since the first round starts over.
-        """
+        """Return ``(1 + r) L - A`` and ``r L - A`` for ``A`` rows in ``r = ceil(A / L)`` rounds."""
+        # Demands and capacities are sums that the search adds to and subtracts from. Their rounding
+        # must not cost a round.
         if demand <= capacity * (1 + 1e-9):
             return 0.0, 0.0
         rounds = math.ceil(demand / capacity - 1e-9)
+        # An exchange that overflows starts over forward, after a first round in vain.
         return (1 + rounds) * capacity - demand, rounds * capacity - demand
 
     def overflow_steps(self, rounds: float) -> list[float]:
-        """Return 2, 3, ... rounds."""
+        """Return ``[2, 3, ...]``: each overflow adds a round."""
         return [float(count) for count in range(2, math.ceil(rounds - 1e-9) + 1)]
 
     def route_bytes(self, workload: TableWorkload) -> float:

@@ -1,1 +1,1 @@
-"""Exported models: programs with their tables and their inputs beside them."""
+"""Exported models: programs, with their tables and a description of their inputs."""

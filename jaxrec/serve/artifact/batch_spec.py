@@ -1,6 +1,6 @@
 """The batches that an exported model takes, the sizes it is compiled for, and its outputs' names.
 
-A program has static shapes, so that a model is exported for a ladder of batch sizes. Each size has
+A program has static shapes, so a model is exported for a ladder of batch sizes. Each size has
 a capacity for the ids of each feature. The nesting of inputs and outputs is plain data, which a
 file can hold.
 """
@@ -19,13 +19,7 @@ import pyarrow as pa
 
 
 class Structure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Nesting of leaves in dicts, lists and tuples.
-
-    Attributes:
-        kind: What this node is.
-        keys: Keys of a dict, in order.
-        parts: The nodes inside of a dict, a list or a tuple.
-    """
+    """Nesting of leaves in dicts, lists and tuples: a kind, the keys of a dict, and the parts."""
 
     kind: Literal["leaf", "dict", "list", "tuple"] = "leaf"
     keys: tuple[str, ...] = ()
@@ -38,12 +32,9 @@ class Structure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ArrayInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="array"):
-    """An array with a leading batch axis.
+    """An array with a leading batch axis, named by its path, such as ``batch[0]``.
 
-    Attributes:
-        name: Its place in the batch, such as ``batch[0]``.
-        dtype: Its type in the program.
-        shape: Shape of one sample.
+    ``shape`` is that of one sample.
     """
 
     name: str
@@ -54,10 +45,8 @@ class ArrayInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="a
 class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A key of a `KeyedJaggedArray`.
 
-    Attributes:
-        name: The key.
-        num_ids: Ids are from 0 to ``num_ids - 1``; None: no table reads the feature.
-        fixed: Number of ids that each sample must have; None: any number.
+    ``num_ids`` is None if no table reads the feature, ``fixed`` the number of ids that each sample
+    must have, or None.
     """
 
     name: str
@@ -66,13 +55,7 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RaggedInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ragged"):
-    """A `KeyedJaggedArray`.
-
-    Attributes:
-        name: Its place in the batch, such as ``batch[1]``.
-        features: The keys that the program reads.
-        is_weighted: Whether it has weights.
-    """
+    """A `KeyedJaggedArray` with the keys that the program reads; ``name`` is like ``batch[1]``."""
 
     name: str
     features: tuple[Feature, ...]
@@ -88,24 +71,17 @@ Input: TypeAlias = ArrayInput | RaggedInput
 
 
 class BatchSize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A size of batches that the model is compiled for.
-
-    Attributes:
-        samples: Number of samples.
-        capacities: For each `RaggedInput`, in order, the capacity of each of its features.
-    """
+    """A number of samples that the model is compiled for, with capacities for their ids."""
 
     samples: int
+    # By ragged input and feature, in the order of `BatchSpec.inputs`.
     capacities: tuple[tuple[int, ...], ...]
 
 
 class BatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The batches that an exported model takes.
 
-    Attributes:
-        structure: Nesting of the inputs in the tuple of positional arguments.
-        inputs: The arrays and the ragged batches, in the order of the structure's leaves.
-        sizes: The sizes that the model is compiled for, ascending.
+    ``inputs`` are in the order of the structure's leaves, ``sizes`` ascend.
     """
 
     structure: Structure
@@ -137,14 +113,10 @@ class BatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def flatten(value: Any, name: str) -> tuple[Structure, list[tuple[str, Any]]]:
-    """Return the structure of a value, and its leaves with their names.
+    """Return the structure of a value, and its leaves with their names, which begin with ``name``.
 
-    Args:
-        value: Dicts with string keys, lists and tuples of leaves; any other object is a leaf.
-        name: Name of the value, with which the names of its leaves begin.
-
-    Raises:
-        TypeError: A key of a dict is not a string, or a tuple is a named one.
+    A value has dicts with string keys, lists and tuples; any other object is a leaf. A TypeError
+    names other keys and named tuples.
     """
     kind: Literal["dict", "list", "tuple"]
     if isinstance(value, dict):
@@ -154,6 +126,8 @@ def flatten(value: Any, name: str) -> tuple[Structure, list[tuple[str, Any]]]:
         kind, keys = "dict", tuple(value)
         children = [(f"{name}[{key!r}]", part) for key, part in value.items()]
     elif isinstance(value, list | tuple):
+        # Not `jax.tree`: it sorts the keys of dicts, and takes any registered class, which a file
+        # cannot name.
         if hasattr(value, "_fields"):
             raise TypeError(
                 f"{name} is a {type(value).__name__}; give a plain tuple or a dict of its fields"
@@ -171,15 +145,9 @@ def flatten(value: Any, name: str) -> tuple[Structure, list[tuple[str, Any]]]:
 
 
 def leaves_of(structure: Structure, value: Any, name: str) -> list[Any]:
-    """Return the leaves of a value that has a known structure.
-
-    A list may stand for a tuple and the reverse. The keys of a dict may be in any order.
-
-    Raises:
-        TypeError: The value is nested in another way.
-        KeyError: A dict lacks a key.
-        ValueError: A dict has a key too many, or a list or a tuple has another length.
-    """
+    """Return the leaves of a value that has a known structure; errors name the wrong part."""
+    # A list may stand for a tuple and the reverse, and keys may be in any order: clients read
+    # values from JSON.
     if structure.kind == "leaf":
         return [value]
     if structure.kind == "dict":
@@ -231,13 +199,13 @@ def output_columns(outputs: Any) -> dict[str, np.ndarray]:
 
 
 def column_name(output: str) -> str:
-    """Return the column of an output, given its place, such as ``output['a'][0]``."""
+    """Return the column of an output, given its path, such as ``output['a'][0]``: ``a.0``."""
     parts = re.findall(r"\['(.*?)'\]|\[(\d+)\]", output)
     return ".".join(key or index for key, index in parts) or SCORE
 
 
 def arrow_column(array: np.ndarray) -> pa.Array:
-    """Return an output as a column of numbers, or of lists of them."""
+    """Return an output as a column of numbers, or of lists of numbers."""
     if array.dtype.kind == "V":  # bfloat16 and the like
         array = array.astype(np.float32)
     flat = pa.array(np.ascontiguousarray(array).reshape(-1))

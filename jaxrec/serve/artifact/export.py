@@ -59,37 +59,37 @@ def export(
     describes them. It appears when it is complete. Tables keep their type: those of
     `jaxrec.serve.quantize` stay quantized. Optimizer state is left out.
 
-    `load` predicts batches of any size. It cuts and pads them to the sizes here.
+    `load` predicts batches of any size. It cuts and pads them to ``batch_sizes``.
 
     Args:
         model: A model with tables on one device or over a mesh, quantized or not. The programs
-            compute what ``function`` returns of the model in evaluation mode.
+            compute ``function`` of the model in evaluation mode.
         path: The folder. An exported model that is there already is replaced.
         example: A batch of some samples as ``function`` takes it: a tuple of its arguments, or the
-            only argument. It says which inputs there are, their types, and how many ids a sample
-            has of each feature. Inputs are arrays with a leading batch axis and
-            `KeyedJaggedArray`s, alone or in dicts, lists and tuples. None: the arguments are
-            ``(features)`` with all features of the model's tables, or ``(dense, features)`` for a
-            model with ``num_dense``, or as ``encoder`` makes them.
+            only argument. It gives the inputs, their types, and the number of ids that a sample has
+            of each feature. Inputs are arrays with a leading batch axis and `KeyedJaggedArray`s,
+            alone or in dicts, lists and tuples. None: the arguments are ``(features)`` with all
+            features of the model's tables, or ``(dense, features)`` for a model with ``num_dense``,
+            or as ``encoder`` makes them.
         function: A function of the model and the arguments of a batch, such as
             ``lambda model, features: model.query(features)``; None: the model's call. It returns
             arrays with a leading batch axis, alone or in dicts, lists and tuples.
         encoder: Encoder of raw columns that the model was trained with. `load` then takes columns
-            too. The arguments are its ``dense`` and ``features``; no example is given then.
+            too. The arguments are its ``dense`` and ``features``, and ``example`` must be None.
         batch_sizes: Numbers of samples that programs are made for.
         ids_per_sample: Mean number of ids of a sample that capacities are made for, for all
             features or by name. None: as in the example with a margin, by the encoder, or 8. Where
-            the ids of a batch exceed a capacity, `load` predicts fewer samples at a time. A
-            feature of a per-id collection with equally many ids in each sample of the example, and
-            no spare capacity, has this number in each sample of every batch, since models may
-            reshape its rows; a feature named here may have any number.
+            the ids of a batch exceed a capacity, `load` predicts fewer samples at a time. A feature
+            of a per-id collection is fixed if the example has equally many ids in each sample and
+            no spare capacity: every later sample must have this number, since models may reshape
+            the feature's rows. A feature that is named here may have any number.
         platforms: "cpu" and "cuda". Programs for GPUs need no GPU here; their lookups are XLA's.
 
     Raises:
         TypeError: The model is not an `nnx.Module`, a table has an open vocabulary or a cache
             (`jaxrec.tier`), or an input or an output is of a type that programs do not have.
         ValueError: The inputs do not follow from the arguments; an output has no batch axis; a
-            platform or a batch size is unknown; or the program calls something that has no
+            platform or a batch size is unknown; or the program calls a function that has no
             guarantee to run with later versions.
         FileExistsError: The path is a file, or a folder that is not an exported model.
         OSError: The folder cannot be written.
@@ -115,6 +115,7 @@ def export(
     signature = type(model).__call__ if function is _call else function
     example = example if example is None or isinstance(example, tuple) else (example,)
     batch = batch_spec(model, signature, example, encoder, batch_sizes, ids_per_sample)
+    # Programs first: most models that cannot be exported fail here, before tables are written.
     made = export_programs(pure, batch, platforms)
     with write_atomically(path) as unfinished:
         programs = _write_programs(unfinished, made.programs)
@@ -136,6 +137,7 @@ def export(
             files=describe_files(unfinished),
             encoding=encoding,
         )
+        # As `load` will check it, so that no folder appears that cannot be loaded.
         manifest.check()
         (unfinished / MANIFEST_FILE).write_bytes(manifest.to_json())
 
@@ -146,6 +148,7 @@ def _call(model: nnx.Module, *batch: Any) -> Any:
 
 def _check_path(path: pathlib.Path) -> None:
     if path.exists() and not (path / MANIFEST_FILE).is_file():
+        # An empty folder may be replaced: users make one beforehand.
         if path.is_dir() and not any(path.iterdir()):
             return
         raise FileExistsError(
@@ -170,6 +173,8 @@ def _write_programs(
         file = f"programs/{platform}-{samples}.jax"
         stablehlo = f"programs/{platform}-{samples}.mlirbc"
         (directory / file).write_bytes(program.serialize())
+        # The same program twice: jax.export's file for `load`, and plain StableHLO for the C++
+        # runtime.
         (directory / stablehlo).write_bytes(program.mlir_module_serialized)
         programs.append(Program(platform, samples, file, native_targets(program), stablehlo))
     return tuple(programs)
@@ -201,17 +206,12 @@ def write_array(path: pathlib.Path, array: np.ndarray) -> None:
 def write_rows(
     path: pathlib.Path, shape: tuple[int, ...], dtype: str, parts: Iterable[tuple[int, np.ndarray]]
 ) -> None:
-    """Write an array of rows by parts, so that it need not be in memory.
-
-    Args:
-        path: The file.
-        shape: Shape of the array, whose elements are zeros where no part lies.
-        dtype: Type of the array.
-        parts: First row and rows of each part.
-    """
+    """Write ``parts`` of an array, each as its first row and rows; other elements are zeros."""
+    # An empty file cannot be mapped.
     if 0 in shape:
         np.save(path, np.zeros(shape, stored_dtype(dtype)))
         return
+    # Into a mapped file, so that a table need not be in memory.
     rows = np.lib.format.open_memmap(path, "w+", stored_dtype(dtype), shape)
     for first, part in parts:
         rows[first : first + len(part)] = part.view(stored_dtype(dtype))
@@ -219,14 +219,9 @@ def write_rows(
 
 
 def write_columns(directory: pathlib.Path, encoder: TableEncoder) -> ColumnEncoding:
-    """Write the moments and the vocabularies of an encoder, and describe its columns.
+    """Write the moments and vocabularies of an encoder to ``columns/``, and describe its columns.
 
-    Args:
-        directory: Folder of the exported model; the files go to ``columns/``.
-        encoder: The encoder, without columns of encoding "dynamic".
-
-    Returns:
-        The description, which the manifest holds.
+    The encoder must not have columns of encoding "dynamic".
     """
     (directory / COLUMNS_DIRECTORY).mkdir()
     moments = [encoder.moments.get(name, Moments()) for name in encoder.schema.dense]
@@ -290,10 +285,11 @@ def _write_vocabulary(
 
 
 def _strings(values: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes of all strings, one behind the other, and their offsets."""
+    """Return the bytes of all strings in one array, and their offsets."""
     if not len(values):
         return np.empty(0, np.uint8), np.zeros(1, np.int64)
     _, offsets, data = values.cast(pa.large_binary()).buffers()
+    # An Arrow array may be a slice of larger buffers, so begin at its own offset.
     starts = np.frombuffer(offsets, np.int64)[values.offset :][: len(values) + 1]
     content = np.frombuffer(data or b"", np.uint8)[starts[0] : starts[-1]]
     return content, starts - starts[0]

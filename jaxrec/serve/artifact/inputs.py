@@ -30,7 +30,7 @@ from jaxrec.serve.artifact.batch_spec import (
     flatten,
 )
 
-# Number of ids per sample that the capacities hold where neither an example nor the user says it.
+# Number of ids per sample that capacities are made for, without an example or a number of the user.
 DEFAULT_IDS = 8
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -86,6 +86,7 @@ def _check_encoder(encoder: TableEncoder, bounds: Mapping[str, int]) -> None:
         names = ", ".join(map(repr, encoder.schema.dynamic))
         raise ValueError(f"columns {names} have open vocabularies; exported models have fixed ones")
     for name, rows in encoder.table_rows.items():
+        # Fewer rows are fine: tables may be larger than their vocabularies.
         if rows > bounds.get(name, rows):
             raise ValueError(
                 f"the encoder has {rows} rows for column {name!r}, but the model's table has "
@@ -94,7 +95,7 @@ def _check_encoder(encoder: TableEncoder, bounds: Mapping[str, int]) -> None:
 
 
 def _bounds(model: nnx.Module) -> dict[str, int]:
-    """Return the number of ids that all tables of each feature have."""
+    """Return the number of ids of each feature: the fewest rows of the tables that read it."""
     bounds: dict[str, int] = {}
     for module in tapped_modules(model).values():
         for feature, count in module.tables.get_value().bounds.items():
@@ -116,7 +117,7 @@ def _features(model: nnx.Module, kind: type[Collection]) -> set[str]:
 def _of_example(
     leaves: Sequence[tuple[str, Any]], bounds: Mapping[str, int], per_id: set[str]
 ) -> tuple[list[Input], list[dict[str, Capacity]]]:
-    """Return the inputs like those of an example batch, and the capacities of the ragged ones."""
+    """Return inputs like those of an example batch, and the capacities of the ragged ones."""
     inputs: list[Input] = []
     capacities = []
     for name, leaf in leaves:
@@ -169,6 +170,9 @@ def _ragged(
         column = jax.device_get(batch[key])
         lengths = np.asarray(column.lengths)
         first = int(lengths[0]) if lengths.size else 0
+        # Only per-id features: a model may reshape their rows to [samples, ids, dim], which a
+        # program for any lengths would break. Spare capacity says that the user expects other
+        # lengths.
         is_full = first > 0 and (lengths == first).all()
         is_fixed = is_full and column.capacity == lengths.sum() and key in per_id
         features.append(Feature(key, bounds.get(key), first if is_fixed else None))
@@ -197,6 +201,7 @@ def _of_signature(
     """Return the number of dense features, None without any, and the names of the others."""
     if encoder is not None:
         return len(encoder.schema.dense), tuple(encoder.schema.categorical)
+    # The first parameter is the model, or self.
     _, *parameters = inspect.signature(function).parameters.values()
     required = [
         each for each in parameters if each.default is each.empty and each.kind in _POSITIONAL
@@ -256,6 +261,7 @@ def _with_ids_per_sample(
     for each in inputs:
         if isinstance(each, RaggedInput):
             features = tuple(
+                # Without ``fixed``: a capacity by hand allows any number of ids.
                 Feature(feature.name, feature.num_ids)
                 if feature.name in ids_per_sample
                 else feature

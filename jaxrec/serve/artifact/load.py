@@ -36,11 +36,9 @@ from jaxrec.serve.artifact.requests import Request
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ServedVariables:
-    """Tables and other variables of a served model, of one version.
+    """Variables of a served model by name, in the order of the programs' arguments.
 
-    Attributes:
-        arrays: The arrays on the device by name, in the order of the programs' arguments.
-        version: Number of the published version that they are; 0: as they were exported.
+    ``version`` is that of `jaxrec.tier.publish`; 0: as they were exported.
     """
 
     arrays: Mapping[str, jax.Array]
@@ -48,12 +46,12 @@ class ServedVariables:
 
 
 class ServedModel:
-    """A model that `load` read; it may be called by several threads.
+    """A model that `load` read. Several threads may call it at once.
 
     Attributes:
         manifest: Description of the model: its inputs, outputs, tables and files.
         encoder: Encoder of raw columns; None if the model was exported without one.
-        platform: Platform that it runs on, "cpu" or "cuda".
+        platform: Platform of its device, "cpu" or "cuda".
     """
 
     def __init__(self, directory: pathlib.Path, manifest: Manifest, device: jax.Device):
@@ -78,7 +76,11 @@ class ServedModel:
         self._variables = ServedVariables(
             {
                 stored.name: jax.device_put(
-                    read_array(directory, stored), device, may_alias=stored.is_mapped
+                    # An alias of the mapped file, where the CPU allows it: tables are neither read
+                    # nor copied until rows are looked up.
+                    read_array(directory, stored),
+                    device,
+                    may_alias=stored.is_mapped,
                 )
                 for stored in manifest.arrays
             }
@@ -96,10 +98,10 @@ class ServedModel:
 
         Args:
             arrays: New values by the names of the manifest's arrays; others stay as they are.
-            version: Number of the version that they are, `ServedVariables.version`.
+            version: Number of their version, for `ServedVariables.version`.
 
         Raises:
-            ValueError: An array has another name, shape or type than those of the model.
+            ValueError: The model has no array of a name, or one of another shape or type.
         """
         old = self._variables.arrays
         for name, array in arrays.items():
@@ -111,6 +113,7 @@ class ServedModel:
                     f"{array.dtype}{list(array.shape)}"
                 )
         new = {name: jax.device_put(array, self._device) for name, array in arrays.items()}
+        # One assignment, which Python makes at once; `predict_request` reads the attribute once.
         self._variables = ServedVariables({**old, **new}, version)
 
     @property
@@ -131,8 +134,8 @@ class ServedModel:
         Raises:
             KeyError: The batch lacks a feature.
             TypeError: An argument is of another type.
-            ValueError: An id is outside of its table (names the feature, the sample and the id), a
-                sample has more ids than a batch holds, or shapes differ.
+            ValueError: An id is outside of its table (the message names the feature, the sample and
+                the id), a sample has more ids than a batch holds, or shapes differ.
         """
         if len(batch) != len(self.manifest.batch.structure.parts):
             names = ", ".join(each.name for each in self.manifest.batch.inputs)
@@ -147,15 +150,18 @@ class ServedModel:
 
         Args:
             request: The samples.
-            variables: The tables and other variables; None: those of now.
+            variables: The tables and other variables; None: the current ones.
 
         Raises:
             ValueError: As `predict`.
         """
+        # Read once: `replace` may come between two chunks, and a request is of one version.
         arrays = (self._variables if variables is None else variables).arrays
         results = []
         for chunk in request.chunks():
             outputs = self._program(chunk.size.samples)(*arrays.values(), *chunk.arrays)
+            # JAX runs the program while the next chunk is packed, so results are fetched after the
+            # loop.
             results.append((chunk, outputs))
         leaves = []
         for index, output in enumerate(self.manifest.outputs):
@@ -197,6 +203,7 @@ class ServedModel:
             )
 
     def _program(self, samples: int) -> Callable[..., Any]:
+        # Tested again under the lock, which threads take only until the program is there.
         if samples not in self._compiled:
             with self._lock:
                 if samples not in self._compiled:
@@ -212,8 +219,9 @@ def load(
     On a CPU tables stay in their files, which are mapped into memory: the model is ready at once,
     and processes share the memory.
 
-    An exported model is code: load those that you trust. What the files say is compared with the
-    manifest and with what jaxrec knows, and checksums find damage; neither says who wrote them.
+    An exported model is code: load only models that you trust. The files are checked against the
+    manifest and the list of functions that jaxrec knows, and checksums find damage. Neither says
+    who wrote them.
 
     Args:
         path: The model's folder.
@@ -264,6 +272,8 @@ def _encoder(directory: pathlib.Path, manifest: Manifest) -> TableEncoder:
     arrays = [each for each in manifest.batch.inputs if isinstance(each, ArrayInput)]
     bounds = {x.name: x.num_ids for each in manifest.batch.ragged for x in each.features}
     num_dense = len(encoder.schema.dense)
+    # The encoder of another model may give ids in range that mean other values, without an error.
+    # So compare all that the programs rely on.
     if (
         [(each.dtype, each.shape) for each in arrays] != [("float32", (num_dense,))]
         or len(manifest.batch.ragged) != 1
@@ -304,7 +314,7 @@ def check_files(
 
 
 def read_array(directory: pathlib.Path, stored: StoredArray) -> np.ndarray:
-    """Return an array of the model, where it lies in the file or a copy."""
+    """Return an array of the model, mapped from its file or copied."""
     path = directory / stored.file
     dtype = stored_dtype(stored.dtype)
     try:
@@ -319,7 +329,8 @@ def read_array(directory: pathlib.Path, stored: StoredArray) -> np.ndarray:
             f"{path} holds {form.dtype} of {shape}; the model has {stored.name} of {stored.dtype} "
             f"and {stored.shape}"
         )
-    # Before memory is taken for it.
+    # Before memory is taken for it: a header that claims terabytes must be an error, not an
+    # exhausted machine.
     if (wanted := form.start + math.prod(shape) * dtype.itemsize) != size:
         raise ArtifactError(
             f"{path} is not an npy file, or is cut short ({size:,} bytes instead of {wanted:,})"

@@ -1,4 +1,8 @@
-"""Content of an exported model's manifest, a JSON file."""
+"""Content of an exported model's manifest, a JSON file.
+
+A manifest is data until `Manifest.check` has compared its entries: every name, size and shape that
+code later relies on is bounded here.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,8 @@ MANIFEST_FILE = "manifest.json"
 # Folder of the encoder of raw columns.
 FEATURES_DIRECTORY = "features"
 
-# Largest number of samples or ids of a batch, and of elements of an array.
+# Largest number of samples or ids of a batch (int32), and of elements of an array (256 TiB of
+# float32).
 _MOST = 2**31 - 1
 _MOST_ELEMENTS = 1 << 46
 
@@ -32,12 +37,12 @@ class StoredArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An array that the programs take beside the batch.
 
     Attributes:
-        name: Path of the variable in the model; of a table's array, of the collection and the
-            group.
-        file: npy file that holds it. Types that NumPy lacks are stored as unsigned integers.
-        dtype: Its type, such as "bfloat16".
-        shape: Its shape.
-        is_mapped: Whether it is used where it lies in the file, which is mapped into memory.
+        name: Path of the variable in the model; for a table's array, the path of the collection
+            and the name of the group.
+        file: npy file of the array. Types that NumPy lacks are stored as unsigned integers.
+        dtype: Type of the elements, such as "bfloat16".
+        shape: Shape of the array.
+        is_mapped: Whether the file is mapped into memory instead of read.
     """
 
     name: str
@@ -49,23 +54,24 @@ class StoredArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def stored_dtype(dtype: str) -> np.dtype:
     """Return the type of an npy file's elements: unsigned integers for types that NumPy lacks."""
+    # npy files name a type by its NumPy descriptor, which bfloat16 and float8 do not have.
     kind = jnp.dtype(dtype)
     return kind if kind.isbuiltin == 1 else np.dtype(f"uint{8 * kind.itemsize}")
 
 
 class StoredTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A table and its rows' place.
+    """A table, and the rows that it has in an array.
 
     Attributes:
         name: Name of the table.
-        collection: Path of its collection in the model.
-        array: Name of the `StoredArray` that holds its rows.
-        first_row: Its first row in that array.
+        collection: Path of the table's collection in the model.
+        array: Name of the `StoredArray` that holds the rows.
+        first_row: First row of the table in that array.
         num_embeddings: Number of rows.
         embedding_dim: Number of columns, unpacked.
-        row_format: How a row is stored, such as "int8"; see `jaxrec.serve.pack_rows`.
+        row_format: Format of a stored row, such as "int8"; see `jaxrec.serve.pack_rows`.
         pooling: "sum" or "mean"; None: rows are looked up one by one.
-        feature_names: Features that read it.
+        feature_names: Features that read the table.
     """
 
     name: str
@@ -80,15 +86,15 @@ class StoredTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The compiled form of the model for one platform and batch size, as `jax.export` writes it.
+    """The model for one platform and batch size, as `jax.export` writes it.
 
-    Its arguments are the arrays of the manifest and then those of the batch, in order.
+    The arguments are the arrays of the manifest and then those of the batch, in order.
 
     Attributes:
         platform: "cpu" or "cuda".
         samples: The batch size.
-        file: The file.
-        targets: Functions of jaxrec's native library that it calls.
+        file: File of the program.
+        targets: Functions of jaxrec's native library that the program calls.
         stablehlo: File with the program alone, a portable StableHLO artifact, for runtimes other
             than JAX; None: exported by an earlier jaxrec.
     """
@@ -104,8 +110,8 @@ class ArrayOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An output, an array with a leading batch axis.
 
     Attributes:
-        name: Its place in the outputs, such as ``output['score']``.
-        dtype: Its type.
+        name: Path of the output, such as ``output['score']``.
+        dtype: Type of the elements.
         shape: Shape of one sample's part.
     """
 
@@ -118,10 +124,10 @@ class DenseEncoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     """Encoding of a column of numbers.
 
     Attributes:
-        name: The column.
-        transform: As of `jaxrec.data.DenseColumn`.
-        missing: As of `jaxrec.data.DenseColumn`.
-        is_boolean: Whether its values are true and false.
+        name: Name of the column.
+        transform: As in `jaxrec.data.DenseColumn`.
+        missing: As in `jaxrec.data.DenseColumn`.
+        is_boolean: Whether the values are true and false.
     """
 
     name: str
@@ -158,16 +164,16 @@ class CategoricalEncoding(
     """Encoding of a column of strings or ids.
 
     Attributes:
-        name: The column.
-        encoding: "vocabulary", "hash", "ids", "modulo" or "frozen", as of
+        name: Name of the column.
+        encoding: "vocabulary", "hash", "ids", "modulo" or "frozen", as in
             `jaxrec.data.CategoricalColumn`.
         num_embeddings: Number of rows of the table.
         refuses_null: Whether a null is an error.
         is_list: Whether each sample has a list.
         vocabulary: Files of the vocabulary, if there is one.
-        ids: File of the int64 ``[size]`` raw ids of encoding "frozen", ascending: the row of the
-            first is 1, and row 0 is that of other ids.
-        is_boolean: Whether its values are true and false.
+        ids: File of the int64 ``[size]`` raw ids of encoding "frozen", ascending. The first has row
+            1; other ids have row 0.
+        is_boolean: Whether the values are true and false.
         is_text: Whether the values of encodings "hash" and "frozen" are text, else integers; None:
             not known, as in models that earlier versions exported.
     """
@@ -187,7 +193,7 @@ class ColumnEncoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Encoding of raw columns.
 
     Attributes:
-        dense: The columns of numbers, in the order of the dense features.
+        dense: Columns of numbers, in the order of the dense features.
         categorical: The other columns.
         moments: File of float64 ``[dense, 2]``, mean and standard deviation of each dense column.
     """
@@ -198,7 +204,7 @@ class ColumnEncoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def files(self) -> list[str]:
-        """Paths of all of its files."""
+        """Paths of all files."""
         files = [self.moments]
         for column in self.categorical:
             if (each := column.vocabulary) is not None:
@@ -208,21 +214,24 @@ class ColumnEncoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return files
 
 
+# Unknown fields are refused here and in all parts, not ignored: a later version may have added one
+# that changes the meaning of the others. Fields that were added since have defaults, so that
+# exports of earlier versions load.
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Contents of an exported model: inputs, outputs, programs, tables and files.
 
     Attributes:
-        jaxrec: Version of jaxrec that exported it.
-        jax: Version of JAX that exported it.
-        batch: The batches that it takes.
-        output_structure: Nesting of its outputs.
-        outputs: The outputs, in the order of the structure's leaves.
+        jaxrec: Version of jaxrec that exported the model.
+        jax: Version of JAX that exported the model.
+        batch: Batches that the model takes.
+        output_structure: Nesting of the outputs.
+        outputs: Outputs, in the order of the structure's leaves.
         arrays: Arrays that the programs take beside the batch.
-        tables: The tables among them.
-        programs: The programs.
+        tables: Tables in these arrays.
+        programs: Programs, one for each platform and batch size.
         has_encoder: Whether ``features/`` holds the `jaxrec.data.TableEncoder` of raw columns.
         files: Every file but the manifest, by its path.
-        encoding: The encoder in files that C++ reads; None: there is none, or an earlier jaxrec
+        encoding: Encoder in files that C++ reads; None: there is none, or an earlier jaxrec
             exported the model.
     """
 
@@ -261,6 +270,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         if missing := [file for file in used if file not in self.files]:
             raise ValueError(f"it uses {missing[0]!r}, which is not among its files")
         for file, stored in self.files.items():
+            # A manifest from elsewhere must not make `load` read files outside of the folder.
             if not file or file[0] == "/" or ".." in file.split("/") or "\0" in file:
                 raise ValueError(f"it names the file {file!r}, outside of the model's folder")
             if stored.bytes < 0:
@@ -288,6 +298,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         ):
             if len(ragged) != len(capacities):
                 raise ValueError(f"{len(capacities)} capacities for {len(ragged)} features")
+            # Offsets of a batch's ids are int32, so their sum must fit as well.
             if any(not 0 <= each <= _MOST for each in capacities) or sum(capacities) > _MOST:
                 raise ValueError(f"capacities of {list(capacities)} ids; they must fit int32")
         if samples[-1] * max((len(each.keys) for each in self.batch.ragged), default=1) > _MOST:
@@ -302,6 +313,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         for each in described:
             samples = 1 if isinstance(each, StoredArray) else most
             try:
+                # "V" is the kind of bfloat16 and float8.
                 kind = jnp.dtype(each.dtype).kind
             except TypeError:
                 kind = "O"
@@ -335,6 +347,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
                 )
             rows, maps = array.shape[:1], f"{table.collection}/" * bool(table.collection)
             is_pruned = f"{maps}row_maps/{table.name}/kept" in arrays
+            # A pruned table has fewer rows than ids; the map of rows to keep says how many.
             last = table.first_row + (0 if is_pruned else table.num_embeddings)
             if not rows or not 0 <= table.first_row <= last <= rows[0] or table.embedding_dim < 1:
                 raise ValueError(

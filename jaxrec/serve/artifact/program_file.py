@@ -1,8 +1,8 @@
-"""The file of a program, checked against the manifest and what it calls before it runs.
+"""The file of a program, checked against the manifest and its calls before it runs.
 
 A custom call runs a function of the process by its name, with arguments that the program chooses.
-Some functions take an address among them, so that a program from elsewhere may call only those that
-are known to check theirs.
+Some functions take an address as an argument. So a program from elsewhere may call only functions
+that are known to check their arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from jaxrec.embed.kernels import cpu
 from jaxrec.embed.kernels.native_call import exported_targets
 from jaxrec.serve.artifact.manifest import ArtifactError, Manifest, Program
 
-# Functions of JAX that check their arguments, and names that XLA turns into operations of its own.
+# Functions of JAX that check their arguments, and names that XLA turns into its own operations. The
+# list says what is allowed: a list of dangerous names would grow with every version of JAX.
 # `src/program_calls.cc` of cpp/ has the same.
 _OF_JAX = re.compile(
     r"lapack_[a-z]+_ffi|cu(solver|sparse)_[a-z0-9]+_ffi"
@@ -48,12 +49,12 @@ _ELEMENTS = {
 
 
 def native_calls() -> list[jax_export.DisabledSafetyCheck]:
-    """Return the ``disabled_checks`` with which `jax.export` takes jaxrec's native functions.
+    """Return the ``disabled_checks`` with which `jax.export` accepts jaxrec's native functions.
 
-    On a CPU lookups, updates and dot products call jaxrec's library, and JAX exports calls only
-    that it knows. A program with such calls runs where jaxrec was imported, and its first lookup of
-    any kind, or ``native_calls()``, has loaded the library. Later versions of jaxrec serve the
-    lookups; the other calls are those of this version. Within
+    On a CPU lookups, updates and dot products call jaxrec's library, and JAX exports only calls
+    that it knows. A program with such calls runs where jaxrec was imported and its library is
+    loaded: by a first lookup of any kind, or by ``native_calls()``. Later versions of jaxrec serve
+    the lookups; the other calls are those of this version. Within
     ``jaxrec.embed.kernels.use_kernels("reference")`` programs are exported without native calls.
 
     `jaxrec.serve.export` needs none of this.
@@ -79,7 +80,7 @@ def native_calls() -> list[jax_export.DisabledSafetyCheck]:
 def read_program(
     directory: pathlib.Path, manifest: Manifest, program: Program
 ) -> jax_export.Exported:
-    """Read a program, and check what it calls, takes and returns."""
+    """Read a program, and check its calls, arguments and results."""
     path = directory / program.file
     try:
         exported = jax_export.deserialize(bytearray(path.read_bytes()))
@@ -105,6 +106,7 @@ def read_program(
             f"{path} is for {exported.nr_devices} devices of {', '.join(exported.platforms)}, and "
             f"the model has it for one of {program.platform}; export the model again"
         )
+    # Effects, such as callbacks, run code of the host or wait for it.
     if exported.ordered_effects or exported.unordered_effects:
         raise ArtifactError(f"{path} has effects beside its results; export the model again")
     _check_types(path, "takes", arguments, exported.in_avals, taken)
@@ -113,7 +115,7 @@ def read_program(
 
 
 def _check_calls(path: pathlib.Path, program: Program, calls: tuple[str, ...]) -> None:
-    """Raise an ArtifactError where a program calls what jaxrec does not know."""
+    """Raise an ArtifactError where a program calls a function that jaxrec does not know."""
     if unknown := unknown_calls(calls):
         why = (
             "a later version of jaxrec exported it; install that version"
@@ -137,15 +139,12 @@ def _check_types(
     described: Sequence[Any],
     typed: Sequence[str],
 ) -> None:
-    """Raise an ArtifactError where a program has other arguments or results than its model.
+    """Raise an ArtifactError where a program's arguments or results are not the manifest's.
 
-    Args:
-        path: The file of the program.
-        verb: "takes" or "returns".
-        wanted: The arguments or results by the manifest.
-        described: Those that the file describes.
-        typed: Types of those of the program itself, as MLIR writes them.
+    ``wanted`` is by the manifest, ``described`` by jax.export's file, and ``typed`` has the types
+    of the program itself, as MLIR writes them.
     """
+    # Both are compared: the file's description stands beside the program, and may differ from it.
     pairs = [(tuple(each.shape), each.dtype) for each in wanted]
     if [(tuple(each.shape), each.dtype) for each in described] != pairs or list(typed) != [
         _mlir_type(*pair) for pair in pairs
@@ -158,6 +157,7 @@ def _check_types(
 
 def _mlir_type(shape: tuple[int, ...], dtype: Any) -> str:
     name = jnp.dtype(dtype).name
+    # "float32" is letters and bits, "f32" in MLIR; types of fewer bits have names of their own.
     bits = name.lstrip("abcdefghijklmnopqrstuvwxyz")
     letters = {"int": "i", "uint": "ui", "float": "f"}.get(name.removesuffix(bits), name)
     return f"tensor<{''.join(f'{size}x' for size in shape)}{_ELEMENTS.get(name, letters + bits)}>"

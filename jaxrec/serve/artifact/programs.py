@@ -29,31 +29,23 @@ from jaxrec.serve.artifact.program_file import (
 )
 from jaxrec.serve.artifact.pure_model import PureModel
 
-# Implementations of the lookups in the programs of each platform: those whose calls later versions
-# of jaxrec and of JAX serve.
+# Implementations of the lookups in the programs of each platform: only those whose calls later
+# versions of jaxrec and of JAX serve. Pallas kernels for GPUs are not among them.
 KERNELS: Mapping[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": ("reference",)}
 
 
 class Outputs(NamedTuple):
-    """The outputs of a program.
-
-    Attributes:
-        structure: Their nesting.
-        arrays: The outputs, in the order of the structure's leaves.
-    """
+    """Nesting and description of a program's outputs, in the order of the structure's leaves."""
 
     structure: Structure
     arrays: tuple[ArrayOutput, ...]
 
 
 class ModelPrograms(NamedTuple):
-    """The programs of a model.
+    """Programs of a model by platform and batch size.
 
-    Attributes:
-        arrays: Names of the model's arrays that are arguments of the programs, before those of the
-            batch: the arrays that an output depends on.
-        outputs: What the programs return.
-        programs: The program for each platform and each batch size.
+    ``arrays`` names the model's arrays that an output depends on: the programs' arguments, before
+    those of the batch.
     """
 
     arrays: list[str]
@@ -62,23 +54,21 @@ class ModelPrograms(NamedTuple):
 
 
 def export_programs(pure: PureModel, batch: BatchSpec, platforms: Sequence[str]) -> ModelPrograms:
-    """Trace a model for some platforms and all batch sizes.
-
-    Args:
-        pure: The model.
-        batch: The batches that it takes.
-        platforms: Some of `KERNELS`.
-    """
+    """Trace a model for some platforms and all batch sizes."""
     names = list(pure.shapes)
     first, outputs = _export_program(
         pure, batch, batch.sizes[0], names, platforms[0], keep_unused=False
     )
+    # The first trace drops unused arguments and so finds the arrays that outputs depend on: a query
+    # tower needs no item tables. The others keep their arguments, so that all programs take the
+    # same.
     kept = first.module_kept_var_idx
     used = [name for index, name in enumerate(names) if index in kept]
     is_first_complete = len(kept) == len(first.in_avals)
     programs: dict[tuple[str, int], jax_export.Exported] = {}
     for platform in platforms:
         for size in batch.sizes:
+            # If the first trace dropped none, it is already the first program.
             if is_first_complete and not programs:
                 program = first
             else:
@@ -98,14 +88,7 @@ def _export_program(
 ) -> tuple[jax_export.Exported, Outputs]:
     """Return a program and its outputs.
 
-    Args:
-        pure: The model.
-        batch: The batches that it takes.
-        size: One of their sizes.
-        names: Names of the model's arrays that are arguments of the program.
-        platform: One of `KERNELS`.
-        keep_unused: Whether arguments that no output depends on are arguments of the StableHLO
-            function, too.
+    With ``keep_unused``, the StableHLO function has all arguments, also those without a use.
     """
     run, arguments, outputs = _traced(pure, batch, size, names)
     checks = [jax_export.DisabledSafetyCheck.custom_call(name) for name in exported_targets()]
@@ -121,11 +104,9 @@ def _export_program(
 
 
 def native_targets(exported: jax_export.Exported) -> tuple[str, ...]:
-    """Return the functions of jaxrec's native library that a program calls.
-
-    Raises:
-        ValueError: The program calls something that `jaxrec.serve.load` does not know.
-    """
+    """Return the functions of jaxrec's native library that a program calls."""
+    # Checked at export, by the same list as at loading: an error then comes to those who can change
+    # the model.
     calls = program_calls(parse_program(exported.mlir_module_serialized))
     if unknown := unknown_calls(calls):
         raise ValueError(
@@ -138,9 +119,9 @@ def native_targets(exported: jax_export.Exported) -> tuple[str, ...]:
 def _traced(
     pure: PureModel, batch: BatchSpec, size: BatchSize, names: Sequence[str]
 ) -> tuple[Callable[..., list], list[jax.ShapeDtypeStruct], list[Outputs]]:
-    """Return a function of flat arguments, their shapes, and a list that a trace adds outputs to.
+    """Return a function of flat arguments, their shapes, and a list that its trace fills.
 
-    Arrays that are not named are zeros: no output depends on them.
+    The trace appends the description of the outputs.
     """
     shapes = pure.shapes
     arguments = [shapes[name] for name in names] + batch.shapes(size)
@@ -149,6 +130,7 @@ def _traced(
     def run(*arguments: Any) -> list:
         given = dict(zip(names, arguments, strict=False))
         arrays = {
+            # Arrays without a name are zeros: no output depends on them.
             name: given[name] if name in given else jnp.zeros(shape.shape, shape.dtype)
             for name, shape in shapes.items()
         }
@@ -159,6 +141,7 @@ def _traced(
             ArrayOutput(name, leaf.dtype.name, leaf.shape[1:])
             for (name, _), leaf in zip(leaves, results, strict=True)
         )
+        # A side effect of tracing: the structure is not part of jax.export's result.
         outputs.append(Outputs(structure, tuple(described)))
         return results
 
@@ -166,7 +149,7 @@ def _traced(
 
 
 def _inputs(batch: BatchSpec, size: BatchSize, arrays: list[Any]) -> tuple[Any, ...]:
-    """Return the arguments of the model's function of the flat arrays of a batch."""
+    """Return the arguments of the model's function, given the flat arrays of a batch."""
     leaves: list[Any] = []
     capacities = iter(size.capacities)
     for each in batch.inputs:
@@ -188,7 +171,7 @@ def _inputs(batch: BatchSpec, size: BatchSize, arrays: list[Any]) -> tuple[Any, 
 
 
 def _plain(outputs: Any) -> Any:
-    """Return outputs with a dict in the place of each `KeyedArray`."""
+    """Return outputs in which each `KeyedArray` is a dict."""
     if isinstance(outputs, KeyedArray):
         return outputs.to_dict()
     if isinstance(outputs, dict):

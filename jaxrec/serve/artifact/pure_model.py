@@ -1,4 +1,4 @@
-"""A model as a pure function of named arrays and a batch, as a program is exported from it."""
+"""A model as a pure function of named arrays and a batch, from which a program is exported."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ Function = Callable[..., Any]
 class PureModel:
     """A model in evaluation mode as a function of its arrays.
 
-    Tables that are trained become tables for inference on one device, with rows as they are, so
-    that neither optimizer state nor a placement is part of the function. Quantized ones stay so.
+    Trained tables become tables for inference on one device, with rows as they are, so that neither
+    optimizer state nor a placement is part of the function. Quantized ones stay so.
 
     Attributes:
-        function: The function of the model and a batch.
-        dense: The arrays beside the tables, on the host, by the path of the variable.
-        stores: The tables of each collection, by its path, with shapes for arrays.
-        sources: The stores that hold their rows.
+        function: Function of the model and a batch.
+        dense: Arrays beside the tables, on the host, by the path of the variable.
+        stores: Tables of each collection, by its path, with shapes for arrays.
+        sources: Stores that hold the rows of `stores`.
         state: The model without rows: its graph, its tables' state and its other state.
     """
 
@@ -51,11 +51,7 @@ class PureModel:
 
     @classmethod
     def of(cls, model: nnx.Module, function: Function) -> PureModel:
-        """Take a model apart.
-
-        Raises:
-            TypeError: The model is not an `nnx.Module`, or rows of a table are kept elsewhere.
-        """
+        """Take a model apart."""
         if not isinstance(model, nnx.Module):
             raise TypeError(f"export takes a flax.nnx.Module, got {type(model).__name__}")
         if any(isinstance(each, PlacedVariable) for each in dense_variables(model).values()):
@@ -66,6 +62,8 @@ class PureModel:
             _check_store(path, store)
         parts: tuple[Any, ...] = nnx.split(model, TableVariable, ...)
         graph, tables, rest = parts
+        # Random keys stay in the model's state: npy files have no type for them, and evaluation
+        # draws no numbers.
         dense = {name: _on_host(leaf) for name, leaf in _named_leaves(rest) if not _is_key(leaf)}
         stores = {path: _inference_store(store) for path, store in sources.items()}
         return cls(function, dense, stores, sources, (graph, tables, rest))
@@ -94,7 +92,8 @@ class PureModel:
         rest = _with_leaves(
             rest, [x if _is_key(x) else arrays[name] for name, x in _named_leaves(rest)]
         )
-        # Variables of this trace, which may be set here.
+        # Maps to new variables: those of the split are the model's own, and setting them here would
+        # leave tracers in the user's model.
         tables = jax.tree.map(lambda leaf: leaf, tables)
         model = nnx.merge(graph, tables, rest)
         for path, module in tapped_modules(model).items():
@@ -119,9 +118,9 @@ class PureModel:
                 yield first + start, np.asarray(pack(rows))
 
     def tables(self) -> Iterator[StoredTable]:
-        """Yield the tables and the places of their rows."""
+        """Yield the tables and the positions of their rows."""
         for path, store in self.stores.items():
-            # The rows of tables that wrap others lie in these.
+            # Tables that wrap others, such as pruned ones, keep the rows in the inner tables.
             inner: Any = getattr(store, "inner", store)
             prefix = "" if inner is store else "inner/"
             formats = store.formats()
@@ -159,7 +158,7 @@ def _is_packed(store: TableStore) -> bool:
 
 
 def _inference_store(store: TableStore) -> TableStore:
-    """Return tables for inference in the place of a store's, with shapes for arrays."""
+    """Return inference tables for a store's configurations, with shapes for arrays."""
     if _is_packed(store):
         return jax.eval_shape(lambda: store)
     formats = {config.name: TABLE_FORMATS[str(config.dtype)] for config in store.configs}

@@ -1,4 +1,4 @@
-"""Published versions of a model, taken over by an exported model while it predicts."""
+"""Published versions of a model, applied to an exported model while it predicts."""
 
 from __future__ import annotations
 
@@ -27,19 +27,9 @@ _PART = 1 << 12
 class Refresher(Follower):
     """Brings an exported model to the versions that `jaxrec.tier.publish` wrote.
 
-    New values are complete before `ServedModel.replace` puts them in the place of the old ones, so
-    that requests go on meanwhile and each reads one version. Memory holds the tables twice for
-    that time.
-
-    The folder's versions are of the model that was exported, with tables of the same sizes; the
-    exported tables may be quantized or pruned, and may be some of the published ones.
-
-    Args:
-        served: The exported model.
-        url: The folder of the versions, as for `jaxrec.tier.publish`.
-
-    Raises:
-        ValueError: No folder has that URL.
+    The folder's versions are of the model that was exported, with tables of the same sizes. The
+    exported tables may be quantized or pruned, and may be some of the published ones. Memory holds
+    the tables twice during an update.
     """
 
     def __init__(self, served: ServedModel, url: str | os.PathLike[str]) -> None:
@@ -47,19 +37,11 @@ class Refresher(Follower):
         self._served = served
 
     def update(self) -> int:
-        """Bring the model to the newest version.
+        """Bring the model to the newest version; return the number of versions that were applied.
 
-        Deltas are taken over in order. If one is missing or damaged, or the model has no version
-        yet, the newest whole full version and the deltas after it are taken.
-
-        Returns:
-            The number of versions that were taken over; 0 if there is no new one.
-
-        Raises:
-            VersionError: A version is damaged or missing, and no full one takes its place. The
-                model stays as it is, here and in the following cases.
-            ValueError: The versions are of another model, or have rows that a format cannot hold.
-            OSError: A file cannot be read.
+        Deltas are applied in order. If one is missing or damaged, or the model has no version yet,
+        the newest whole full version and the deltas after it are applied. An error leaves the model
+        as it was.
         """
         names = self._folder.names()
         if not names or names[-1] == self._name:
@@ -70,12 +52,13 @@ class Refresher(Follower):
                 self._take_over(chain)
                 return len(chain)
             except VersionError as error:
+                # The first error is of the shortest way, which the user expects to work.
                 damage = damage or error
         raise self._no_way(damage)
 
     def _take_over(self, chain: Chain) -> None:
-        # Requests go on meanwhile and must not see half of a version, so that the chain is taken
-        # over in new arrays, and these take the place of the old ones in one assignment.
+        # Requests go on meanwhile and must not see half of a version. So the chain is applied to
+        # new arrays, and these replace the old ones in one assignment.
         staged = _Staged(self._served)
         before = "" if self._name is None else self._name.token
         for name, is_full in chain:
@@ -128,11 +111,7 @@ class Refresher(Follower):
 
 
 class _Staged:
-    """New values of a model's variables, which nothing reads yet.
-
-    Attributes:
-        arrays: The values by name; those that are not here do not change.
-    """
+    """New values of a model's variables by name, which no request reads yet."""
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served
@@ -148,10 +127,12 @@ class _Staged:
         check_rows(row_format, f"table {table.name!r}, given ", rows)
         slots = self._slots(table, ids)
         rows, slots = rows[slots >= 0], slots[slots >= 0]
+        # Copied once and then updated in place; tables that a version leaves alone are not copied.
         if table.array not in self.arrays:
             self.arrays[table.array] = jnp.copy(self._old[table.array])
         for start in range(0, len(slots), _PART):
             part, places = rows[start : start + _PART], slots[start : start + _PART]
+            # Padded to one length, so that one program serves all parts.
             missing = _PART - len(part)
             array = self.arrays[table.array]
             self.arrays[table.array] = _write(

@@ -24,13 +24,7 @@ from jaxrec.serve.artifact.batch_spec import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chunk:
-    """Samples of a request that one program predicts.
-
-    Attributes:
-        start, stop: First sample, and sample after the last.
-        size: The batch size of the program.
-        arrays: The arrays of the batch as the program takes them, padded.
-    """
+    """Samples ``start`` to ``stop - 1`` of a request, padded to the size of one program."""
 
     start: int
     stop: int
@@ -43,9 +37,9 @@ class Column:
     """The ids of a feature in a request.
 
     Attributes:
-        ids: The ids of all samples.
-        lengths: Number of ids of each sample.
-        offsets: Position of each sample's first id, and the number of ids.
+        ids: Ids of all samples.
+        lengths: Number of ids of each sample, ``[samples]``.
+        offsets: Position of each sample's first id, then the number of ids, ``[samples + 1]``.
         weights: Weight of each id, or None.
     """
 
@@ -56,18 +50,7 @@ class Column:
 
 
 class Request:
-    """A batch of any number of samples.
-
-    Args:
-        spec: The batches that the model takes.
-        batch: The positional arguments of the model's function.
-
-    Raises:
-        KeyError: The batch lacks an input or a feature.
-        TypeError: An input is of another type.
-        ValueError: Inputs have another shape or different numbers of samples, or a feature has
-            weights and should have none, or the reverse.
-    """
+    """A batch of any number of samples, as the positional arguments of the model's function."""
 
     def __init__(self, spec: BatchSpec, batch: tuple[Any, ...]):
         leaves = leaves_of(spec.structure, batch, "batch")
@@ -81,20 +64,19 @@ class Request:
 
     @classmethod
     def of_inputs(cls, spec: BatchSpec, inputs: Sequence[np.ndarray | list[Column]]) -> Request:
-        """Make a request of the inputs of a batch, in the order of ``spec.inputs``.
+        """Make a request of checked inputs, in the order of ``spec.inputs``.
 
-        Args:
-            spec: The batches that the model takes.
-            inputs: The array of each `ArrayInput`, in its type, and for each `RaggedInput` the
-                columns of its features, whose ids fit int32.
+        An `ArrayInput` is an array in its type, a `RaggedInput` the columns of its features, whose
+        ids fit int32.
         """
+        # Past the constructor, which checks arguments of another form.
         request = cls.__new__(cls)
         request._set(spec, list(inputs))
         return request
 
     @classmethod
     def joined(cls, requests: Sequence[Request]) -> Request:
-        """Return the samples of some requests for one model, in order, as one request."""
+        """Return the samples of several requests for one model, in order, as one request."""
         if len(requests) == 1:
             return requests[0]
         inputs = zip(*(request._inputs for request in requests), strict=True)
@@ -126,10 +108,7 @@ class Request:
             _check_ids(each, columns, 0, self.num_samples)
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield the samples in order, cut to sizes that the model is compiled for.
-
-        Each chunk but one that long bags make smaller fills at least half of its size.
-        """
+        """Yield the samples in order, cut to sizes that the model is compiled for."""
         self._check_fixed()
         start = 0
         while start < self.num_samples:
@@ -144,6 +123,9 @@ class Request:
             count = self._fitting(start, size)
             if best is None:
                 best = (size, count) if count else None
+            # A larger size must be half full, or else its program computes more padding than
+            # samples. It is taken nevertheless where long bags leave even the smaller size less
+            # than half full.
             elif count > best[1] and (2 * count >= size.samples or 2 * best[1] < best[0].samples):
                 best = (size, count)
         if best is None:
@@ -157,6 +139,8 @@ class Request:
             for column, capacity in zip(columns, capacities, strict=True):
                 offsets = column.offsets
                 if offsets[stop] - offsets[start] > capacity:
+                    # Offsets ascend, so the last sample that fits is found without a loop over
+                    # samples.
                     room = offsets[start] + capacity
                     stop = int(np.searchsorted(offsets, room, side="right")) - 1
         return stop - start
@@ -219,8 +203,11 @@ def checked_array(each: ArrayInput, leaf: Any) -> np.ndarray:
     # An empty list is an array of float64.
     if array.size and not np.can_cast(array.dtype, wanted, "same_kind"):
         raise TypeError(f"{each.name} must be an array of {each.dtype}, got {array.dtype}")
+    # Overflow is reported below by name, not by NumPy's warning.
     with np.errstate(over="ignore"):
         converted = array.astype(wanted)
+    # "same_kind" lets int64 become int32 and float64 float32. The first must keep its value; the
+    # second may round, but not become infinite.
     if wanted.kind in "iu":
         is_changed = converted != array
     else:
@@ -235,7 +222,7 @@ def _num_samples(columns: Sequence[Column]) -> int:
 
 
 def _joined(parts: Sequence[np.ndarray | list[Column]]) -> np.ndarray | list[Column]:
-    """Return an input of some requests as one."""
+    """Return one input of several requests as one."""
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     if arrays:
         return np.concatenate(arrays)
@@ -255,7 +242,7 @@ def _joined_column(columns: Sequence[Column]) -> Column:
 
 
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """Return the offsets of bags, int64 ``[samples + 1]``, of their lengths."""
+    """Return the offsets of bags, int64 ``[samples + 1]``, given their lengths."""
     offsets = np.zeros(lengths.size + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
@@ -293,6 +280,7 @@ def _columns(each: RaggedInput, leaf: Any) -> list[Column]:
     np.cumsum(by_key, axis=1, out=offsets[:, 1:])
     columns, first = [], 0
     for bags, starts, capacity in zip(by_key, offsets, leaf.capacities, strict=True):
+        # A feature's ids lie at the beginning of its segment, of which the rest is padding.
         used = slice(first, first + int(starts[-1]))
         columns.append(
             Column(values[used], bags, starts, None if weights is None else weights[used])
@@ -309,7 +297,7 @@ def _packed(
     samples: int,
     capacities: Sequence[int],
 ) -> list[np.ndarray]:
-    """Return ``values``, ``lengths`` and ``weights`` of some samples of a ragged input."""
+    """Return ``values``, ``lengths`` and ``weights`` of samples ``start`` to ``stop - 1``."""
     values = np.zeros(sum(capacities), np.int32)
     lengths = np.zeros((len(columns), samples), np.int32)
     weights = np.zeros(values.size, np.float32) if each.is_weighted else None
@@ -322,15 +310,18 @@ def _packed(
         if weights is not None and column.weights is not None:
             weights[first:end] = column.weights[used]
         first += capacity
+    # As unsigned numbers negative ids are too large, so one comparison finds both. Only then is the
+    # bad id looked for.
     if (values.view(np.uint32) >= _limits(each, tuple(capacities))).any():
         _check_ids(each, columns, start, stop)
     arrays = [values, lengths.reshape(-1)]
     return arrays if weights is None else [*arrays, weights]
 
 
+# Cached, since every request of a batch size needs the same array.
 @functools.lru_cache(maxsize=64)
 def _limits(each: RaggedInput, capacities: tuple[int, ...]) -> np.ndarray:
-    """Return for each position of ``values`` the number of ids of its feature."""
+    """Return the bound of the ids at each position of ``values``."""
     bounds = [feature.num_ids or INT32_BOUND for feature in each.features]
     return np.repeat(np.array(bounds, np.uint32), capacities)
 

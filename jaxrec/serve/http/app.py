@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 VERSION_HEADER = "x-jaxrec-tables"
 
-# Bodies and responses above this size are decoded and encoded in a thread.
+# Bodies and responses above this size are decoded and encoded in a thread, so that other
+# connections do not wait for them.
 _INLINE_BYTES = 1 << 16
 _INLINE_SAMPLES = 1 << 10
 
@@ -41,19 +42,9 @@ Result = TypeVar("Result")
 class Application:
     """An endpoint for one model.
 
-    Args:
-        served: The model.
-        limits: Limits of the endpoint.
-        refresher: Takes published versions over; None: the tables stay as they are.
-        poll_seconds: Seconds between two looks for published versions.
-        allowed_hosts: Names and addresses of the ``Host`` header; empty: all.
-        on_ready: Function that is called when requests are answered.
-
-    Attributes:
-        is_ready: Whether requests are answered.
-        is_stopping: Whether connections are closed after their response.
-        failure: Error that ended the start; None: there is none.
-        asgi: The application for uvicorn.
+    ``poll_seconds`` lie between two looks of the refresher; empty ``allowed_hosts`` allow all names
+    in the ``Host`` header. ``asgi`` is the application for uvicorn; ``failure`` the error that
+    ended the start.
     """
 
     def __init__(
@@ -78,7 +69,7 @@ class Application:
         }
         self._allowed_hosts = frozenset(allowed_hosts)
         self._on_ready = on_ready
-        # Requests that wait for the model, and the end of their waiting.
+        # Number of requests that wait for the model, and the event that ends their waiting.
         self._num_waiting, self._is_started = 0, asyncio.Event()
         self.is_ready = self.is_stopping = False
         self.failure: Exception | None = None
@@ -101,7 +92,7 @@ class Application:
         )
 
     def stop(self) -> None:
-        """Say that the endpoint is not ready, and close connections after their response."""
+        """Set the endpoint to not ready, and close connections after their response."""
         self.is_ready, self.is_stopping = False, True
         self.metrics.is_ready.set(0)
 
@@ -117,16 +108,18 @@ class Application:
             self._batcher.thread.shutdown(wait=False, cancel_futures=True)
 
     async def _start(self) -> None:
-        """Take published versions over, compile the programs, be ready, and follow versions."""
+        """Apply published versions, compile the programs, be ready, and follow versions."""
         loop = asyncio.get_running_loop()
         try:
             await self._follower.begin()
+            # In the thread that predicts, so that /health answers while programs compile.
             await loop.run_in_executor(self._batcher.thread, self.served.warm_up)
         except Exception as error:
             self.failure = error
             return
         finally:
             self._is_started.set()
+        # A signal may have come during the start.
         if not self.is_stopping:
             self.is_ready = True
             self.metrics.is_ready.set(1)
@@ -134,9 +127,7 @@ class Application:
         await self._follower.follow()
 
     async def _until_started(self) -> None:
-        """Wait until the model is loaded; refuse if that takes too long or too many requests
-        wait.
-        """
+        """Wait until the model is loaded; refuse after too long or if too many requests wait."""
         if self._is_started.is_set():
             return
         if self._num_waiting >= self.limits.max_concurrent:
@@ -175,6 +166,7 @@ class Application:
                 f"the body is of type {kind or 'unknown'}; send {' or '.join(self._decoders)} "
                 "with a content-type that says so",
             )
+        # Before the body is read: a request that will be refused need not be received.
         accepted = _accepted(request.headers.get("accept", ""), kind)
         await self._until_started()
         if self.failure is not None:
@@ -194,10 +186,9 @@ class Application:
     async def _offload(
         self, is_large: bool, function: Callable[[Any], Result], argument: Any
     ) -> Result:
-        """Call a function, in the thread that predicts if that takes long.
-
-        One large body at a time is decoded, which takes several times its bytes.
-        """
+        """Call a function, in the thread that predicts if ``is_large``."""
+        # One thread for large bodies, so that one at a time is decoded: that takes several times
+        # its bytes.
         if not is_large:
             return function(argument)
         loop = asyncio.get_running_loop()
@@ -235,12 +226,11 @@ class Application:
         return self._respond(page.HTML, media_type="text/html", headers=page.HEADERS)
 
     def _check_host(self, request: Request) -> None:
-        """Raise where the ``Host`` header names another server.
-
-        A web page whose name its owner points at this machine ("DNS rebinding") sends its own name.
-        """
+        """Raise where the ``Host`` header names another server."""
         if not self._allowed_hosts:
             return
+        # A web page can point its own name at this machine ("DNS rebinding"), and read the endpoint
+        # through a visitor's browser. The browser then sends the page's name.
         name = request.headers.get("host", "")
         name = name[: name.rfind("]") + 1] if name.startswith("[") else name.partition(":")[0]
         if name.lower() not in self._allowed_hosts:
@@ -265,6 +255,7 @@ class Application:
         return self._json(500, {"error": "the request failed; the server's log says why"})
 
     def _error_response(self, request: Request, error: RequestError) -> Response:
+        # The statuses of bodies that were not read to their end.
         if error.status in (408, 413):
             content = msgspec.json.encode({"error": error.message})
             return _Refusal(request, content, error.status)
@@ -284,11 +275,7 @@ class Application:
 
 
 class _Refusal(Response):
-    """A response to a request whose body is not read to its end.
-
-    The client gets the whole response while the rest of its body is read and forgotten for a
-    moment; then the connection is closed.
-    """
+    """A response to a request whose body is not read to its end."""
 
     def __init__(self, request: Request, content: bytes, status: int) -> None:
         super().__init__(content, status, {"connection": "close"}, JSON)
@@ -301,13 +288,15 @@ class _Refusal(Response):
             "headers": self.raw_headers,
         }
         await send(start)
+        # The response is kept open while the rest of the body is read and forgotten. Closing a
+        # connection with unread bytes resets it, and the client would lose the response.
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         await discard(self._request)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def loopback_hosts(host: str) -> tuple[str, ...]:
-    """Return the names of a server that listens on a loopback address; none for other addresses."""
+    """Return the names of a server that listens on a loopback address, else ``()``."""
     with contextlib.suppress(ValueError):
         if not ipaddress.ip_address(host).is_loopback:
             return ()

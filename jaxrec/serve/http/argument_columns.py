@@ -21,13 +21,10 @@ WEIGHTS = ".weights"
 class ArgumentColumns(InputColumns):
     """A column for each array and for each feature of the batches that a model takes.
 
-    The column of an array has the last name of its place, such as ``bias`` for
-    ``batch[0]['bias']``, or ``input0`` for ``batch[0]``. A feature has its own name, and its
-    weights ``NAME.weights``. Where two columns would have one name, arrays have their place as name
-    and features their input's as well.
-
-    Args:
-        spec: The batches.
+    The column of an array has the last name of its path, such as ``bias`` for ``batch[0]['bias']``,
+    or ``input0`` for ``batch[0]``. A feature has its own name, and its weights ``NAME.weights``.
+    Where two columns would have one name, arrays have their path as name and features their input's
+    as well.
     """
 
     def __init__(self, spec: BatchSpec) -> None:
@@ -115,6 +112,7 @@ def _array(name: str, each: ArrayInput, table: pa.Table) -> np.ndarray:
     column = _whole(name, table)
     shape = [len(column)]
     for dimension in each.shape:
+        # One level of lists for each dimension, each of which must have one length in all samples.
         column, lengths = _flat(name, column)
         if lengths is None or (lengths != dimension).any():
             sample = 0 if lengths is None else int(np.argmax(lengths != dimension))
@@ -137,6 +135,7 @@ def _array(name: str, each: ArrayInput, table: pa.Table) -> np.ndarray:
 def _bags(name: str, each: RaggedInput, feature: Feature, table: pa.Table) -> Column:
     """Return the ids of a feature."""
     ids, lengths = _numbers(name, table, is_integer=True)
+    # As int64, before the cast to int32, which would turn a large id into another valid one.
     bad = find_bad_ids(feature.name, ids, lengths, feature.num_ids)
     if bad is not None:
         raise ValueError(bad.message)

@@ -25,11 +25,7 @@ Predict = Callable[[Sequence[Payload]], list[Scores | RequestError]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Waiting:
-    """A request that waits.
-
-    Attributes:
-        deadline: Time until which it waits for others, as `time.monotonic` counts.
-    """
+    """A request that waits for others until ``deadline``, by `time.monotonic`."""
 
     payload: Payload
     deadline: float
@@ -41,11 +37,6 @@ class Batcher:
 
     A batch begins when the thread is free, and its samples are ``max_batch`` or its first request
     has waited for ``max_delay``.
-
-    Args:
-        predict: Predicts requests; called in the thread.
-        limits: Limits of the endpoint.
-        metrics: Metrics of the endpoint.
     """
 
     def __init__(self, predict: Predict, limits: Limits, metrics: Metrics) -> None:
@@ -53,6 +44,7 @@ class Batcher:
         self._queue: collections.deque[_Waiting] = collections.deque()
         self._samples = self._active = 0
         self._has_new = asyncio.Event()
+        # One thread: programs use all cores by themselves, and two would only slow each other.
         self.thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="predict")
 
     async def submit(self, payload: Payload) -> Scores:
@@ -61,6 +53,7 @@ class Batcher:
         if self._active >= limits.max_concurrent:
             raise busy(f"{self._active} requests are under way; try again later")
         most = _WAITING_BATCHES * limits.max_batch
+        # An empty queue takes a request of any size, which `Limits.max_samples` bounds.
         if self._samples and self._samples + payload.num_samples > most:
             raise busy(f"{self._samples} samples wait; try again later")
         result: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
@@ -86,6 +79,7 @@ class Batcher:
                 continue
             try:
                 results = await self._results([each.payload for each in batch])
+            # An error of the model must not end the loop: all later requests would wait in vain.
             except Exception:
                 logger.exception("a batch of %d requests failed", len(batch))
                 error = RequestError(500, "the model failed; the server's log says why")
@@ -111,7 +105,7 @@ class Batcher:
         return results
 
     async def _wait_for_batch(self) -> None:
-        """Wait for a request, and then for others, until its deadline or until there are enough."""
+        """Wait for a request, then for others until its deadline or until there are enough."""
         while not self._queue:
             self._has_new.clear()
             await self._has_new.wait()

@@ -21,10 +21,10 @@ from jaxrec.serve.http.limits import RequestError, invalid
 JSON = "application/json"
 ARROW = "application/vnd.apache.arrow.stream"
 
-# The place of a wrong value at the end of msgspec's messages.
+# Path of a wrong value at the end of msgspec's messages.
 _PLACE = re.compile(r"(.*) - at `\$\.(.*)`", re.DOTALL)
 
-# Places of fields in the tables of format/Message.fbs of Arrow's specification.
+# Positions of fields in the tables of format/Message.fbs of Arrow's specification.
 _HEADER_TYPE, _HEADER, _COMPRESSION = 6, 8, 10
 _DICTIONARY_BATCH, _RECORD_BATCH = 2, 3
 
@@ -36,13 +36,7 @@ _DAMAGE = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Payload:
-    """The samples of a request.
-
-    Attributes:
-        columns: The columns by name: lists of a JSON body, or the table of an Arrow body.
-        num_samples: Number of samples, the length of each column.
-        num_bytes: Size of the body.
-    """
+    """Samples of a request: lists by column of a JSON body, or the table of an Arrow body."""
 
     columns: Mapping[str, list[Any]] | pa.Table
     num_samples: int
@@ -53,15 +47,13 @@ class JsonDecoder:
     """Decodes JSON bodies such as ``{"age": [31, 52], "tags": [["a"], []]}``.
 
     Columns that the model does not read are left out.
-
-    Args:
-        columns: The columns of the model.
-        max_samples: Largest number of samples of a body.
     """
 
     def __init__(self, columns: InputColumns, max_samples: int) -> None:
         self._columns, self._names = columns.columns, columns.names
         self._max_samples = max_samples
+        # A struct with a typed field per column: msgspec then checks types while it parses, and
+        # skips other columns. Names of columns need not be Python's, so fields are numbered.
         self._fields = [f"column{number}" for number in range(len(self._names))]
         self._decoder = self._decoder_of([each.json_type() for each in self._columns])
         self._decoder_with_floats = self._decoder_of(
@@ -94,7 +86,7 @@ class JsonDecoder:
             if "got `float`" not in str(error):
                 raise
         # pandas writes the integers of a column with nulls as 3.0. Few bodies have such floats, and
-        # only those pay for a look at each value.
+        # only they pay for a look at each value.
         columns = self._by_name(self._decoder_with_floats.decode(body))
         try:
             return {each.name: each.whole(columns[each.name]) for each in self._columns}
@@ -110,6 +102,7 @@ class JsonDecoder:
             return missing(found.group(1), self._names)
         if (found := _PLACE.fullmatch(message)) is not None:
             problem, place = found.groups()
+            # Names may contain dots and brackets, so the longest name that fits is the column.
             fitting = [name for name in self._names if place.startswith(name)]
             name = max(fitting, key=len, default=None)
             if name is not None:
@@ -152,15 +145,7 @@ def encode_json(columns: Mapping[str, np.ndarray]) -> bytes:
 
 
 class ArrowDecoder:
-    """Decodes Arrow IPC streams with a column for each column of the model.
-
-    Compressed buffers and dictionaries are refused: a small body could hold any number of values
-    with them.
-
-    Args:
-        columns: The columns of the model.
-        max_samples: Largest number of samples of a body.
-    """
+    """Decodes Arrow IPC streams with a column for each column of the model."""
 
     def __init__(self, columns: InputColumns, max_samples: int) -> None:
         self._columns, self._names = columns.columns, columns.names
@@ -177,6 +162,7 @@ class ArrowDecoder:
         return Payload(table, len(table), len(body))
 
     def _read(self, buffer: pa.Buffer) -> pa.Table:
+        # Before PyArrow reads the stream: it would decompress on the way.
         _check_messages(buffer)
         with pa.ipc.open_stream(buffer) as stream:
             schema = stream.schema
@@ -193,6 +179,7 @@ class ArrowDecoder:
             batches, rows = [], 0
             for batch in stream:
                 rows += len(batch)
+                # Counted while reading, since the stream does not say how many batches come.
                 if rows > self._max_samples:
                     raise RequestError(
                         413,
@@ -201,6 +188,7 @@ class ArrowDecoder:
                     )
                 batches.append(batch)
         table = pa.Table.from_batches(batches, schema).select(list(self._names))
+        # Offsets of lists and strings come from the client, and code below reads by them.
         table.validate(full=True)
         typed = [
             _typed(column, table[column.name]) if _is_untyped(table[column.name].type) else None
@@ -222,7 +210,9 @@ def encode_arrow(columns: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _check_messages(buffer: pa.Buffer) -> None:
-    """Raise where a message of the stream has what small bodies could hold any number of."""
+    """Raise where a message is compressed or has dictionaries."""
+    # A small body could hold any number of values with either. PyArrow does not say whether a
+    # message is compressed, so read that from its flatbuffer.
     for message in pa.ipc.MessageReader.open_stream(buffer):
         metadata = message.metadata.to_pybytes()
         (root,) = struct.unpack_from("<I", metadata)
@@ -246,10 +236,7 @@ def _is_untyped(kind: pa.DataType) -> bool:
 
 
 def _typed(column: InputColumn, values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a column without any value, or with empty lists alone, in the type of the model.
-
-    Writers of Arrow give such a column the type null.
-    """
+    """Return a column of nulls or empty lists, which Arrow types null, in the type of the model."""
     kind = column.arrow_type or pa.string()
     if pa.types.is_list(values.type):
         if any(len(chunk.flatten()) for chunk in values.chunks):

@@ -23,7 +23,7 @@ _JSON: dict[Kind, Any] = {
 }
 _INT64 = range(-(2**63), 2**63)
 
-# A float up to this leaves no integer out; larger ones may not be the integer that was meant.
+# Up to this float64 has every integer; a larger float may not be the integer that was meant.
 _MOST_WHOLE = 2.0**53
 
 
@@ -31,15 +31,9 @@ _MOST_WHOLE = 2.0**53
 class InputColumn:
     """A column of the requests that a model answers.
 
-    Attributes:
-        name: Its name.
-        kind: Type of its values.
-        is_list: Whether each sample has a list of any number of values.
-        shape: Shape of the values of a sample, for arrays; () otherwise.
-        num_ids: Ids are from 0 to ``num_ids - 1``; None: any value.
-        may_be_null: Whether the value or the list of a sample may be missing.
-        arrow_type: Arrow type of the values; None: it follows from them.
-        example: Values of an example, one for each sample.
+    With ``is_list`` each sample has a list of any number of values; ``shape`` is that of a sample's
+    array. Ids are below ``num_ids``. Without ``arrow_type`` the values decide; ``example`` has a
+    value for each of two samples.
     """
 
     name: str
@@ -52,11 +46,12 @@ class InputColumn:
     example: tuple[Any, ...] = ()
 
     def json_type(self, *, with_floats: bool = False) -> Any:
-        """Return the type of the column in a JSON body; with floats in the place of integers."""
+        """Return the column's type in a JSON body; ``with_floats`` allows floats for integers."""
         sample = _JSON[self.kind]
         if with_floats and self._takes_integers:
             sample = sample | float
         for _ in range(self.depth):
+            # Not ``list[sample]``, which type checkers read as an annotation.
             sample = types.GenericAlias(list, (sample,))
         return types.GenericAlias(list, (sample | None if self.may_be_null else sample,))
 
@@ -65,7 +60,7 @@ class InputColumn:
         return self.kind in ("integer", "text or integer")
 
     def whole(self, values: list[Any]) -> list[Any]:
-        """Return the values of a JSON body with integers in the place of floats such as 3.0."""
+        """Return the values of a JSON body with integers for floats such as 3.0."""
 
         def integer(value: Any, sample: int) -> Any:
             if isinstance(value, list):
@@ -97,6 +92,8 @@ class InputColumn:
         try:
             return pa.array(values, kind)
         except (ValueError, TypeError, OverflowError) as error:
+            # Arrow does not say which value is wrong. Looked for only after an error, since it is a
+            # loop in Python.
             raise ValueError(self._problem(values) or f"column {self.name!r}: {error}") from None
 
     def describe(self) -> dict[str, Any]:
@@ -111,7 +108,7 @@ class InputColumn:
         }
 
     def _type_of(self, values: list[Any]) -> pa.DataType:
-        """Return the type of values that are text or integers, or integers with or without sign."""
+        """Return the type of values that are text or integers: string, int64 or uint64."""
         flat = [each for value in values for each in (value if self.is_list else (value,)) or ()]
         first = next((each for each in flat if each is not None), None)
         if isinstance(first, str) or (first is None and self.kind != "integer"):
@@ -139,9 +136,6 @@ class InputColumns(abc.ABC):
     """The columns that a model reads, and how they become its inputs.
 
     `RawColumns` and `ArgumentColumns` implement it.
-
-    Args:
-        columns: The columns.
     """
 
     def __init__(self, columns: Iterable[InputColumn]) -> None:
@@ -156,9 +150,7 @@ class InputColumns(abc.ABC):
         """
 
     def table(self, parts: Sequence[Any]) -> pa.Table:
-        """Return the columns of some JSON bodies, one after the other, from each body's columns by
-        name.
-        """
+        """Return the columns of several JSON bodies, one body after the other."""
         arrays = []
         for column in self.columns:
             values = parts[0][column.name]

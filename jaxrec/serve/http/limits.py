@@ -16,8 +16,8 @@ MEGABYTE = 1 << 20
 
 RETRY_SECONDS = 1
 
-# How long the rest of a refused body is read, so that a client that is still sending gets the
-# response: closing a connection with unread bytes resets it.
+# Seconds in which the rest of a refused body is read, so that a client that is still sending gets
+# the response: closing a connection with unread bytes resets it.
 LINGER_SECONDS = 2.0
 
 
@@ -26,7 +26,7 @@ class Limits:
     """Limits of an endpoint: sizes of requests, and times that it waits.
 
     Attributes:
-        max_batch: Number of samples from which requests that wait are predicted at once.
+        max_batch: Number of samples from which waiting requests are predicted at once.
         max_delay: Longest time that a request waits for others, in seconds.
         max_samples: Largest number of samples of a request.
         max_body: Largest size of a body, in bytes.
@@ -35,10 +35,10 @@ class Limits:
         max_connections: Largest number of open connections.
         max_header: Largest size of a request's header, in bytes.
         timeout: Longest time from a complete body to its response, in seconds.
-        read_timeout: Longest time for a header, for a body, and for a client to take a response.
+        read_timeout: Longest time for a header, and then for a body, in seconds.
         keep_alive: Time after which an idle connection is closed.
         drain: Time from a signal to the end of new connections, in seconds.
-        stop: Longest time for the requests that are under way then, in seconds.
+        stop: Longest time for the requests under way at that end, in seconds.
     """
 
     max_batch: int = 1024
@@ -57,13 +57,7 @@ class Limits:
 
 
 class RequestError(Exception):
-    """A request that is refused.
-
-    Args:
-        status: Status of the response.
-        message: What is wrong, and what to do.
-        headers: Headers of the response.
-    """
+    """Refusal of a request, with the response's status, message and headers."""
 
     def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None):
         super().__init__(message)
@@ -81,24 +75,20 @@ def busy(message: str) -> RequestError:
 
 
 class Memory:
-    """The bytes of all bodies that the endpoint holds."""
+    """Bytes of all bodies that the endpoint holds."""
 
     def __init__(self, limits: Limits, metrics: Metrics) -> None:
         self._limits, self._metrics, self._held = limits, metrics, 0
 
     @contextlib.asynccontextmanager
     async def body(self, request: Request) -> AsyncIterator[bytearray]:
-        """Read a body, and hold its bytes until the context ends.
-
-        Raises:
-            RequestError: It is too large, comes too slowly, or there is too little memory.
-            ClientDisconnect: The client closed the connection.
-        """
+        """Read a body and hold its bytes until the context ends, or raise a RequestError."""
         content = bytearray()
         try:
             await self._read(request, content)
             yield content
         finally:
+            # Also after an error: the parts that had come were counted.
             self._hold(-len(content))
 
     async def _read(self, request: Request, content: bytearray) -> None:
@@ -108,6 +98,7 @@ class Memory:
             raise _too_large(limits.max_body)
         try:
             async with asyncio.timeout(limits.read_timeout):
+                # Counted part by part, since a chunked body has no length, and a length may lie.
                 async for part in request.stream():
                     if len(content) + len(part) > limits.max_body:
                         raise _too_large(limits.max_body)
@@ -131,7 +122,7 @@ class Memory:
 
 
 async def discard(request: Request, seconds: float = LINGER_SECONDS) -> None:
-    """Read the rest of a body and forget it, for some time."""
+    """Read the rest of a body and forget it, for at most ``seconds``."""
     stop = time.monotonic() + seconds
     with contextlib.suppress(TimeoutError, ClientDisconnect, RuntimeError):
         async with asyncio.timeout(seconds):

@@ -27,16 +27,17 @@ class Metrics:
         seconds: Seconds from a request's header to its response.
         batch_samples: Samples that are predicted together.
         batch_requests: Requests that are predicted together.
-        batch_seconds: Seconds in which they are encoded and predicted.
+        batch_seconds: Seconds in which a batch is encoded and predicted.
         waiting: Samples that wait.
         body_bytes: Bytes of bodies in memory.
         connections: Open connections.
         is_ready: 1 if the endpoint is ready.
         tables_version: Version of the tables.
-        refresh_errors: Times that published versions could not be taken over.
+        refresh_errors: Times that published versions could not be applied.
     """
 
     def __init__(self) -> None:
+        # Its own registry, not the process's: several endpoints and tests live in one process.
         registry = self._registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         counter = functools.partial(Counter, registry=registry)

@@ -26,7 +26,8 @@ def _hashes(tag: str) -> str:
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
-# The page runs its own script alone, and asks this server alone.
+# The page runs only its own script, and asks only this server: an example or a name of a column
+# that contains markup then runs nothing.
 HEADERS = {
     "content-security-policy": (
         f"default-src 'none'; script-src {_hashes('script')}; style-src {_hashes('style')}; "
@@ -38,7 +39,7 @@ HEADERS = {
 
 
 def describe(served: ServedModel, columns: InputColumns, limits: Limits) -> dict[str, Any]:
-    """Return what a client must know of a model, as JSON has it."""
+    """Return the description of a model for clients, in types of JSON."""
     manifest = served.manifest
     arrays = {array.name: array for array in manifest.arrays}
     return {

@@ -34,8 +34,8 @@ class Scores:
     """The response to a request.
 
     Attributes:
-        columns: The outputs by name, ``[samples, ...]`` each.
-        version: Version of the tables that all of them were computed with.
+        columns: Outputs by name, ``[samples, ...]`` each.
+        version: Version of the tables, one for all outputs.
     """
 
     columns: Mapping[str, np.ndarray]
@@ -43,11 +43,7 @@ class Scores:
 
 
 class Predictor:
-    """Predicts the samples of several requests together.
-
-    Args:
-        served: The model.
-    """
+    """Predicts the samples of several requests together."""
 
     def __init__(self, served: ServedModel) -> None:
         self.served = served
@@ -58,10 +54,12 @@ class Predictor:
         )
 
     def predict(self, payloads: Sequence[Payload]) -> list[Scores | RequestError]:
-        """Return the scores of each request, or what is wrong with it.
+        """Return the scores of each request, or its error.
 
         A wrong request does not change the results of others. All scores are of one version.
         """
+        # All together first, since nearly all requests are right. Only if that fails, one by one,
+        # to find the wrong ones.
         results: dict[int, Scores | RequestError] = {}
         try:
             requests = [self._joined(dict(enumerate(payloads)))]
@@ -79,9 +77,8 @@ class Predictor:
         return [results[number] for number in range(len(payloads))]
 
     def _scores(self, request: Request, sizes: Mapping[int, int]) -> dict[int, Scores]:
-        """Return the scores of some requests, whose samples follow each other in one; sizes are in
-        order.
-        """
+        """Return the scores of several requests by number; ``sizes`` is in the order of samples."""
+        # Read once, so that the version is that of the tables that were used.
         variables = self.served.variables
         columns = output_columns(self.served.predict_request(request, variables))
         results, start = {}, 0
@@ -92,12 +89,14 @@ class Predictor:
         return results
 
     def _joined(self, payloads: Mapping[int, Payload]) -> tuple[list[int], Request]:
-        """Return the numbers of some payloads in the order of their samples, and these samples."""
+        """Return the numbers of payloads in the order of their samples, and these samples."""
         lists: dict[int, Mapping[str, list[Any]]] = {}
         tables: dict[pa.Schema, dict[int, pa.Table]] = {}
         for number, payload in payloads.items():
             columns = payload.columns
             if isinstance(columns, pa.Table):
+                # Clients write metadata of their own, such as pandas' index; tables of one schema
+                # are joined.
                 plain = columns.replace_schema_metadata()
                 tables.setdefault(plain.schema, {})[number] = plain
             else:
@@ -117,14 +116,7 @@ def _message(error: Exception) -> str:
 
 
 class Follower:
-    """Looks for published versions, and takes them over.
-
-    Args:
-        served: The model.
-        refresher: Takes versions over; None: there are none.
-        seconds: Seconds between two looks.
-        metrics: Metrics of the endpoint.
-    """
+    """Looks for published versions every ``seconds``, and applies them."""
 
     def __init__(
         self, served: ServedModel, refresher: Refresher | None, seconds: float, metrics: Metrics
@@ -133,7 +125,7 @@ class Follower:
         self._seconds, self._metrics = seconds, metrics
 
     async def begin(self) -> None:
-        """Take over the versions that are there before the first request."""
+        """Apply the versions that are there before the first request."""
         if self._refresher is not None:
             try:
                 await self._update(self._refresher)
@@ -141,7 +133,7 @@ class Follower:
                 self._report(error)
 
     async def follow(self) -> None:
-        """Take versions over as they appear, until the task is cancelled."""
+        """Apply versions as they appear, until the task is cancelled."""
         while self._refresher is not None:
             await asyncio.sleep(self._seconds)
             try:

@@ -20,12 +20,7 @@ from jaxrec.serve.http.input_columns import InputColumn, InputColumns, Kind
 
 
 class RawColumns(InputColumns):
-    """The columns of an encoder's schema.
-
-    Args:
-        encoder: The encoder of the model.
-        spec: The batches that the model takes, ``(dense, features)``.
-    """
+    """The columns of an encoder's schema."""
 
     def __init__(self, encoder: TableEncoder, spec: BatchSpec) -> None:
         super().__init__([*_dense(encoder), *_categorical(encoder)])
@@ -108,7 +103,7 @@ def _categorical(encoder: TableEncoder) -> Iterator[InputColumn]:
 
 
 def _example(encoder: TableEncoder, name: str) -> tuple[Any, ...]:
-    """Return a column of the training rows that the encoder keeps, as JSON has it."""
+    """Return a column of the training rows that the encoder keeps, in types of JSON."""
     if encoder.example is None:
         return ()
     column = encoder.example[name]
@@ -119,16 +114,17 @@ def _example(encoder: TableEncoder, name: str) -> tuple[Any, ...]:
 
 
 def _whole(value: Any) -> Any:
-    """Return a value of a categorical column as the integer that it is, of 64 bits with a sign."""
+    """Return a value of a categorical column as a signed 64-bit integer, if it is a number."""
     if isinstance(value, list):
         return [_whole(each) for each in value]
     if isinstance(value, float):
         return int(value)
+    # The same bits: ids of 64 bits without a sign are stored with one.
     return value - 2**64 if isinstance(value, int) and value >= 2**63 else value
 
 
 def _shown(value: Any) -> Any:
-    """Return a value of a column as JSON has it."""
+    """Return a value of a column in a type of JSON."""
     if isinstance(value, list):
         return [_shown(each) for each in value]
     if isinstance(value, decimal.Decimal):

@@ -35,11 +35,7 @@ _MOST_DISCARDED = 1 << 20
 
 
 class ServerConfig(uvicorn.Config):
-    """uvicorn's configuration with the endpoint's limits.
-
-    Attributes:
-        limits: The limits.
-    """
+    """uvicorn's configuration with the endpoint's limits."""
 
     def __init__(self, app: Any, limits: Limits) -> None:
         super().__init__(
@@ -59,12 +55,10 @@ class ServerConfig(uvicorn.Config):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """A connection whose header must come within some time and bytes.
+    """A connection whose header must come within some time and bytes."""
 
-    uvicorn limits neither, so that clients that send slowly, or send headers without end, would
-    keep connections and memory.
-    """
-
+    # uvicorn limits neither, so clients that send slowly, or send headers without end, would keep
+    # connections and memory.
     config: ServerConfig
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -107,7 +101,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse_header()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Leave a line in the log out: anybody can ask for another protocol."""
+        """Leave a line in the log out: every client can ask for another protocol."""
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -162,11 +156,7 @@ class LimitedProtocol(HttpToolsProtocol):
         )
 
     def _refuse(self, status: str, problem: str, *, is_sending: bool = False) -> None:
-        """Answer without a request, and close the connection.
-
-        What a client that is sending sends is read and forgotten for a moment, since a connection
-        that is closed with unread bytes is reset.
-        """
+        """Answer without a request, and close the connection."""
         if self.transport.is_closing() or self._discarded is not None:
             return
         body = b'{"error":"%s"}' % problem.encode()
@@ -177,6 +167,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.write(head.encode() + body)
         self._discarded = 0
         self._stop_timer()
+        # The rest of the client's bytes is read and forgotten for a moment: a connection that is
+        # closed with unread bytes is reset, and the answer is lost.
         if is_sending and self.transport.can_write_eof():
             self.transport.write_eof()
             self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
@@ -185,10 +177,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def _without_upgrade(data: bytes) -> bytes:
-    """Return the start of a request without its offer of another protocol.
-
-    A server may ignore the offer; httptools takes what follows the header for the other protocol.
-    """
+    """Return the start of a request without its offer of another protocol."""
+    # A server may ignore the offer, but httptools takes the bytes after the header for the other
+    # protocol.
     head, end, body = data.partition(b"\r\n\r\n")
     return _UPGRADE.sub(b"", head) + end + body if end and _UPGRADE.search(head) else data
 
@@ -198,10 +189,7 @@ class ModelServer(uvicorn.Server):
 
     On a signal `/ready` says that the endpoint stops, and connections are closed after their next
     response. After ``limits.drain`` seconds new connections are refused, and idle ones are closed.
-    Requests that are under way have ``limits.stop`` seconds more. A second SIGINT ends at once.
-
-    Args:
-        application: The endpoint.
+    Requests under way have ``limits.stop`` seconds more. A second SIGINT ends at once.
     """
 
     def __init__(self, application: Application) -> None:
@@ -224,7 +212,7 @@ class ModelServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer what is under way, and close all connections."""
+        """Answer the requests under way, and close all connections."""
         await self._pause(self._application.limits.drain)
         # The system completes connections by itself, and resets those that wait in a listener when
         # it is closed. So we accept them first. A connection that begins between the two calls,
@@ -244,7 +232,7 @@ class ModelServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _pause(self, seconds: float, *, until_closed: bool = False) -> None:
-        """Wait, but not where nobody waits for an answer."""
+        """Wait ``seconds``; end early if no connection is left, or the server must end."""
         loop = asyncio.get_running_loop()
         stop = loop.time() + seconds
         while loop.time() < stop and not self.force_exit and self._application.failure is None:
@@ -260,7 +248,7 @@ class ModelServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address or name of this machine; port 0: any free one."""
+    """Return a socket that listens at an address or name of this machine; port 0: any free port."""
     (family, _, _, _, address), *_ = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
@@ -274,7 +262,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 def allow_connections(wanted: int) -> int:
-    """Allow the process as many open connections, and return how many it may have."""
+    """Raise the process's limit of open files, and return how many connections it may have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = sys.maxsize if hard == resource.RLIM_INFINITY else hard
     target = min(wanted + _OTHER_FILES, most)

@@ -1,4 +1,4 @@
-"""Models with quantized tables: copies, their stores, and those of two models in pairs."""
+"""Models with quantized tables: copies, stores, and the stores of two models in pairs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ def shared_copy(model: Model) -> Model:
 def on_one_device(model: Model) -> Model:
     """Return a model whose tables lie on one device, with the bytes that they have.
 
-    One whose tables are over a mesh is copied.
-
-    Raises:
-        TypeError: See `TableStore.to_one_device`.
+    A model with tables over a mesh is copied; see `TableStore.to_one_device` for the TypeErrors.
     """
     if all(store.devices.mesh is None for store in stores(model).values()):
         return model
@@ -48,14 +45,12 @@ def on_one_device(model: Model) -> Model:
 
 
 def copy_to_one_device(array: Any) -> Any:
-    """Return a copy of an array, so that a donated step of its model leaves it alone.
-
-    An array that is replicated over a mesh is copied to one of this process's devices.
-    """
+    """Return a copy of an array, from the first device of this process where it is replicated."""
     if not isinstance(array, jax.Array):
         return array
     if len(array.sharding.device_set) > 1:
         array = jax.device_put(array.addressable_data(0), jax.local_devices()[0])
+    # A copy and no alias: a training step donates the model's arrays.
     return jnp.copy(array)
 
 
@@ -70,11 +65,7 @@ def is_quantized(store: TableStore) -> bool:
 
 
 def quantized_stores(model: nnx.Module) -> dict[str, TableStore]:
-    """Return the quantized table stores of a model by the paths of their collections.
-
-    Raises:
-        TypeError: A store is not quantized.
-    """
+    """Return the stores of a model by collection; raise a TypeError if one is not quantized."""
     found = stores(model)
     for store in found.values():
         if not is_quantized(store):
@@ -89,11 +80,9 @@ def quantized_stores(model: nnx.Module) -> dict[str, TableStore]:
 def paired_stores(
     small: nnx.Module, other: nnx.Module
 ) -> Iterator[tuple[str, TableStore, TableStore]]:
-    """Iterate over the collections of a quantized model: the path, its store, and the other's.
+    """Yield the path of each collection of a quantized model, its store, and the other model's.
 
-    Raises:
-        TypeError: The first model is not quantized.
-        ValueError: A table is in one model only, or has another shape there.
+    A ValueError names a table that only one of the models has in this shape.
     """
     first, second = quantized_stores(small), stores(other)
     if different := sorted({*_shapes(first)} ^ {*_shapes(second)}):

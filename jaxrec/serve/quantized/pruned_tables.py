@@ -1,4 +1,4 @@
-"""Quantized tables some of whose rows are pruned, and the map from ids to the rows that remain."""
+"""Quantized tables with some rows pruned, and the map from ids to the rows that remain."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WORD_BITS = 32
 class RowMap:
     """Map from the ids of a pruned table to the rows that remain, which keep their order.
 
-    The row of an id is the number of remaining ids before it: a count for each word of 32 ids, and
+    The row of an id is the number of remaining ids before it: a count for each word of 32 ids, plus
     the set bits of the id's own word below its bit.
 
     Attributes:
@@ -42,6 +42,7 @@ class RowMap:
         num_rows: Number of rows that remain.
     """
 
+    # Two bits an id. An array of row numbers would take 32, as much as 16 codes of an int2 row.
     kept: UInt32[Array, " words"]
     before: Int32[Array, " words"]
     num_ids: int = dataclasses.field(metadata={"static": True})
@@ -65,12 +66,11 @@ class RowMap:
         return cls(jnp.zeros(words, jnp.uint32), jnp.zeros(words, jnp.int32), num_ids, num_rows)
 
     def find(self, ids: Int32[Array, " n"]) -> Int32[Array, " n"]:
-        """Return the row of each id: ``num_rows`` for a pruned id, `BAD_ID` for a number that is
-        no id; traced."""
+        """Return the row of each id: ``num_rows`` if pruned, `BAD_ID` if it is no id; traced."""
         return _find(jnp, self.kept, self.before, ids, self.num_ids, self.num_rows)
 
     def find_on_host(self, ids: np.ndarray) -> np.ndarray:
-        """`find` for ids of the table, in NumPy."""
+        """Find ids of the table as `find` does, in NumPy."""
         kept, before = np.asarray(self.kept), np.asarray(self.before)
         return _find(np, kept, before, ids.astype(np.int32), self.num_ids, self.num_rows)
 
@@ -104,13 +104,13 @@ class PrunedTables(WrappingStore):
     a pruned id adds nothing to its bag. A mean divides by the number of all ids, pruned ones too.
     The table of ``inner`` has one row of zeros at its end, which pruned ids read.
 
-    Rows are read and written by the ids that they had: the whole table has zeros at pruned ids, a
+    Rows are read and written by their original ids: the whole table has zeros at pruned ids, a
     checkpoint of a float model restores into it, and rows of pruned ids are left out.
 
     Attributes:
         inner: `jaxrec.embed.Tables` of the rows that remain, in the order of `layout`.
-        row_maps: For each pruned table, where the rows of its ids are.
-        whole: The tables as they were before.
+        row_maps: Map of each pruned table, by name.
+        whole: Layout of the tables with all rows.
     """
 
     inner: Tables
@@ -134,6 +134,8 @@ class PrunedTables(WrappingStore):
         remaining = [
             dataclasses.replace(
                 config,
+                # One more for the row of zeros: a pruned id is then a lookup as any other, without
+                # a mask.
                 num_embeddings=row_maps[config.name].num_rows + 1,
                 feature_names=[_renamed(feature, config) for feature in config.feature_names],
             )
@@ -145,7 +147,7 @@ class PrunedTables(WrappingStore):
         return cls(inner, dict(row_maps), inference_layout(configs, formats))
 
     def zeros(self) -> PrunedTables:
-        """Return these tables with stored bytes that are zeros."""
+        """Return these tables with zeros as stored bytes."""
         return self.with_inner(self.inner.zeros())
 
     @property
@@ -208,6 +210,8 @@ class PrunedTables(WrappingStore):
         """Return the features of the inner tables, with rows instead of ids of pruned tables."""
         if features.values.ndim != 1:
             return features  # a batch over a mesh, which the inner tables refuse
+        # A feature that several tables read has other rows in each pruned one, so it becomes one
+        # feature per pruned table.
         sources: dict[str, tuple[str, RowMap | None]] = {}
         for config in self.whole.configs:
             row_map = self.row_maps.get(config.name)
@@ -257,7 +261,7 @@ class PrunedTables(WrappingStore):
         return self
 
     def like(self, other: TableStore) -> PrunedTables:
-        """Return a copy with the rows of another store, of the ids that are not pruned here."""
+        """Return a copy with another store's rows of the ids that are not pruned here."""
         inner = self.inner.zeros()
         for config in self.configs:
             parts = other.parts(config.name)
@@ -321,20 +325,18 @@ def row_maps_of(store: TableStore) -> dict[str, RowMap]:
 
 
 def _renamed(feature: str, config: TableConfig) -> str:
-    """Return the name of a feature's rows in a pruned table: other tables read the ids."""
+    """Return the name of a feature whose values are rows of one pruned table."""
     return f"{feature}@{config.name}"
 
 
 def _kept_parts(
     parts: Iterator[tuple[int, np.ndarray]], row_map: RowMap, config: TableConfig
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the rows that remain, in parts of one size: the first row's index, and the rows.
-
-    Raises:
-        ValueError: The format cannot hold an element; the row is named by its id.
-    """
+    """Yield the rows that remain, in parts of one size: the first row's index, and the rows."""
+    # Parts of one size again, since each size would compile the packing anew.
     first, waiting = 0, np.zeros((0, 0), np.float32)
     for start, rows in parts:
+        # Before pruning, so that an error names the row by its id.
         config.check_rows(f"table {config.name!r}, ", rows, start)
         found = row_map.find_on_host(np.arange(start, start + len(rows)))
         kept = rows[found < row_map.num_rows]

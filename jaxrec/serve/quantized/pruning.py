@@ -1,4 +1,4 @@
-"""Rules that say which rows of a table are pruned: the smallest ones, or those used least."""
+"""Rules that choose the rows of a table to prune: the smallest ones, or those used least."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ class Pruning(abc.ABC):
     """Rule that chooses the rows of a table to prune, by a score of each row.
 
     Attributes:
-        share: Share of the rows that is pruned, those of the lowest scores; None: the rows whose
-            score is at most ``threshold``.
-        threshold: Largest score of a pruned row; None: ``share`` says how many rows are pruned.
+        share: Share of the rows to prune, those of the lowest scores; None: ``threshold`` decides.
+        threshold: Largest score of a pruned row; None: ``share`` decides.
     """
 
     share: float | None = None
@@ -52,8 +51,6 @@ class Pruning(abc.ABC):
     def kept(self, store: TableStore, name: str) -> np.ndarray:
         """Return which rows of a table remain, bool ``[num_embeddings]``.
 
-        Of rows of equal score the later ones are pruned first.
-
         Args:
             store: The store that has the table.
             name: Name of the table.
@@ -62,6 +59,8 @@ class Pruning(abc.ABC):
         if self.share is None:
             # A row with a NaN remains, so that quantization names it.
             return ~(scores <= self.threshold)
+        # Among rows of equal score the later ones are pruned first, so that the choice is the same
+        # on every run.
         by_score = np.lexsort((-np.arange(scores.size), scores))
         is_kept = np.ones(scores.size, np.bool_)
         is_kept[by_score[: int(self.share * scores.size)]] = False
@@ -70,8 +69,6 @@ class Pruning(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PruningByNorm(Pruning):
-    """`Pruning` by the Euclidean norm of each row; see `by_norm`."""
-
     def scores(self, store: TableStore, name: str) -> np.ndarray:
         parts = [np.linalg.norm(rows.astype(np.float32), axis=1) for _, rows in store.parts(name)]
         return np.concatenate(parts)
@@ -79,11 +76,7 @@ class PruningByNorm(Pruning):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PruningByFrequency(Pruning):
-    """`Pruning` by the number of uses of each row; see `by_frequency`.
-
-    Attributes:
-        counts: ``[num_embeddings]``.
-    """
+    """`Pruning` by the number of uses of each row, ``[num_embeddings]``; see `by_frequency`."""
 
     counts: np.ndarray = dataclasses.field(kw_only=True)
 
@@ -98,13 +91,12 @@ class PruningByFrequency(Pruning):
 
 
 def by_norm(*, share: float | None = None, threshold: float | None = None) -> Pruning:
-    """Prune the rows of the smallest Euclidean norm.
+    """Prune the rows of the smallest Euclidean norm, by a share or a threshold.
 
-    Row-wise pruning as in FBGEMM's ``embedding_bag_rowwise_prune``, whose indicator is the norm
-    here. Give one of the two arguments.
+    Row-wise pruning as in FBGEMM's ``embedding_bag_rowwise_prune``, with the norm as indicator.
 
     Args:
-        share: Share of the rows that is pruned, from 0 to 1.
+        share: Share of the rows to prune, from 0 to 1.
         threshold: Largest norm of a pruned row.
 
     Raises:
@@ -124,17 +116,15 @@ def by_norm(*, share: float | None = None, threshold: float | None = None) -> Pr
 def by_frequency(
     counts: Any, *, share: float | None = None, threshold: float | None = None
 ) -> Pruning:
-    """Prune the rows that are used least.
-
-    Give one of the last two arguments.
+    """Prune the rows that are used least, by a share or a threshold.
 
     Args:
         counts: Number of uses of each row, ``[num_embeddings]``, such as `count_ids` returns.
-        share: Share of the rows that is pruned, from 0 to 1.
+        share: Share of the rows to prune, from 0 to 1.
         threshold: Largest count of a pruned row: 0 prunes the rows that were never used.
 
     Raises:
-        ValueError: Both of the last two arguments are given or neither, one is out of range, or
+        ValueError: Both ``share`` and ``threshold`` are given or neither, one is out of range, or
             the counts are not numbers of 0 or more with one axis.
 
     Example:
@@ -160,8 +150,7 @@ def count_ids(model: nnx.Module, batches: Iterable[Any]) -> dict[str, np.ndarray
             may lack features of the model.
 
     Returns:
-        For each table int64 ``[num_embeddings]``. A table that several features read has the
-        counts of all of them.
+        Counts by table, int64 ``[num_embeddings]``, over all features that read the table.
 
     Raises:
         ValueError: An id is outside of its table.

@@ -24,10 +24,10 @@ Predict: TypeAlias = Callable[[Any, Any], tuple[Any, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Values of a model's predictions on labelled samples.
+    """Metrics of a model's predictions on labelled samples.
 
     Attributes:
-        samples: Number of samples of a weight above 0.
+        samples: Number of samples with a weight above 0.
         normalized_entropy: See `jaxrec.metrics.NormalizedEntropy`; lower is better.
         auc: Area under the ROC curve.
     """
@@ -42,7 +42,7 @@ class QualityReport:
     """Sizes, errors and scores of a quantized model; ``str(report)`` is a table.
 
     Attributes:
-        tables: The tables of the model, in order.
+        tables: Quality of each table of the model, in order.
         before: Scores of the model; None: no batches were given.
         after: Scores of the quantized model on the same samples.
     """
@@ -104,10 +104,10 @@ def quality(
 
     Args:
         model: The model, on one device or over a mesh.
-        small: What `quantize` returned for it, on one device or over a mesh.
+        small: The model that `quantize` returned for it, on one device or over a mesh.
         batches: Labelled batches on the host, such as held-out ones; None: the report has no
-            scores. They are put on the mesh of a model whose tables lie there, and have a multiple
-            of its devices of samples then.
+            scores. For a model with tables over a mesh they are put on the mesh, and their number
+            of samples must be a multiple of its devices.
         predict: Function of a model and a batch that returns logits, labels and, optionally, sample
             weights, each ``[batch]``; it is compiled. None: batches are pairs of features and
             labels, and the logits are ``model(features)``.
@@ -147,6 +147,7 @@ def _scores(
     models: tuple[nnx.Module, ...], batches: Iterable[Any], predict: Predict
 ) -> list[Scores]:
     """Return the scores of each model on the same batches."""
+    # Batch by batch for both models, since ``batches`` may be an iterator that yields each once.
     programs = [_program(model, predict) for model in models]
     samples: list[list[list[np.ndarray]]] = [[] for _ in models]
     for batch in batches:
@@ -162,6 +163,7 @@ def _program(model: nnx.Module, predict: Predict) -> Callable[[Any], Any]:
     copy = shared_copy(model)
     copy.eval()
     graph, variables = nnx.split(copy)
+    # The variables are arguments: as constants of the program the tables would be in memory twice.
     run = jax.jit(lambda variables, batch: predict(nnx.merge(graph, variables), batch))
     mesh = _mesh(model)
     if mesh is None:
@@ -170,7 +172,7 @@ def _program(model: nnx.Module, predict: Predict) -> Callable[[Any], Any]:
 
 
 def _mesh(model: nnx.Module) -> Mesh | None:
-    """Return the mesh of a model's tables, None on one device."""
+    """Return the mesh of a model's tables; None on one device."""
     for store in stores(model).values():
         if (mesh := store.devices.mesh) is not None:
             if jax.process_count() > 1:
@@ -183,9 +185,10 @@ def _mesh(model: nnx.Module) -> Mesh | None:
 
 
 def _columns(outputs: tuple[Any, ...]) -> list[np.ndarray]:
-    """Return the logits, labels and weights of the samples of a weight above 0."""
+    """Return the logits, labels and weights of the samples with a weight above 0."""
     logits, labels, *rest = (np.asarray(each, np.float64).reshape(-1) for each in outputs)
     weights = rest[0] if rest else np.ones_like(labels)
+    # Samples that pad the last batch have weight 0.
     is_real = weights > 0
     if np.isnan(logits[is_real]).any():
         raise ValueError(

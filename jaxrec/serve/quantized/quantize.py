@@ -1,4 +1,4 @@
-"""Models with quantized tables."""
+"""Quantization of a model's tables."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def quantize(
 
     Raises:
         TypeError: The model is not an `nnx.Module`, or is abstract; a table has an open vocabulary
-            or a cache (`jaxrec.tier`); or ``prune`` has something else than rules.
+            or a cache (`jaxrec.tier`); or ``prune`` has values that are not rules.
         KeyError: ``per_table`` or ``prune`` names a table that the model lacks.
         ValueError: There is no such format; the model has no tables; a table is quantized already,
             has a width that the format cannot pack, or holds a NaN, an infinity or a number that is
@@ -103,13 +103,7 @@ def empty_store(
     formats: Mapping[str, RowFormat],
     row_maps: Mapping[str, RowMap],
 ) -> Tables | PrunedTables:
-    """Return a quantized store without arrays.
-
-    Args:
-        configs: The tables.
-        formats: The format of each table, by name.
-        row_maps: The map of each pruned table, by name; other tables keep all rows.
-    """
+    """Return a quantized store without arrays; tables without a map keep all rows."""
     names = {config.name for config in configs}
     if row_maps := {name: row_map for name, row_map in row_maps.items() if name in names}:
         return PrunedTables.of(configs, formats, row_maps)
@@ -129,12 +123,7 @@ def _checked_output(dtype: DTypeLike | None) -> str | None:
 
 
 def check_store(store: TableStore) -> None:
-    """Raise where the tables of a store cannot be quantized.
-
-    Raises:
-        ValueError: They are quantized already.
-        TypeError: They have an open vocabulary or a cache, or are abstract.
-    """
+    """Raise a ValueError or TypeError where the tables of a store cannot be quantized."""
     names = ", ".join(repr(config.name) for config in store.configs)
     if any(config.inference_format is not None for config in store.configs):
         formats = ", ".join(dict.fromkeys(config.row_format.name for config in store.configs))
@@ -181,6 +170,8 @@ def _copy_without_tables(model: Model, modules: Mapping[str, TappedModule]) -> M
             module.tables.set_value(stores[path].without_rows)
         copy = nnx.clone(model)
     finally:
+        # A clone copies all arrays. So the tables are taken out of the user's model for that
+        # moment, and put back even if the clone fails.
         for path, module in modules.items():
             module.tables.set_value(stores[path])
     gather_variables(copy)

@@ -1,4 +1,4 @@
-"""The formats that users choose by name, and rows as they are stored, as functions of arrays."""
+"""The formats that users choose by name, and packed rows, as functions of arrays."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ ROW_FORMATS: Mapping[str, RowFormat] = {**FORMATS, Fused8Rows().name: Fused8Rows
 
 
 def find_format(name: str, formats: Mapping[str, RowFormat] = FORMATS) -> RowFormat:
-    """Return the row format of a name.
-
-    Raises:
-        ValueError: There is no such format.
-    """
+    """Return the row format of a name; a ValueError lists the names."""
     if name not in formats:
         raise ValueError(f"dtype={name!r} is not one of {', '.join(map(repr, formats))}")
     return formats[name]
@@ -32,17 +28,7 @@ def find_format(name: str, formats: Mapping[str, RowFormat] = FORMATS) -> RowFor
 def table_formats(
     tables: Sequence[TableConfig], dtype: str, per_table: Mapping[str, str]
 ) -> dict[str, RowFormat]:
-    """Return the row format of each table, by name.
-
-    Args:
-        tables: The tables of a model.
-        dtype: Name of the format of tables that ``per_table`` does not name.
-        per_table: Names of formats by name of table.
-
-    Raises:
-        KeyError: ``per_table`` names a table that the model lacks.
-        ValueError: There is no such format, or a table's width does not fit it.
-    """
+    """Return the row format of each table, by name: ``per_table``'s, else ``dtype``."""
     names = [table.name for table in tables]
     for name in per_table:
         if name not in names:
@@ -108,12 +94,13 @@ def unpack_rows(
 
     Args:
         packed: The rows as `pack_rows` returns them.
-        dtype: Their format.
-        dim: Number of columns; None: all that the stored width has room for.
+        dtype: Format of the rows.
+        dim: Number of columns; None: as many as fit the stored width.
         scale_last: As for `pack_rows`.
 
     Raises:
-        ValueError: There is no such format, or the shape or the type of ``packed`` is another.
+        ValueError: There is no such format, or ``packed`` has another shape or type than the
+            format.
 
     Example:
         >>> unpack_rows(pack_rows(np.float32([[0.0, 1.5, 3.0, 0.5]]), "int2"), "int2").tolist()
@@ -148,18 +135,14 @@ def _unpack(
 
 
 def with_scale(row_format: RowFormat) -> IntegerRows:
-    """Return a format whose scale may be moved behind the codes.
-
-    Raises:
-        ValueError: Its scale may not.
-    """
+    """Return a format whose scale may follow the codes; a ValueError for other formats."""
     if not isinstance(row_format, IntegerRows):
         raise ValueError(f"scale_last is for int8, int4 and int2 rows, not for {row_format.name}")
     return row_format
 
 
 def _widest(row_format: RowFormat, shape: tuple[int, ...]) -> int:
-    """Return the largest number of columns that a stored width has room for."""
+    """Return the largest number of columns that fits a stored width."""
     width = shape[-1] if shape else 0
     per_element = 8 // row_format.bits if isinstance(row_format, IntegerRows) else 1
     return max(1, (width - row_format.width(0)) * per_element)

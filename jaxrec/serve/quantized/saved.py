@@ -39,24 +39,23 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 FORMATS_FILE = "quantized.yaml"
 
-# The options of the run. Another name than the run's own file: the model is not trained further.
+# The options of the run. Not under the run's own name, by which a run is recognized and trained
+# further.
 RUN_FILE = "run.yaml"
 
 
 class _Arrays(nnx.Module):
-    """The arrays of a model under flat names, as variables that checkpoints save as they are.
-
-    Attributes:
-        arrays: A variable for each array, by name.
-    """
+    """The arrays of a model under flat names, as variables that checkpoints save as they are."""
 
     def __init__(self, model: nnx.Module) -> None:
+        # Checkpoints save tables as logical float rows, which would unpack them; plain variables
+        # keep the bytes.
         self.arrays = nnx.Dict(
             {name: nnx.Variable(leaf) for name, leaf in _leaves(model) if leaf.size}
         )
 
     def write_to(self, model: nnx.Module) -> None:
-        """Set the arrays of a model, given that this was made of a model of its structure."""
+        """Set the arrays of a model that has the structure of the model behind these."""
         for name, variable in variables(model).items():
             paths, tree = jax.tree.flatten_with_path(variable.get_value())
             new = [
@@ -79,12 +78,12 @@ def _name(variable: str, path: tuple[Any, ...]) -> str:
 def save_quantized(model: nnx.Module, directory: str | os.PathLike[str], *, step: int = 0) -> None:
     """Save a quantized model: the packed rows as they are, and everything else.
 
-    Written are ``quantized.yaml``, the formats, and a checkpoint with checksums, the folder
-    ``STEP``. An older checkpoint of the directory is deleted when the new one is complete.
+    It writes ``quantized.yaml``, the formats, and a checkpoint with checksums, the folder ``STEP``.
+    An older checkpoint of the directory is deleted when the new one is complete.
 
     Args:
-        model: What `quantize` returned, on one device or over a mesh. Tables over a mesh are saved
-            as on one device, on which they lie meanwhile.
+        model: A model that `quantize` returned, on one device or over a mesh. Tables over a mesh
+            are saved as on one device, on which they lie meanwhile.
         directory: The directory, which is made if it is missing.
         step: Number of training steps of the model.
 
@@ -113,10 +112,11 @@ def save_quantized(model: nnx.Module, directory: str | os.PathLike[str], *, step
             errno.EEXIST, "checkpoints of training are here; give another directory", str(directory)
         )
     described = yaml.safe_dump(_description(model), sort_keys=False)
+    # Before the checkpoint: a directory whose checkpoint is complete always has its formats.
     with write_atomically(directory / FORMATS_FILE) as unfinished:
         unfinished.write_text(described)
     arrays = _Arrays(model)
-    # Nothing is trained: the optimizer carries the step.
+    # Checkpoints take their step from an optimizer; this one trains nothing.
     optimizer = nnx.Optimizer(arrays, optax.identity(), wrt=nnx.Param)
     optimizer.step.set_value(jnp.asarray(step, jnp.uint32))
     checkpoint.save(directory, arrays, optimizer)
@@ -172,17 +172,7 @@ def save_quantized_run(
     *,
     step: int,
 ) -> None:
-    """Save the quantized model of a run, with the options and the features of the run.
-
-    Args:
-        small: What `quantize` returned for the run's model.
-        run: Directory of the run.
-        directory: Directory of the quantized model.
-        step: Step of the checkpoint that was quantized.
-
-    Raises:
-        OSError: A file cannot be written.
-    """
+    """Save the quantized model of a run, with the options and the features of the run."""
     run, directory = pathlib.Path(run), pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(run / CONFIG_FILE, directory / RUN_FILE)
@@ -216,7 +206,7 @@ def load_quantized(directory: str | os.PathLike[str]) -> RunModel:
 
 
 def _concrete(leaf: Any) -> Any:
-    """Return an array of zeros in the place of an abstract one."""
+    """Return an array of zeros for an abstract one."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -27,8 +27,8 @@ class TableQuality:
         dtype: Format of the quantized rows.
         rows, columns: Shape of the table.
         pruned_rows: Number of rows that are pruned.
-        bytes_before, bytes_after: Bytes of the rows, without optimizer state; afterwards with the
-            map of a pruned table.
+        bytes_before, bytes_after: Bytes of the rows, without optimizer state; after quantization
+            with the map of a pruned table.
         rms: Root mean square of the table's elements before.
         rms_error: Root mean square of the elements' errors. A pruned row has zeros.
         largest_error: Largest absolute error of an element.
@@ -63,6 +63,7 @@ def table_quality(before: TableStore, after: TableStore, name: str) -> TableQual
     for (_, rows), (_, packed) in zip(before.parts(name), after.parts(name), strict=True):
         values = rows.astype(np.float32)
         errors = packed.astype(np.float32) - values
+        # Summed in float64: float32 would stop growing within a large table.
         squares += float(np.sum(np.square(values), dtype=np.float64))
         error_squares += float(np.sum(np.square(errors), dtype=np.float64))
         largest = max(largest, float(np.max(np.abs(errors))))
@@ -85,6 +86,7 @@ def table_quality(before: TableStore, after: TableStore, name: str) -> TableQual
 def draw(tables: Sequence[TableQuality], title: str, path: str | os.PathLike[str]) -> None:
     """Write the picture of a report: sizes and errors of the tables."""
     figure_class = require_matplotlib()
+    # The largest last, which a horizontal bar chart draws at the top.
     drawn = sorted(tables, key=lambda table: table.bytes_before)[-_MAX_TABLES:]
     places = range(len(drawn))
     figure = figure_class(figsize=(11, 1.6 + 0.24 * len(drawn)), layout="constrained")
