@@ -133,7 +133,7 @@ def main(root: pathlib.Path) -> None:
             methods = store_methods(tree)
         if path.name == "__init__.py":
             names, hiding = exported(path)
-            if len(relative.parts) == 2:
+            if len(relative.parts) <= 2:
                 sizes[top] += Sizes(names=len(names))
             shadowed += [f"{path.parent.relative_to(root)}/{name}" for name in sorted(hiding)]
     sizes["all"] = sum(sizes.values(), Sizes())
