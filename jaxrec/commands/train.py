@@ -1,4 +1,4 @@
-"""The command ``jaxrec train``."""
+"""The command ``jaxrec train``, which trains, evaluates and saves a model."""
 
 from __future__ import annotations
 
@@ -375,8 +375,8 @@ def _start_output(
     if jax.process_index() != 0:
         return
     if config.resume is None and is_written(output / CONFIG_FILE):
-        # The directory of a run that failed before its first checkpoint: its history is no part of
-        # this run.
+        # The directory of a run that failed before its first checkpoint: its history does not
+        # belong to this run.
         (output / HISTORY_FILE).unlink(missing_ok=True)
     if encoder is not None and (config.resume is None or output != config.resume):
         encoder.save(output / FEATURES_DIRECTORY)

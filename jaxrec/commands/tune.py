@@ -46,7 +46,7 @@ class TuneOptions:
     """YAML file of the tables, as for jaxrec plan; see the documentation of
     jaxrec.plan.model_file."""
     batch_size: int | None = None
-    """Samples of all devices in a step; the model file's batch_size if not given."""
+    """Samples of all devices in a step; by default the model file's batch_size."""
     devices: int = 1
     """Devices that share the batch and the rows; with more than one, the calls that exchange rows
     are timed too."""

@@ -56,7 +56,7 @@ def suspects(schema: Schema, rows: GroupRange, *, by_name: bool = True) -> Itera
 
 
 def _sample(rows: GroupRange) -> pa.Table:
-    # From the beginning to the end: logs are sorted by time, or by the label.
+    # From the beginning to the end: rows may be sorted by time, or by the label.
     numbers_of_groups = np.linspace(0, len(rows.sizes) - 1, _GROUPS).astype(int)
     tables = []
     for group in dict.fromkeys(numbers_of_groups.tolist()):

@@ -347,7 +347,7 @@ class RandomBatches:
         """Return the number of batches.
 
         Raises:
-            TypeError: There is no end.
+            TypeError: ``num_batches`` is None: the batches have no end.
         """
         if self.num_batches is None:
             raise TypeError("RandomBatches without num_batches have no end, and no length")
@@ -403,5 +403,5 @@ class RandomBatches:
     def from_batch(
         self, start: int = 0, *, threads: int = 2, prefetch: int = 4
     ) -> Iterator[ClickBatch]:
-        """Yield the batches from ``start`` on, which threads make ahead; see `BatchSource`."""
+        """Yield the batches from ``start`` on; threads make them ahead, as `BatchSource` does."""
         return made_ahead(self.__getitem__, range(start, self._end), threads, prefetch)

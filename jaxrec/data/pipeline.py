@@ -78,7 +78,7 @@ class Pipeline:
             devices (`jaxrec.train.put_batch`, or `jaxrec.mesh.shard_batch` with a mesh).
         ahead: Number of batches that may wait after the reader and after each stage.
         on_close: Function to call when the pipeline is closed, before it waits for its threads. It
-            wakes a stage that waits for something. None: there is no such stage.
+            wakes a stage that waits for something. None: no stage waits.
 
     Raises:
         ValueError: ``ahead`` is below 1.

@@ -184,8 +184,8 @@ class Vocabulary:
 
         Args:
             column: Arrow array, chunked array or NumPy array, or an Arrow array of lists.
-            nulls: "unknown": a null has row 0. "error": a null is refused. A null list stays null,
-                which `KeyedJaggedArray.from_arrow` reads as an empty bag.
+            nulls: "unknown": a null gets row 0. "error": a null is an error. A null list always
+                stays null, which `KeyedJaggedArray.from_arrow` reads as an empty bag.
 
         Returns:
             int32 row indices in the form of the column: an Arrow array with the same chunks and
@@ -193,8 +193,8 @@ class Vocabulary:
 
         Raises:
             TypeError: The values are of another kind than the vocabulary's.
-            ValueError: A value is null and ``nulls`` is "error", or it is unknown and there are no
-                rows for unknown values.
+            ValueError: A value is null and ``nulls`` is "error", or a value is unknown or null and
+                ``num_unknown`` is 0.
         """
         if nulls not in ("unknown", "error"):
             raise ValueError(f"nulls must be 'unknown' or 'error', got {nulls!r}")

@@ -34,7 +34,7 @@ class Calibration(SumMetric):
     domains: ClassVar[Domains] = (AMOUNT, AMOUNT)
 
     def probabilities(self, batch: Batch) -> Float[Array, "tasks batch"]:
-        """Return the predictions that are compared with the labels."""
+        """Return the predictions to compare with the labels, ``[tasks, batch]``."""
         return batch.predictions
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
@@ -80,7 +80,10 @@ class ServingCalibration(CountsExamples, Calibration):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClickThroughRate(SumMetric):
-    """The mean label ``sum w y / sum w`` (``ctr``); ``compat="torchrec"``: 0 without samples."""
+    """The mean label ``sum w y / sum w`` (``ctr``).
+
+    Without samples it is undefined; ``compat="torchrec"`` reports 0.
+    """
 
     name: ClassVar[str] = "ctr"
     torchrec_undefined: ClassVar[float] = 0.0
@@ -248,7 +251,7 @@ class NumPositives(SumMetric):
 class NumMissingLabels(SumMetric):
     """The number of labels that are NaN (``num_missing_labels``).
 
-    ``compat="torchrec"`` sums their weights.
+    ``compat="torchrec"`` gives the sum of their samples' weights.
     """
 
     name: ClassVar[str] = "num_missing_labels"

@@ -241,7 +241,7 @@ def _areas(
     *,
     torchrec: bool = False,
 ) -> tuple[Float[Array, " sessions"], Float[Array, " sessions"], Bool[Array, " sessions"]]:
-    """Return each session's area under the ROC curve, its weight, and whether it is defined."""
+    """Return ``[sessions]`` areas under the ROC curve, weights, and whether each is defined."""
     # A batch has at most as many sessions as samples, a static number. Further ones are undefined.
     samples = len(labels)
     ranked = sort_sessions(predictions, sessions, kept)

@@ -105,8 +105,8 @@ def blocks_of_lines(
     To go on after an earlier block, skip ``start`` decompressed bytes, its ``end``, and number the
     lines from ``first``.
     """
-    # Editors and Windows change the end of a file: a missing last newline, "\r\n" and blank lines
-    # at the end are no errors.
+    # Editors and Windows change line ends and the end of a file: a missing last newline, "\r\n" and
+    # blank lines at the end are accepted.
     with open(path, "rb") as plain:
         file: Any = gzip.GzipFile(fileobj=plain) if is_compressed(path) else plain
         try:
