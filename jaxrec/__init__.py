@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# Where the names of `jaxrec` itself are: each loads its module alone on first use.
+# Module of each name of `jaxrec` itself, which is loaded when the name is first used.
 _MODULES = {
     "EmbeddingBagCollection": "jaxrec.embed",
     "EmbeddingBagConfig": "jaxrec.embed",
@@ -77,7 +77,9 @@ def __getattr__(name: str) -> Any:
         return importlib.metadata.version("jaxrec")
     if name in _MODULES:
         module = importlib.import_module(_MODULES[name])
+        # As a global, Python finds the name the next time and does not call this function.
         return globals().setdefault(name, getattr(module, name))
+    # Tools ask every module for names such as `__wrapped__`: do not search the disk for these.
     if not name.startswith("_") and importlib.util.find_spec(f"jaxrec.{name}") is not None:
         return importlib.import_module(f"jaxrec.{name}")
     raise AttributeError(f"module 'jaxrec' has no attribute {name!r}")

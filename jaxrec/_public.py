@@ -1,4 +1,4 @@
-"""The public names of a package, which its ``__init__`` imports, and their earlier names."""
+"""Helpers for the ``__init__`` of a package: its public names, and names that have moved."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 
 
 def public_names(package: Mapping[str, Any], *modules: str) -> list[str]:
-    """Return the names that a package imports by its ``globals()``, for ``__all__`` and ``dir``.
+    """Return the public names of a package from its ``globals()``, for ``__all__`` and ``dir``.
 
-    Python sets each module of a package as an attribute of it when the module is first imported:
-    these are left out, but for ``modules``.
+    Modules are left out, except ``modules``.
     """
+    # Python sets a module as an attribute of its package when the module is first imported. With
+    # these, `dir` would depend on what has been imported before.
     return sorted(
         name
         for name, value in package.items()
@@ -23,11 +24,9 @@ def public_names(package: Mapping[str, Any], *modules: str) -> list[str]:
 
 
 def moved_names(package: str, moved: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package for earlier names, which warn for one version.
+    """Return a ``__getattr__`` for a package that finds moved names, with a warning.
 
-    Args:
-        package: Name of the package.
-        moved: Full new name by earlier name.
+    ``moved`` has the full new name of each earlier name. Earlier names stay for one version.
     """
 
     def get(name: str) -> Any:

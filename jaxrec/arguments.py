@@ -17,26 +17,21 @@ import yaml
 
 Options = TypeVar("Options")
 
-# Default of required paths, which no file has: tyro's own error for a missing one is no sentence.
+# Default of required paths: a path that no file can have. With a default the command itself
+# reports a missing path, in a sentence, where tyro would print a box.
 NOT_GIVEN = pathlib.Path("\0")
 
 
 class ConfigError(ValueError):
-    """An option or a file of options is wrong; the message is one sentence for the user."""
+    """An option or a file of options is wrong; the message is a sentence for the user."""
 
 
 def parse(command: str, options: Sequence[str], default: Options) -> Options:
-    """Parse command-line options.
+    """Parse the options after a command's name, with the values of a dataclass as defaults.
 
-    Args:
-        command: Name of the command, such as "train".
-        options: The arguments after the command.
-        default: A dataclass of the default values.
-
-    Raises:
-        ConfigError: An option is unknown or has a wrong value.
-        SystemExit: The options ask for help, which has been printed.
+    Raises `ConfigError` for a wrong option, and `SystemExit` after printing help.
     """
+    # tyro prints its errors in a box on standard error: catch the text and make it a sentence.
     problem = io.StringIO()
     try:
         with contextlib.redirect_stderr(problem):
@@ -48,10 +43,12 @@ def parse(command: str, options: Sequence[str], default: Options) -> Options:
                 return_unknown_args=True,
             )
     except SystemExit as stop:
+        # Code 0: --help was printed.
         if not stop.code:
             raise
         raise ConfigError(_sentence(problem.getvalue())) from None
     if unknown:
+        # The shell has replaced an unquoted pattern by its files.
         if not unknown[0].startswith("-") and pathlib.Path(unknown[0]).exists():
             raise ConfigError(
                 f"{unknown[0]} is a file too many; put a pattern of files in quotes, such as "
@@ -68,16 +65,12 @@ def parse(command: str, options: Sequence[str], default: Options) -> Options:
 
 
 def required(name: str) -> Any:
-    """Return the annotation of an option whose default is `NOT_GIVEN`; ``name`` is shown for it."""
+    """Return the annotation of an option whose default is `NOT_GIVEN`; help names it ``name``."""
     return tyro.conf.arg(metavar=name, help_behavior_hint="(required)")
 
 
 def read_yaml(text: str) -> Any:
-    """Parse YAML; refuse repeated keys.
-
-    Raises:
-        yaml.YAMLError: The text is not valid YAML, or a mapping has a key twice.
-    """
+    """Parse YAML; raise `yaml.YAMLError` if it is not valid or repeats a key."""
     return yaml.load(text, _UniqueKeys)
 
 
@@ -87,6 +80,7 @@ class _UniqueKeys(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for index, key in enumerate(keys):
+            # "<<" merges another mapping, and may come several times.
             if key in keys[:index] and key != "<<":
                 line = node.value[index][0].start_mark.line + 1
                 raise yaml.YAMLError(f"{key!r} is given twice, the second time in line {line}")
@@ -94,7 +88,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 
 def _names(kind: type, prefix: str = "--") -> Iterator[str]:
-    """Yield the names of a dataclass's options, with dashes."""
+    """Yield the names of a dataclass's options, such as "--data.batch-size"."""
     for field in dataclasses.fields(kind):
         name = f"{prefix}{field.name.replace('_', '-')}"
         if dataclasses.is_dataclass(field.default):
@@ -104,7 +98,9 @@ def _names(kind: type, prefix: str = "--") -> Iterator[str]:
 
 
 def _similar(option: str, names: Sequence[str]) -> list[str]:
-    """Return options with the same name in a group, or with a similar name."""
+    """Return the options that a user may have meant."""
+    # --batch-size instead of --data.batch-size is more likely than a slip: compare the names
+    # without their groups first.
     option = option.replace("_", "-")
     in_groups = {name: name.rpartition(".")[2].lstrip("-") for name in names}
     if same := [name for name, last in in_groups.items() if last == option.lstrip("-")]:

@@ -1,9 +1,8 @@
 """The command line: ``jaxrec COMMAND``.
 
 Each command is a module of this package with a function ``run(options)``, which returns the exit
-code, and with tuples of exception types, ``USAGE_ERRORS`` and ``FAILURES``, of which only the
-message is printed. The module is imported when its command is given, so that a command does not
-wait for the imports of others.
+code. The module's ``USAGE_ERRORS`` and ``FAILURES`` are exception types for which the user gets the
+message and no traceback.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``jaxrec``; return the exit code.
 
     0: success. 1: the command failed. 2: an option is wrong. 130 and 143: stopped by SIGINT or
-    SIGTERM, after saving. An error is one sentence on standard error.
+    SIGTERM; ``jaxrec train`` saves the model before. An error is a sentence on standard error.
     """
     name, *options = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
@@ -62,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(name: str, options: Sequence[str]) -> int:
     if name == "train":
-        keep_freed_memory()  # It has an effect only before the imports.
+        keep_freed_memory()  # only before the imports does it work for all threads
+    # Imported now: a command, and `jaxrec --help`, must not wait for the imports of the others.
     command = importlib.import_module(f"jaxrec.commands.{name}")
     try:
         return command.run(options)

@@ -1,4 +1,4 @@
-"""The command ``jaxrec data``."""
+"""The command ``jaxrec data``, which converts click logs between formats."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FAILURES = (DataError,)
 
 FORMATS = ("criteo", "npy", "multi-hot", "records")
 
-# Number of bad lines that are printed; all are counted.
+# Number of malformed lines to print. All are counted.
 MAX_PRINTED = 20
 
 USAGE = """usage: jaxrec data FORMAT INPUT OUTPUT [OPTIONS]
@@ -58,18 +58,18 @@ class CriteoOptions:
     """
 
     input: Annotated[pathlib.Path, tyro.conf.Positional, required("INPUT")] = NOT_GIVEN
-    """Text file, plain or gzip, or a directory of them."""
+    """Text file, plain or gzip, or a directory of such files."""
     output: Annotated[pathlib.Path, tyro.conf.Positional, required("OUTPUT")] = NOT_GIVEN
     """Directory of the Parquet files."""
     ids: Literal["hash", "contiguous", "raw"] = "hash"
-    """How ids become row indices. hash: the id modulo table-rows. contiguous: the order of first
-    appearance; all rare ids share one row. raw: ids are kept."""
+    """How ids become row indices. hash: the id modulo table-rows. contiguous: numbers in the order
+    of first appearance; all rare ids share one row. raw: ids stay as they are."""
     table_rows: tuple[int, ...] = (100_000,)
     """For hash: number of rows of each table, one number or 26."""
     threshold: int = 1
-    """For contiguous: number of appearances from which an id has its own row."""
+    """For contiguous: smallest number of appearances of an id with its own row."""
     bad_rows: Literal["fail", "skip"] = "fail"
-    """At a malformed line stop, or skip and report it."""
+    """At a malformed line, stop (fail), or report it and go on (skip)."""
     compression: Literal["lz4", "zstd", "none"] = "lz4"
     """Compression of the Parquet files."""
     threads: int | None = None
@@ -91,12 +91,14 @@ class NpyOptions:
 
 @dataclasses.dataclass(frozen=True)
 class MultiHotOptions(NpyOptions):
-    """Write the Parquet files of a click log as MLPerf's multi-hot data set, several ids an id."""
+    """Write the Parquet files of a click log as MLPerf's multi-hot data set, with several ids in
+    place of each id."""
 
     sizes: tuple[int, ...] = MLPERF_SIZES
     """Number of ids per sample of each of the 26 features; by default MLPerf's."""
     table_rows: tuple[int, ...] = MLPERF_TABLE_ROWS
-    """Number of rows of each table; by default MLPerf's. Memory is 4 bytes for each row and id."""
+    """Number of rows of each table; by default MLPerf's. A table takes 4 bytes of memory for each
+    row and id."""
     distribution: Literal["uniform", "pareto"] = "uniform"
     """Distribution of the ids that are added."""
 
@@ -181,6 +183,7 @@ def _criteo(options: CriteoOptions) -> int:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    # Asked before `convert`, which returns at once in this case: the user should know why.
     is_done = is_converted(options.output)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     printed = 0

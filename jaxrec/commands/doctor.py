@@ -1,4 +1,4 @@
-"""The command ``jaxrec doctor``: implementations that run on this machine, and its faults."""
+"""The command ``jaxrec doctor``: the implementations that run on this machine, and its problems."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class DoctorOptions:
     """
 
     dim: int = 128
-    """Width of the rows of the calls that are examined."""
+    """Width of the rows of the examined calls."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "int8")
-    """Types of their rows: those of tables, trained or quantized."""
+    """Types of the rows, of trained or quantized tables."""
 
 
 def run(options: Sequence[str]) -> int:
@@ -52,7 +52,7 @@ def run(options: Sequence[str]) -> int:
         if dtype not in known:
             raise ConfigError(f"--dtypes are {', '.join(known[:-1])} and {known[-1]}, got {dtype}")
     with warnings.catch_warnings():
-        # `problems` reports the reasons that these warnings give.
+        # The warnings say why a kernel does not run, and so does `problems` below.
         warnings.simplefilter("ignore", RuntimeWarning)
         choices = [choose_flat()]
         choices += [choice for dtype in parsed.dtypes for choice in choose(parsed.dim, dtype)]
@@ -78,7 +78,7 @@ def versions() -> list[str]:
 
 
 def _version(package: str) -> str | None:
-    """Return the version of a package; None: it is not installed."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -102,7 +102,7 @@ def machine() -> list[str]:
 def choose(dim: int, dtype: str) -> list[tuple[str, Choice]]:
     """Return usual calls that read or update rows, and the implementations that run them.
 
-    Kernels for the GPU at hand are tried if they have not been.
+    This tries the kernels for the machine's GPU, unless they were tried before.
     """
     trained, quantized = TABLE_FORMATS.get(dtype), FORMATS.get(dtype)
     choices = [] if trained is None else _choose(dim, trained, "")
@@ -115,6 +115,7 @@ def _choose(dim: int, row_format: RowFormat, kind: str) -> list[tuple[str, Choic
     def table() -> TableArray:
         return as_table(row_format.pack(jnp.zeros((1000, dim))), row_format, dim)
 
+    # Choosing an implementation needs shapes and types, so that the table is never made.
     rows, gradients = jax.eval_shape(table), jnp.zeros((8, dim))
     ids, lengths, step = jnp.zeros(64, jnp.int32), jnp.zeros(8, jnp.int32), jnp.int32(0)
     lookups, layout = Lookups(ids, ids, None), _layout()
@@ -122,7 +123,7 @@ def _choose(dim: int, row_format: RowFormat, kind: str) -> list[tuple[str, Choic
         "pooled_lookup": (rows, ids, lengths, None, layout, "float32"),
         "row_lookup": (rows, ids),
     }
-    if not is_packed(rows):  # XLA updates packed rows.
+    if not is_packed(rows):  # XLA updates packed rows, whatever the machine
         rule = optim.rowwise_adagrad(0.01)
         state = jax.eval_shape(lambda: rule.init(1000, dim))
         calls["sum_rows"] = lookups, gradients, 1000
@@ -137,22 +138,23 @@ def _choose(dim: int, row_format: RowFormat, kind: str) -> list[tuple[str, Choic
 
 
 def choose_flat() -> tuple[str, Choice]:
-    """Return a usual call that flattens bags, which have no rows, and what runs it."""
+    """Return a call that flattens bags, and its implementation; no row format matters for it."""
     batch = jnp.zeros(64, jnp.int32), jnp.zeros(8, jnp.int32), None
     return "flatten_bags", kernels.describe("flatten_bags", *batch, _layout(), 1000)
 
 
 def describe(call: str, choice: Choice) -> list[str]:
-    """Return the implementation that runs a call on this machine, and why no other does."""
+    """Return lines with the implementation that runs a call here, and why others do not."""
     lines = [f"{call}: {choice.name(_platform())}"]
     for name, reason in choice.refused.items():
+        # Without a GPU, the reason why a GPU kernel does not run is noise.
         if name != "triton" or trial.cards():
             lines.append(f"  not {name}: {reason}")
     return lines
 
 
 def read_tuning() -> tuple[Answers | None, list[str]]:
-    """Return the choices that `jaxrec tune` kept for this machine, and their problems."""
+    """Return the choices that `jaxrec tune` kept for this machine, and problems with them."""
     if (device := tunable_device(_platform())) is None:
         return None, []
     tuning = Answers.read(device)
@@ -166,11 +168,12 @@ def read_tuning() -> tuple[Answers | None, list[str]]:
 
 
 def problems(choices: Sequence[Choice]) -> list[str]:
-    """Return the problems of this machine, wrong or needlessly slow, each with its remedy."""
+    """Return the problems of this machine, each with its remedy."""
     found = []
     if _version("jaxrec") is None:
         found.append("jaxrec runs from a folder and is not installed: pip install -e FOLDER.")
     is_gpu = bool(trial.cards())
+    # The driver's device file exists whether or not JAX was installed for GPUs.
     if not is_gpu and pathlib.Path("/dev/nvidiactl").exists() and jax.default_backend() == "cpu":
         found.append(
             "There is an NVIDIA GPU that JAX does not use: pip install 'jaxrec[cuda12]' (or "

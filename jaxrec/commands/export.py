@@ -1,4 +1,4 @@
-"""The command ``jaxrec export``."""
+"""The command ``jaxrec export``, which writes a trained model for prediction."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ FAILURES = (ArtifactError, CheckpointError, DataError, FileExistsError, SchemaEr
 
 @dataclasses.dataclass(frozen=True)
 class ExportOptions:
-    """Write a model that `jaxrec train` saved for prediction, with the encoding of its columns.
+    """Export a model of `jaxrec train` for prediction, with the encoding of its columns.
 
-    `jaxrec predict` and `jaxrec.serve.load` read it. They return the probability of a click and
-    its logit.
+    `jaxrec predict`, `jaxrec serve` and `jaxrec.serve.load` read the exported model. Its outputs
+    are the probability of a click and the logit.
     """
 
     run: Annotated[pathlib.Path, tyro.conf.Positional, required("RUN")] = NOT_GIVEN
     """Directory of the run."""
     model: Annotated[pathlib.Path, tyro.conf.Positional, required("MODEL")] = NOT_GIVEN
-    """Directory of the exported model; one that is there is replaced."""
+    """Directory of the exported model; an existing model is replaced."""
     step: int | None = None
     """Step of the checkpoint; by default the newest."""
     dtype: Literal["int8", "int4", "int2", "float8", "float16"] | None = None
     """Format of the tables; by default their type in training."""
     batch_sizes: tuple[int, ...] = BATCH_SIZES
-    """Numbers of samples that programs are made for; other batches are cut and padded."""
+    """Numbers of samples to compile programs for; batches of other sizes are cut and padded."""
     platforms: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
-    """Platforms that programs are made for; this machine need not have them."""
+    """Platforms to compile programs for; this machine need not have them."""
     example: bool = True
-    """Keep two training rows in the model, the example of a request that `jaxrec serve` gives."""
+    """Keep two training rows in the model; `jaxrec serve` shows them as an example of a request."""
 
 
 def run(options: Sequence[str]) -> int:
@@ -64,6 +64,7 @@ def run(options: Sequence[str]) -> int:
         batch_sizes=parsed.batch_sizes,
         platforms=parsed.platforms,
     )
+    # A model for GPUs alone may not load on this machine: it is then described by its size.
     manifest = load(parsed.model, verify=False).manifest if "cpu" in parsed.platforms else None
     size = sum(path.stat().st_size for path in parsed.model.rglob("*") if path.is_file())
     tables = "" if manifest is None else f"{len(manifest.tables)} tables, "

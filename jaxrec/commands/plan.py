@@ -1,4 +1,4 @@
-"""The command ``jaxrec plan``."""
+"""The command ``jaxrec plan``, which finds a sharding plan or measures a topology."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ FAILURES = (PlanError, PlanMismatchError, ValueError, ModuleNotFoundError)
 class PlanOptions:
     """Finds the best sharding of tables over devices, and estimates its memory and time.
 
-    No accelerator is needed: the devices are named or described by a file. With --calibrate,
-    measures the devices at hand instead and writes such a file.
+    No accelerator is needed: the devices are named or described by a file. With --calibrate, the
+    command measures this machine's devices instead and writes such a file.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL.yaml")] = ""
@@ -38,17 +38,17 @@ class PlanOptions:
     devices: int = 8
     """Number of devices in all. With --calibrate on a CPU: number of devices to simulate."""
     devices_per_host: int | None = None
-    """Number of devices on each host; as many as the machine usually has if not given."""
+    """Number of devices on each host; by default as many as such a machine usually has."""
     machine: str = "h100"
     """Kind of devices: a100, h100, h200, b200, tpu-v5p or cpu."""
     topology: pathlib.Path | None = None
-    """File of measured devices, instead of --machine; --devices says how many of them."""
+    """File of measured devices, instead of --machine; --devices is their number."""
     memory: float | None = None
     """GB of each device, instead of the machine's."""
     batch_size: int | None = None
-    """Samples of all devices in a step; the model file's batch_size if not given."""
+    """Samples of all devices in a step; by default the model file's batch_size."""
     storages: tuple[Literal["device", "host", "store"], ...] = ("device",)
-    """Where rows may be kept: host memory and row stores are used with caches on the devices."""
+    """Places that may hold the rows: host memory and row stores have caches on the devices."""
     store: str | None = None
     """URL of the row store of storage "store", such as "file:///data/{table}"."""
     statistics: pathlib.Path | None = None
@@ -62,12 +62,13 @@ class PlanOptions:
     plot: pathlib.Path | None = None
     """Picture to draw: memory and time of each device."""
     load: pathlib.Path | None = None
-    """Plan to show instead of a search; refused if it is for another model or other devices."""
+    """Plan to show instead of searching for one; an error if it is for another model or other
+    devices."""
     calibrate: bool = False
-    """Measure the devices at hand and write the topology to --output."""
+    """Measure this machine's devices and write the topology to --output."""
 
     def check(self) -> None:
-        """Check that the options go together, or raise ConfigError."""
+        """Raise ConfigError if the options do not go together."""
         if self.calibrate and self.model:
             raise ConfigError("--calibrate measures devices and takes no model")
         if self.calibrate and self.output is None:
@@ -89,7 +90,7 @@ def run(options: Sequence[str]) -> int:
 
 def _plan(options: PlanOptions) -> int:
     if options.plot is not None:
-        require_matplotlib()  # before the search, not after it
+        require_matplotlib()  # the search takes long: a missing package must not fail after it
     model = read_model_file(options.model)
     batch_size = options.batch_size or model.batch_size
     if batch_size is None:
@@ -142,12 +143,13 @@ def _calibrate(options: PlanOptions, given: set[str]) -> int:
     from jaxrec.tier.calibration import calibrate_caches
 
     if "--devices" in given and os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
-        with contextlib.suppress(RuntimeError):  # if devices are started, those are at hand
+        with contextlib.suppress(RuntimeError):  # JAX has started its devices: measure these
             jax.config.update("jax_num_cpu_devices", options.devices)
     devices = jax.devices()
     count = options.devices if "--devices" in given else len(devices)
     if count > len(devices):
         raise ConfigError(f"--devices {count}, but there are {len(devices)} at hand")
+    # By default a host is a process.
     each = options.devices_per_host or max(1, count // jax.process_count())
     if count % each:
         raise ConfigError(f"{count} devices do not fill hosts of {each}")

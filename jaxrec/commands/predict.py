@@ -1,4 +1,4 @@
-"""The command ``jaxrec predict``."""
+"""The command ``jaxrec predict``, which predicts the rows of Parquet files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jaxrec.train.progress import counted
 USAGE_ERRORS = (ConfigError,)
 FAILURES = (ArtifactError, DataError)
 
-# Bytes of a column that are read from a file at a time.
+# Number of bytes of a column to read from a file at a time.
 _BUFFER_BYTES = 1 << 18
 
 
@@ -49,9 +49,9 @@ class PredictOptions:
     ] = NOT_GIVEN
     """Parquet file of the scores."""
     keep: tuple[str, ...] = ()
-    """Columns of the input that the output has, too."""
+    """Columns of the input to copy to the output."""
     batch_size: int = 16_384
-    """Number of rows that are read at a time."""
+    """Number of rows to read at a time."""
 
 
 def run(options: Sequence[str]) -> int:
@@ -90,6 +90,7 @@ def _predict(
         advance = stack.enter_context(counted(console, "predicting", total))
         writer = None
         for table in _scores(options, served, paths):
+            # The first table has the schema that a writer needs.
             if writer is None:
                 writer = stack.enter_context(
                     pq.ParquetWriter(unfinished, table.schema, write_page_checksum=True)
@@ -115,7 +116,8 @@ def _scores(
         for name, vocabulary in served.encoder.vocabularies.items()
         if isinstance(vocabulary, Vocabulary)
     }
-    # Directories such as shop=7 may name only numbers here, and others in training.
+    # Directories such as shop=7 may all have numbers here, where training had text as well. The
+    # values must then be text here, too: the vocabulary has "7" and not 7.
     for name in types:
         if (is_text | served.encoder.is_text).get(name):
             types[name] = pa.string()
@@ -133,7 +135,7 @@ def _scores(
 
 
 def _kept_types(paths: Sequence[pathlib.Path], keep: tuple[str, ...]) -> pa.Schema:
-    """Return the types of the columns that the output has, too, which files may store in others."""
+    """Return the types of the kept columns in the output; single files may have other types."""
     types = CommonTypes(keep)
     for path, columns in ParquetGroups(tuple(paths), keep).schemas.items():
         types.add(columns, path)
@@ -143,13 +145,12 @@ def _kept_types(paths: Sequence[pathlib.Path], keep: tuple[str, ...]) -> pa.Sche
 def _read(
     path: pathlib.Path, columns: list[str], batch_size: int, types: Mapping[str, pa.DataType]
 ) -> Iterator[pa.Table]:
-    """Yield the rows of a Parquet file, some at a time, with columns that are keys of its
-    directories.
+    """Yield the rows of a Parquet file and its directories' columns, ``batch_size`` rows at a time.
 
-    ``types`` are those of the keys.
+    ``types`` are the types of the directories' columns.
     """
     keys = keys_of(path)
-    # Pages are read when they are needed: a row group need not fit memory.
+    # Without pre-buffering PyArrow reads a page when it needs it: a row group need not fit memory.
     with open_parquet(
         path, pre_buffer=False, buffer_size=_BUFFER_BYTES, page_checksum_verification=True
     ) as file:
@@ -170,5 +171,5 @@ def _read(
 
 
 def _columns(outputs: Any) -> Mapping[str, pa.Array]:
-    """Return outputs as columns: ``{"a": (x, y)}`` are ``a.0`` and ``a.1``, vectors are lists."""
+    """Return outputs as columns: ``{"a": (x, y)}`` gives ``a.0`` and ``a.1``; vectors are lists."""
     return {name: arrow_column(array) for name, array in output_columns(outputs).items()}

@@ -1,4 +1,4 @@
-"""The command ``jaxrec quantize``."""
+"""The command ``jaxrec quantize``, which makes the tables of a trained model smaller."""
 
 from __future__ import annotations
 
@@ -49,19 +49,18 @@ class QuantizeOptions:
     dtype: Literal["int8", "int4", "int2", "float8", "float16", "bfloat16", "float32"] = "int8"
     """Format of the tables."""
     per_table: tuple[str, ...] = ()
-    """Formats of other tables, as NAME=FORMAT; a name may be a pattern such as 'cat_*', and the
-    last one that fits counts."""
+    """Formats of single tables, as NAME=FORMAT. NAME may be a pattern such as 'cat_*'; the last
+    that fits a table counts."""
     output_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of looked-up embeddings; by default that of the model."""
+    """Type of the looked-up embeddings; by default the model's."""
     prune: tuple[str, ...] = ()
     """Tables whose rows are pruned, as NAME=SHARE; 'cat_*=0.3' prunes 30 % of the rows of each."""
     prune_by: Literal["norm", "frequency"] = "norm"
-    """Prune the rows of the smallest norm, or those that occur least in the training rows."""
+    """Rows to prune: those of the smallest norm, or the least frequent in the training rows."""
     step: int | None = None
     """Step of the run's checkpoint; by default the newest."""
     out: Annotated[pathlib.Path | None, tyro.conf.arg(aliases=["--output"])] = None
-    """Directory of the quantized model; by default RUN with the format at its end, such as
-    RUN-int8."""
+    """Directory of the quantized model; by default RUN and the format, such as RUN-int8."""
 
     def __post_init__(self) -> None:
         for assignment in self.per_table:
@@ -86,6 +85,7 @@ def run(options: Sequence[str]) -> int:
     if not parsed.run:
         raise ConfigError("give the directory of a run of jaxrec train: jaxrec quantize RUN")
     source = pathlib.Path(parsed.run)
+    # All options are checked before the model is loaded, as far as they can be.
     config = _read_config(source)
     out = _free_directory(parsed.out or source.with_name(f"{source.name}-{parsed.dtype}"))
     model = load_model(source, parsed.step)
@@ -152,10 +152,11 @@ def _split(option: str, assignment: str) -> tuple[str, str]:
 
 
 def _by_table(option: str, assignments: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Return the value of each table that an option names or whose pattern fits."""
+    """Return an option's value for each table that one of its names or patterns fits."""
     values: dict[str, str] = {}
     for assignment in assignments:
         pattern, value = _split(option, assignment)
+        # The name of a table may have the characters of a pattern, such as "tags[0]".
         chosen = [name for name in names if name == pattern] or fnmatch.filter(names, pattern)
         if not chosen:
             shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
@@ -167,7 +168,7 @@ def _by_table(option: str, assignments: Sequence[str], names: Sequence[str]) -> 
 
 
 def _check_widths(widths: Mapping[str, int], dtype: str, per_table: Mapping[str, str]) -> None:
-    """Check that the format of each table takes its width."""
+    """Check that the format of each table can store rows of the table's width."""
     for name, width in widths.items():
         row_format = FORMATS[per_table.get(name, dtype)]
         if (reason := row_format.refuse(width)) is not None:
@@ -183,7 +184,7 @@ def _rules(
     rows: LogDataset | ParquetDataset | None,
     config: TrainConfig,
 ) -> dict[str, Pruning]:
-    """Return the rule of each pruned table; ``rows`` are counted, None: rules are by norm."""
+    """Return the rule of each pruned table: by the frequency of ids in ``rows``, or by norm."""
     if rows is None or not shares:
         return {name: by_norm(share=share) for name, share in shares.items()}
     print(f"counting the ids of {len(rows):,} training rows")
@@ -199,7 +200,8 @@ def _labelled_logits(model: Any, batch: ClickBatch) -> tuple[Any, ...]:
 def _save(
     small: nnx.Module, report: QualityReport, source: pathlib.Path, out: pathlib.Path, step: int
 ) -> None:
-    """Save the model, check that it loads, and write the report; ``out`` appears complete."""
+    """Save the model, check that it loads, and write the report."""
+    # The directory gets its name last, so that a model under this name is complete.
     unfinished = out.with_name(f"{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     save_quantized_run(small, source, unfinished, step=step)

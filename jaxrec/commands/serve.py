@@ -1,4 +1,4 @@
-"""The command ``jaxrec serve``."""
+"""The command ``jaxrec serve``, which answers requests over HTTP."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _MEGABYTE = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class ServeOptions:
-    """Answer requests over HTTP by a model that `jaxrec export` wrote.
+    """Answer requests over HTTP with a model that `jaxrec export` wrote.
 
-    POST /predict takes JSON and Arrow bodies; GET / is a page to try it.
+    POST /predict takes JSON and Arrow bodies. GET / returns a page to try it.
     """
 
     model: Annotated[pathlib.Path, tyro.conf.Positional, required("MODEL")] = NOT_GIVEN
     """Directory of the exported model."""
     host: str = "127.0.0.1"
-    """Address that the server listens on; 0.0.0.0 is all of this machine's."""
+    """Address that the server listens on; 0.0.0.0: all addresses of this machine."""
     port: int = 8000
     """Port that the server listens on; 0: any free one."""
     deltas: str = ""
-    """Folder or URL of the versions of `jaxrec.tier.publish`, which the tables follow."""
+    """Folder or URL of versions that `jaxrec.tier.publish` writes; the server loads new ones."""
     poll_s: float = 10.0
-    """Seconds between two looks for new versions."""
+    """Seconds between two checks for new versions."""
     max_batch: int = 1024
-    """Number of samples from which waiting requests are predicted at once."""
+    """Number of waiting samples that are predicted at once, without waiting for more."""
     max_delay_ms: float = 2.0
     """Longest time that a request waits for others to be predicted with it."""
     max_samples: int = 65_536
@@ -46,22 +46,23 @@ class ServeOptions:
     max_body_mb: float = 16.0
     """Largest size of a body."""
     max_buffer_mb: float = 256.0
-    """Largest size of the bodies of all requests under way."""
+    """Largest total size of the bodies of all requests under way."""
     max_concurrent: int = 1024
-    """Largest number of requests that wait or are predicted; others get status 503."""
+    """Largest number of requests under way; further ones get status 503."""
     max_connections: int = 16_384
     """Largest number of open connections."""
     timeout_s: float = 30.0
-    """Longest time from a request to its response; then it gets status 504."""
+    """Longest time from a complete request to its response, which is status 504 afterwards."""
     read_timeout_s: float = 10.0
-    """Longest time in which a client sends a header, and then a body."""
+    """Longest time for a client to send a header, and again to send a body."""
     drain_s: float = 1.0
-    """Time from SIGTERM to the end of new connections, for load balancers to see /ready."""
+    """Time after SIGTERM in which new connections are still accepted, until load balancers have
+    read /ready."""
     stop_s: float = 30.0
-    """Longest time that requests under way have then."""
+    """Longest time for requests under way to end after that."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names of the server in the Host header; by default all, and on a loopback address localhost,
-    127.0.0.1 and [::1]."""
+    """Names of the server in the Host header. By default all names, but on a loopback address only
+    localhost, 127.0.0.1 and [::1]."""
 
 
 def run(options: Sequence[str]) -> int:
@@ -70,6 +71,7 @@ def run(options: Sequence[str]) -> int:
     if parsed.model == NOT_GIVEN:
         raise ConfigError("give the directory of an exported model: MODEL")
     _check(parsed)
+    # The server's packages are an extra of jaxrec: the error should name it.
     try:
         from jaxrec.serve.http.app import Application, loopback_hosts
         from jaxrec.serve.http.limits import Limits
@@ -110,7 +112,7 @@ def run(options: Sequence[str]) -> int:
 
 
 def _check(options: ServeOptions) -> None:
-    """Raise a ConfigError where an option has no sense."""
+    """Raise ConfigError if an option is out of range."""
     above_zero = (
         "poll_s", "max_batch", "max_samples", "max_body_mb", "max_buffer_mb", "max_concurrent",
         "max_connections", "timeout_s", "read_timeout_s", "stop_s",

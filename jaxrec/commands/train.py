@@ -1,4 +1,4 @@
-"""The command ``jaxrec train``."""
+"""The command ``jaxrec train``, which trains, evaluates and saves a model."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ RESULTS_FILE = "results.json"
 HISTORY_FILE = "metrics.jsonl"
 PROFILE_DIRECTORY = "profile"
 
-# Number of steps between two lines of the history, and the least number of lines of a long run.
+# Default number of steps between two lines of the history; fewer in a run of under 2,000 steps,
+# whose curves need 20 points, too.
 RECORD_EVERY = 100
 MIN_RECORDS = 20
 
@@ -81,6 +82,8 @@ FAILURES = (CheckpointError, DataError, JobError, NotFiniteError, PlanError)
 def run(options: Sequence[str]) -> int:
     """Run ``jaxrec train``; return the exit code."""
     config = train_config(options)
+    # Before the first use of a device, which fixes the number of simulated CPUs; processes are
+    # joined before that, too.
     simulate_cpus(config.devices)
     try:
         job = config.job
@@ -89,7 +92,7 @@ def run(options: Sequence[str]) -> int:
         )
     except RuntimeError as error:
         raise JobError(f"the processes of the job do not find each other: {error}") from None
-    # Only process 0 prints.
+    # All processes would print the same.
     quiet = jax.process_index() != 0
     output: Any = standard_output()
     console = Console(file=output, highlight=False, markup=False, soft_wrap=True, quiet=quiet)
@@ -108,6 +111,7 @@ def train_config(options: Sequence[str]) -> TrainConfig:
     """
     if options and not options[0].startswith("-"):
         options = ["--config", *options]
+    # The file's values are the defaults of the other options: find it first, then parse the rest.
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     files.add_argument("--config", type=pathlib.Path)
     files.add_argument("--resume", type=pathlib.Path)
@@ -127,7 +131,9 @@ def train_config(options: Sequence[str]) -> TrainConfig:
 
 
 def _check_resumed(config: TrainConfig, run: TrainConfig) -> None:
-    """Raise ConfigError if the options of a resumed run give other rows."""
+    """Raise ConfigError if the options of a resumed run would change its rows or its tables."""
+    # A resumed run continues at its batch, and evaluates the rows that it has not trained on: both
+    # hold only for the same rows in the same order.
     if config.seed != run.seed:
         drawn = "log" if config.data.path is None else "order of the rows"
         raise ConfigError(
@@ -156,6 +162,7 @@ def _train(config: TrainConfig, console: Console, interrupt: Interrupt) -> int:
     rows, held_out = split_datasets(config, shard, encoder)
     if not config.eval_only:
         check_held_out(held_out, config)
+    # Two runs must not write to one directory. Evaluating only reads it, also beside a run.
     with contextlib.nullcontext() if config.eval_only else lock_directory(output):
         trainer, devices = _make_trainer(config, encoder, rows, console)
         run = _Run(config, console, interrupt, output, rows, held_out, devices, trainer)
@@ -193,12 +200,7 @@ def _num_steps(config: TrainConfig, rows: LogDataset | ParquetDataset) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Run:
-    """A run of ``jaxrec train``.
-
-    Attributes:
-        output: Directory of the run.
-        rows, held_out: The training rows and the held-out rows.
-    """
+    """A run of ``jaxrec train``, with its directory, rows, devices and trainer."""
 
     config: TrainConfig
     console: Console
@@ -242,6 +244,7 @@ class _Run:
             values = None if self.interrupt else evaluation.values_at(trainer.step)
         if values is None:
             return _stopped(console, self.interrupt, self.output, trainer.step, num_steps)
+        # AUC comes first in the file; best_auc is null if it is unknown.
         results = {
             "auc": values["auc"],
             "best_auc": values.get("best_auc"),
@@ -261,8 +264,9 @@ class _Run:
         return 0
 
     def _steps(self, batches: Iterator[ClickBatch]) -> None:
-        """Train on batches; warnings of the vocabularies are lines of the console."""
+        """Train on batches; print warnings of the vocabularies on the console."""
         with warnings.catch_warnings():
+            # Python's own format, with a path and a line of code, would cut the progress bar.
             if self.config.vocabulary.is_dynamic:
                 warnings.showwarning = self._show_warning
             try:
@@ -299,23 +303,27 @@ class _Run:
             writer = BackgroundWriter(JSONLinesWriter(self.output / HISTORY_FILE))
             record = stack.enter_context(contextlib.closing(writer)).write
 
+        # Called for evaluations during training.
         def report(step: int, values: dict[str, float]) -> None:
             record(step, {f"{HELD_OUT}{name}": value for name, value in values.items()})
             progress.show_held_out(step, values["auc"], values["normalized_entropy"])
 
         evaluation = self._evaluation(
             every=config.evaluate_every or None,
-            # An evaluation at the end alone is reported with the results.
+            # If the only evaluation is at the end, its values are printed with the results.
             report=report if config.evaluate_every or policy.best else None,
             paused=progress.paused,
         )
 
         def checkpoint_metrics() -> dict[str, float]:
+            # After an interrupt the checkpoint must be saved soon, without an evaluation before.
             is_needed = policy.best and not self.interrupt
             return (evaluation.values_at(trainer.step) if is_needed else None) or {}
 
         default_every = min(RECORD_EVERY, -(-_num_steps(config, self.rows) // MIN_RECORDS))
         trace_directory = self.output / PROFILE_DIRECTORY if config.profile and is_first else None
+        # The trainer calls them in this order: a step's history and evaluation come before its
+        # checkpoint.
         trainer.callbacks = (
             RunningMetrics(progress, record, config.record_every or default_every),
             stack.enter_context(StepTrace(trace_directory, progress.paused)),
@@ -335,17 +343,15 @@ class _Run:
 
 @dataclasses.dataclass
 class _SaveCheckpoints(SaveCheckpoints):
-    """Saves checkpoints outside of the time that the progress bar measures.
-
-    The history of the steps before a checkpoint is written first: a run that is killed and goes on
-    from the checkpoint does not compute it again.
-    """
+    """Saves checkpoints outside of the time that the progress bar measures."""
 
     progress: Progress = dataclasses.field(kw_only=True)
     history: BackgroundWriter | None = dataclasses.field(kw_only=True)
 
     def save(self, trainer: Trainer) -> None:
         with self.progress.paused():
+            # The history must be complete up to the checkpoint: a run that is killed continues from
+            # the checkpoint, and does not compute earlier lines again.
             if self.history is not None:
                 self.history.wait()
             super().save(trainer)
@@ -363,12 +369,14 @@ def _preservation_policy(config: CheckpointConfig) -> PreservationPolicy:
 def _start_output(
     output: pathlib.Path, config: TrainConfig, encoder: TableEncoder | None, trainer: Trainer
 ) -> None:
-    """Write the options and the encoder of a run, after a check of the disk's space."""
+    """Write the options and the encoder of a run, if the disk has space for its checkpoints."""
+    # A full disk should stop the run now, not at its first checkpoint.
     checkpoint.require_space(output, trainer.model, trainer.optimizer)
     if jax.process_index() != 0:
         return
     if config.resume is None and is_written(output / CONFIG_FILE):
-        # The folder of a run that failed before its first checkpoint.
+        # The directory of a run that failed before its first checkpoint: its history does not
+        # belong to this run.
         (output / HISTORY_FILE).unlink(missing_ok=True)
     if encoder is not None and (config.resume is None or output != config.resume):
         encoder.save(output / FEATURES_DIRECTORY)
@@ -381,7 +389,7 @@ def _output(config: TrainConfig) -> pathlib.Path:
         "runs", datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     )
     problem = None if config.resume is not None else _why_taken(output)
-    # All processes have looked before one writes.
+    # Process 0 decides: clocks differ, and a process that looks late might see files of this run.
     text, problem = on_process_zero(lambda: (str(output), problem))
     output = pathlib.Path(text)
     if problem is not None:
@@ -390,7 +398,9 @@ def _output(config: TrainConfig) -> pathlib.Path:
 
 
 def _why_taken(output: pathlib.Path) -> str | None:
-    """Return why a new run cannot have a directory; None if it can, as after an early failure."""
+    """Return why a new run cannot use a directory; None if it can."""
+    # It can use one without files of a run, and that of a run that failed before its first
+    # checkpoint.
     if not (output / CONFIG_FILE).exists():
         return None
     if checkpoint.all_steps(output):
@@ -427,7 +437,7 @@ def _stopped(
 def _report(console: Console, results: Mapping[str, float | None], rows: int) -> None:
     best = results.get("best_auc")
     reachable = "" if best is None else f"  (best reachable {best:.4f})"
-    # A run of one step only compiles.
+    # A run of one step has no rate: its time is that of compiling.
     rate = results.get("samples_per_second")
     trained = f"; trained at {rate:,.0f} samples/s" if rate else ""
     console.print(f"on {rows:,} held-out rows{trained}:")

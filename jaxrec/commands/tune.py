@@ -1,4 +1,4 @@
-"""The command ``jaxrec tune``."""
+"""The command ``jaxrec tune``, which times the kernels on a model's shapes."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ FAILURES = (RuntimeError, ValueError)
 
 @dataclasses.dataclass(frozen=True)
 class TuneOptions:
-    """Times the kernels' implementations on a model's shapes, and keeps the fastest of each call.
+    """Times the kernels' implementations on a model's shapes, and keeps the fastest for each call.
 
-    Later processes on this machine follow the choices. Each implementation is compared with the
-    reference before it is timed. Ctrl-C keeps the choices made so far.
+    Later processes on this machine use the choices. Each implementation is compared with the
+    reference before it is timed. After Ctrl-C, the choices made so far are kept.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL.yaml")] = ""
     """YAML file of the tables, as for jaxrec plan; see the documentation of
     jaxrec.plan.model_file."""
     batch_size: int | None = None
-    """Samples of all devices in a step; the model file's batch_size if not given."""
+    """Samples of all devices in a step; by default the model file's batch_size."""
     devices: int = 1
     """Devices that share the batch and the rows; with more than one, the calls that exchange rows
     are timed too."""
@@ -58,19 +58,19 @@ class TuneOptions:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the embeddings and of their gradients: the collection's dtype."""
     memory: float = 1.0
-    """GB of the rows and state of tables of one kind; larger tables are cut. About four times as
-    much memory is needed."""
+    """GB of the rows and state of tables of one kind; larger tables are cut. The command takes
+    about four times this memory."""
     seconds: float = 0.5
-    """Seconds of timing each implementation with each of its options, without compiling."""
+    """Seconds to time each implementation with each of its options, without compiling."""
     keep: bool = True
     """Whether to keep the choices for later processes."""
     output: pathlib.Path | None = None
     """JSON file to write all times and choices to."""
     forget: bool = False
-    """Remove the choices that are kept for this machine and these versions, and time nothing."""
+    """Only remove the choices that are kept for this machine and these versions."""
 
     def check(self) -> None:
-        """Check that the options go together, or raise ConfigError."""
+        """Raise ConfigError if the options do not go together."""
         if self.forget and self.model:
             raise ConfigError("--forget removes choices and takes no model")
         if not self.forget and not self.model:
@@ -90,11 +90,12 @@ def run(options: Sequence[str]) -> int:
         raise RuntimeError(f"there is one implementation for {platform}, and nothing to choose")
     tuning = Answers.read(tunable_device(platform))
     if parsed.forget:
-        tuning.path.unlink(missing_ok=True)  # a damaged file, too
+        tuning.path.unlink(missing_ok=True)  # also a damaged file, which has no calls
         kept_for.cache_clear()
         print(f"{len(tuning.calls)} choices removed from {tuning.path}")
         return 0
     calls = _calls(parsed)
+    # Written once before the timing: minutes later is too late to learn that it cannot be written.
     if parsed.keep and not tuning.write():
         raise RuntimeError(
             f"{tuning.path} cannot be written; name another directory by JAXREC_CACHE_DIR, or give "
@@ -108,6 +109,7 @@ def _calls(options: TuneOptions) -> list[Call]:
     batch_size = options.batch_size or model.batch_size
     if batch_size is None:
         raise ConfigError(f"{options.model} has no batch_size; give --batch-size")
+    # The shapes of one device: its share of the rows and of the batch.
     tables = [
         dataclasses.replace(table, num_embeddings=max(1, table.num_embeddings // options.devices))
         for table in model.tables
@@ -144,10 +146,11 @@ def _tune(options: TuneOptions, calls: Sequence[Call], platform: str, tuning: An
                 continue
             choices.append(choice)
             tuning = tuning.with_call(choice)
+            # After each call, so that a run that is killed loses only the one under way.
             if options.keep:
                 tuning.write()
     finally:
-        # Reached by Ctrl-C, too.
+        # Also after Ctrl-C. The cache has choices from before this run.
         kept_for.cache_clear()
         if options.output is not None:
             options.output.write_text(json.dumps(_json(tuning, results), indent=2) + "\n")

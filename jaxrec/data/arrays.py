@@ -1,4 +1,4 @@
-"""Columns of npy and npz files, mapped into memory; npz files written part by part."""
+"""Readers of npy and npz files, which are mapped into memory, and a writer of large npz files."""
 
 from __future__ import annotations
 
@@ -15,21 +15,16 @@ from jaxtyping import Shaped
 from jaxrec.data.files import DataError
 from jaxrec.files.npz import NpzFile
 
-# Rows of a group of files that have no groups of their own.
+# Rows of a group of files that have no row groups, unlike Parquet.
 GROUP_ROWS = 1 << 16
 
-# The oldest time that a zip file can have: equal arrays make equal files.
+# The oldest time that a zip file can have. With a fixed time, equal arrays make equal files.
 _TIME = (1980, 1, 1, 0, 0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class NpzMember:
-    """An array of an npz file that `numpy.savez` wrote, without compression.
-
-    Attributes:
-        path: The file.
-        name: Name of the array.
-    """
+    """An array of an npz file that `numpy.savez` wrote, without compression."""
 
     path: str | os.PathLike[str]
     name: str
@@ -71,11 +66,11 @@ class NpyGroups:
     """Rows of npy files, one file for each column, such as TorchRec's ``day_0_dense.npy``.
 
     An array ``[rows]`` becomes a column of numbers, an array ``[rows, k]`` a column of lists of
-    ``k`` numbers; `to_numpy` is the inverse. The files are memory-mapped. Arrays of an npz file are
-    columns, too (`npz_members`).
+    ``k`` numbers. ``jaxrec.data.arrays.to_numpy`` converts such columns back. The files are
+    memory-mapped. `npz_members` gives the arrays of an npz file for ``paths``.
 
     Attributes:
-        paths: The file of each column by name, or the `NpzMember`.
+        paths: The file of each column by name, or a value of `npz_members`.
         group_rows: Number of rows of a group.
 
     Raises:
@@ -121,12 +116,13 @@ class NpyGroups:
 
     def read(self, group: int) -> pa.Table:
         """Read the rows of a group."""
+        # The end may be beyond the last row, where NumPy's slices stop.
         rows = slice(group * self.group_rows, (group + 1) * self.group_rows)
         return pa.table({name: _column(array[rows]) for name, array in self._arrays.items()})
 
 
 def sizes_of_groups(rows: int, group_rows: int) -> tuple[int, ...]:
-    """Return the sizes of equal groups of rows, of which the last may be smaller."""
+    """Return the sizes of equal groups of rows; the last may be smaller."""
     return tuple(min(group_rows, rows - start) for start in range(0, rows, group_rows))
 
 
@@ -136,7 +132,7 @@ def _column(array: np.ndarray) -> pa.Array:
 
 
 def to_numpy(column: pa.ChunkedArray) -> np.ndarray:
-    """Convert a column of numbers to ``[rows]``, a column of lists of ``k`` to ``[rows, k]``."""
+    """Convert a column of numbers to ``[rows]``, or of lists of ``k`` numbers to ``[rows, k]``."""
     if column.null_count:
         raise DataError(
             f"a column has {column.null_count} missing values, which arrays cannot hold; fill "
@@ -157,11 +153,7 @@ def to_numpy(column: pa.ChunkedArray) -> np.ndarray:
 
 
 class NpzWriter:
-    """Writer of an npz file, array by array and part by part; `numpy.load` reads the file.
-
-    Args:
-        path: The file.
-    """
+    """Writer of an npz file, array by array and part by part; `numpy.load` reads the file."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._archive = zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True)
@@ -173,14 +165,9 @@ class NpzWriter:
         dtype: np.typing.DTypeLike,
         parts: Iterable[Shaped[np.ndarray, "_rows ..."]],
     ) -> None:
-        """Write an array that comes in parts of rows.
-
-        Args:
-            name: Name of the array.
-            shape: Its shape.
-            dtype: Its type; parts are converted to it.
-            parts: Rows, in order.
-        """
+        """Write an array that comes in parts of rows, which are converted to ``dtype``."""
+        # numpy.savez needs the whole array in memory. The npy format needs only its shape before
+        # the rows.
         header = {
             "descr": np.lib.format.dtype_to_descr(np.dtype(dtype)),
             "fortran_order": False,

@@ -1,4 +1,4 @@
-"""Rows of click logs, as columns, and batches of them, all of one shape."""
+"""Rows of click logs, and batches of one shape made of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Clicks:
     Attributes:
         labels: ``[rows]`` float32, 1 for a click and 0 for none.
         dense: ``[rows, num_dense]`` float32.
-        ids: ``[rows, num_tables]`` int32, a row index of each table; or int64, raw ids.
+        ids: ``[rows, num_tables]``: int32 row indices, or int64 raw ids.
         probabilities: ``[rows]`` float64, the true probabilities of a click; None: unknown.
     """
 
@@ -109,8 +109,9 @@ def batches(
         chunks: Chunks of rows of any size.
         batch_size: Number of samples of a batch.
         keys: Names of the categorical features, in the order of the columns of ids.
-        at_least: Least number of batches; batches beyond the rows hold only padding.
-        id_bits: 64: the ids are raw, for `jaxrec.tier.ahead`.
+        at_least: Smallest number of batches. Batches beyond the last row have only padding, so that
+            all processes make equally many.
+        id_bits: 32: ids are row indices. 64: ids are raw, for `jaxrec.tier.ahead`.
 
     Example:
         >>> from jaxrec.data import GeneratedLog
@@ -121,6 +122,7 @@ def batches(
     left: list[Clicks] = []
     made = 0
     for chunk in chunks:
+        # Rows that did not fill a batch come before the rows of the next chunk.
         rows = Clicks.concatenate([*left, chunk]) if left else chunk
         full = len(rows) - len(rows) % batch_size
         for start in range(0, full, batch_size):

@@ -1,4 +1,4 @@
-"""Types of columns: what each can be, checks against a schema, and types common to all files."""
+"""Types of columns: their possible roles, checks against a schema, and the types of many files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pyarrow as pa
 from jaxrec.data.files import DataError
 from jaxrec.data.schema import CategoricalColumn, DenseColumn, Schema, SchemaError
 
-# Default names of the label column; the first one present is taken.
+# Default names of the label column; the first that a table has is the label.
 LABEL_NAMES = ("label", "click", "target")
 
 # Names that pandas and Dask give an index without a name.
@@ -30,22 +30,23 @@ def infer_schema(
 ) -> tuple[Schema, dict[str, str]]:
     """Make a schema from the types of a table's columns.
 
-    Columns of floats, decimals and bools become dense features. Columns of strings, bytes and
-    integers, and of lists of these, become tables with a vocabulary. The index of a pandas data
-    frame is left out.
+    Columns of floats, bools and decimals with fractions become dense features. Columns of strings,
+    bytes and integers, and lists of these, become tables with a vocabulary. The index of a pandas
+    data frame is left out.
 
     Args:
         columns: Names and types of the columns.
         label: Name of the label column; None: the first of `LABEL_NAMES` that the table has.
         weight: Name of the column of sample weights; None: all weights are 1.
         exclude: Names of columns to leave out of the features.
-        ids: Names of columns of floats that hold integers, and become tables.
+        ids: Names of columns of floats that hold integers. They become tables, too.
 
     Returns:
-        The schema; and the types of the columns that are left out, by name.
+        The schema, and the type of each column that is left out, by name.
 
     Raises:
-        SchemaError: There is no label column, no column of another name, or no column for a table.
+        SchemaError: There is no label column, a named column does not exist, or no column can be a
+            table.
 
     Example:
         >>> table = pa.table({"click": [0], "price": [1.5], "tags": [["a", "b"]]})
@@ -92,20 +93,21 @@ def index_columns(columns: pa.Schema) -> set[str]:
     try:
         described = json.loads((columns.metadata or {}).get(b"pandas", b"{}"))
         index = described.get("index_columns", [])
-        # The index of a data frame that was not given one is a mapping, and no column.
+        # A default index is described by a mapping {"kind": "range", ...}, and has no column.
         names.update(name for name in index if isinstance(name, str))
     except (ValueError, AttributeError, TypeError):
-        pass  # the metadata of another program
+        pass  # another program wrote other metadata under this key
     return names & {*columns.names}
 
 
 def _of_types(*names: str) -> Callable[[pa.DataType], bool]:
-    """Return a function that tells whether an Arrow type is one of these."""
+    """Return a function that tells whether an Arrow type is one of the named types."""
     checks = [getattr(pa.types, f"is_{name}") for name in names]
     return lambda kind: any(check(kind) for check in checks)
 
 
-# Whether a column of an Arrow type can be a dense feature; is a list; holds strings, or bytes.
+# Whether an Arrow type can be a dense feature (null: all values are missing), is a list, a string,
+# or bytes.
 is_dense = _of_types("floating", "integer", "boolean", "decimal", "null")
 is_list = _of_types("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
 is_string = _of_types("string", "large_string", "string_view")
@@ -113,13 +115,13 @@ is_bytes = _of_types("binary", "large_binary", "binary_view", "fixed_size_binary
 
 
 def is_integral(kind: pa.DataType) -> bool:
-    """Return whether an Arrow type is one of integers, or of decimals without fractions."""
+    """Return whether an Arrow type is an integer, or a decimal without fractions."""
     types = pa.types
     return types.is_integer(kind) or (types.is_decimal(kind) and kind.scale <= 0)
 
 
 def value_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type of the values of a column: those of a list's elements and a dictionary's."""
+    """Return the type of a column's values, inside of lists and dictionaries."""
     if is_list(kind) or isinstance(kind, pa.DictionaryType):
         kind = kind.value_type
     return kind.value_type if isinstance(kind, pa.DictionaryType) else kind
@@ -128,7 +130,7 @@ def value_type(kind: pa.DataType) -> pa.DataType:
 def is_categorical(kind: pa.DataType, encoding: str = "vocabulary", *, floats: bool = True) -> bool:
     """Return whether a column of an Arrow type can have an encoding of `CategoricalColumn`.
 
-    With ``floats`` also floats, decimals and bools can, whose values must be whole numbers.
+    ``floats`` allows floats, decimals and bools, whose values must then be whole numbers.
     """
     types, kind = pa.types, value_type(kind)
     if types.is_integer(kind) or types.is_null(kind) or (floats and is_dense(kind)):
@@ -141,13 +143,7 @@ def check_columns(
 ) -> None:
     """Check that a file has the columns of a schema, with types that fit.
 
-    A column that is null in every row, of the type null, fits any encoding.
-
-    Args:
-        schema: The schema.
-        columns: The file's columns.
-        path: The file.
-        has_labels: Whether the columns of labels and weights are required.
+    Columns of type null fit every encoding. ``has_labels=False``: labels and weights are optional.
     """
     for name in schema.columns:
         is_label = name in (schema.label, schema.weight)
@@ -174,7 +170,7 @@ def check_columns(
 
 
 class _Column(NamedTuple):
-    """The type of a column in the files so far, and the first file that has this type."""
+    """The type of a column in the files so far, and the file that it comes from."""
 
     kind: pa.DataType
     path: str | os.PathLike[str]
@@ -183,13 +179,9 @@ class _Column(NamedTuple):
 class CommonTypes:
     """Types of the columns of a data set's files, which must agree on each column.
 
-    Numbers of any type agree, and so do strings of any type; a column that is null in every row of
-    a file agrees with all.
-
-    Args:
-        names: Names of the columns of a schema, which alone are compared; None: all that can be
-            features, and all files must have them.
-        exclude: Names of columns that are not compared.
+    Number types agree with each other, and string types do; the type null agrees with all. With
+    ``names``, the columns of a schema, only these are compared. Without, every file must have every
+    column that can be a feature.
     """
 
     def __init__(self, names: Collection[str] | None = None, exclude: Collection[str] = ()):
@@ -197,12 +189,14 @@ class CommonTypes:
         self._columns: dict[str, _Column] = {}
         self._first: str | os.PathLike[str] | None = None
         self._index: set[str] = set()
-        # Columns of integers in one file and of floats in another.
+        # Columns of integers in one file and of floats in another: pandas writes integers with
+        # nulls as floats, so that these are mostly ids.
         self.mixed: set[str] = set()
 
     @property
     def schema(self) -> pa.Schema:
-        """Names and types of the columns that are compared; indexes of pandas are marked so."""
+        """Names and types of the compared columns, with pandas' metadata of index columns."""
+        # A column is an index if one file says so: `infer_schema` must see it in the metadata.
         metadata = {"pandas": json.dumps({"index_columns": sorted(self._index)})}
         return pa.schema({name: x.kind for name, x in self._columns.items()}, metadata)
 
@@ -228,7 +222,7 @@ class CommonTypes:
         self._first = self._first or path
 
     def _check_is_needless(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Raise DataError if a column that ``path`` lacks can be a feature."""
+        """Raise DataError if a column that the file ``path`` lacks can be a feature."""
         kind, other = self._columns[name]
         if self._is_compared(name) and self._names is None and _may_be_feature(kind):
             raise DataError(
@@ -257,7 +251,7 @@ class CommonTypes:
 
 
 def _is_unknown(kind: pa.DataType) -> bool:
-    """Return whether a type is that of a column without values."""
+    """Return whether a type is null or a list of null: the column has no values yet."""
     return pa.types.is_null(value_type(kind))
 
 
@@ -266,7 +260,7 @@ def _may_be_feature(kind: pa.DataType) -> bool:
 
 
 def _agree(one: pa.DataType, other: pa.DataType) -> bool:
-    """Return whether two types are of one kind: numbers, strings or bytes, or lists of one kind."""
+    """Return whether both types are numbers, strings or bytes, or both are lists of these."""
     if one == other or pa.types.is_null(one) or pa.types.is_null(other):
         return True
     kinds = {_kind(value_type(one)), _kind(value_type(other))}

@@ -1,4 +1,4 @@
-"""What the values of columns say beyond their types: hidden labels and weights, ids as floats."""
+"""Roles of columns that only their values show: hidden labels and weights, ids stored as floats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxrec.data.encode import are_whole, joined, numbers
 from jaxrec.data.groups import FileGroups, GroupRange
 from jaxrec.data.schema import Schema
 
-# Numbers of row groups, and of rows of each, that are looked at.
+# Number of row groups to sample, and number of rows of each.
 _GROUPS, _GROUP_ROWS = 4, 1 << 14
 
 # Words in the names of columns of 0 and 1 that are labels.
@@ -26,22 +26,19 @@ _WEIGHT_NAME = re.compile(r"(^|_)(weights?|importances?)$")
 # Names of ids: user_id, itemID, userId, "id".
 _ID_NAME = re.compile(r"(^|[^a-zA-Z])(id|ids|ID|IDS)$|[a-z0-9](Id|Ids|ID|IDs)$")
 
-# Share of the rows in which a copy of the label may differ from it.
+# Largest share of the rarer label's rows in which a copy of the label may differ from it.
 _DIFFERENT = 0.005
-# Numbers of rows below which nothing is concluded: of each label, and of the other label that a
-# value would have by chance.
+# Fewest rows of each label, and fewest rows of the missing label that a value would have by chance,
+# for a conclusion.
 _MIN_ROWS, _MIN_CHANCE = 5, 10
-# Number of rows of a value, on average, from which values may tell the label.
+# Fewest rows of a value, on average: values of one row each tell any label.
 _MIN_REPEATS = 10
 
 
 def suspects(schema: Schema, rows: GroupRange, *, by_name: bool = True) -> Iterator[str]:
-    """Yield a sentence for each feature that looks like a label, a copy of the label or a weight.
+    """Yield a warning for each feature that looks like a label, a copy of the label or a weight.
 
-    Args:
-        schema: The schema.
-        rows: The rows, of which some thousand are read.
-        by_name: Whether names count, as they do unless the user has chosen the columns.
+    ``by_name=False`` ignores the names of columns, if the user has chosen the columns.
     """
     table = _sample(rows)
     labels, _ = numbers(table[schema.label])
@@ -59,6 +56,7 @@ def suspects(schema: Schema, rows: GroupRange, *, by_name: bool = True) -> Itera
 
 
 def _sample(rows: GroupRange) -> pa.Table:
+    # From the beginning to the end: rows may be sorted by time, or by the label.
     numbers_of_groups = np.linspace(0, len(rows.sizes) - 1, _GROUPS).astype(int)
     tables = []
     for group in dict.fromkeys(numbers_of_groups.tolist()):
@@ -70,7 +68,7 @@ def _sample(rows: GroupRange) -> pa.Table:
 
 
 def _tells(column: pa.Array, labels: np.ndarray) -> str | None:
-    """Return how a column's values tell the labels; None if they do not."""
+    """Return a text that says how a column's values predict the labels; None if they do not."""
     positives = int((labels == 1).sum())
     if min(positives, len(labels) - positives) < _MIN_ROWS:
         return None
@@ -83,9 +81,11 @@ def _tells(column: pa.Array, labels: np.ndarray) -> str | None:
         return None
     totals = np.bincount(codes, minlength=count)
     ones = np.bincount(codes, labels == 1, count)
+    # The rows that differ from the more frequent label of their value.
     different = np.minimum(ones, totals - ones)
     if different.sum() <= _DIFFERENT * min(positives, len(labels) - positives):
         return f"it tells {1 - different.sum() / len(labels):.1%} of {len(labels):,} labels"
+    # A column such as "time of purchase is known": one of its two or three values has one label.
     if count <= 3:
         share = positives / len(labels)
         for code in range(count):
@@ -113,17 +113,9 @@ def _is_weight(name: str, column: pa.Array) -> bool:
 
 
 def whole_floats(columns: pa.Schema, groups: Iterable[FileGroups]) -> dict[str, bool]:
-    """Find the columns of floats that hold whole numbers alone, in all rows.
-
-    A column is read up to its first fraction, which mostly is in the first rows.
-
-    Args:
-        columns: Names and types of the columns.
-        groups: The rows.
-
-    Returns:
-        Whether each such column has nulls, by name. A column without values is not among them.
-    """
+    """Find the columns of floats that have only whole numbers; return whether each has nulls."""
+    # A column is dropped at its first fraction, which is mostly in the first row group, so that few
+    # columns are read to the end.
     kinds = {field.name: field.type for field in columns if pa.types.is_floating(field.type)}
     counts = dict.fromkeys(kinds, 0)
     has_nulls = dict.fromkeys(kinds, False)
@@ -134,7 +126,7 @@ def whole_floats(columns: pa.Schema, groups: Iterable[FileGroups]) -> dict[str, 
             table = rows.read(group, [*kinds])
             for name in table.column_names:
                 values, is_null = numbers(table[name])
-                # NaN is how NumPy, and fastparquet, have a null.
+                # NaN is a null as NumPy and fastparquet write it.
                 is_null = is_null | np.isnan(values)
                 kind = table.field(name).type
                 is_float = pa.types.is_floating(kind)
@@ -146,10 +138,10 @@ def whole_floats(columns: pa.Schema, groups: Iterable[FileGroups]) -> dict[str, 
 
 
 def are_ids(whole: dict[str, bool], mixed: Collection[str]) -> list[str]:
-    """Return which columns of `whole_floats` are integers to their writer: ids, to us.
+    """Return the columns of `whole_floats` that are ids.
 
-    Such columns have nulls (pandas writes integers with nulls as floats), or are integers in other
-    files, or have the name of an id.
+    They have nulls (pandas writes integers with nulls as floats), are integers in other files, or
+    have the name of an id.
     """
     return [
         name

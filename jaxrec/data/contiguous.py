@@ -21,12 +21,9 @@ FIRST = 2
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Appearances:
-    """Counts and first rows of the ids of a column.
+    """Numbers of appearances, and rows of first appearances, of a column's ids.
 
-    Attributes:
-        ids: ``[distinct]``, ascending.
-        counts: ``[distinct]`` int64, numbers of appearances.
-        first: ``[distinct]`` int64, rows of the first appearances.
+    All arrays are ``[distinct]``; the ids ascend.
     """
 
     ids: Integer[np.ndarray, " distinct"]
@@ -61,9 +58,7 @@ class Appearances:
 class ContiguousMap:
     """Row numbers of the ids that are not rare.
 
-    Attributes:
-        ids: ``[kept]``, ascending.
-        numbers: ``[kept]`` int32, a permutation of 2, 3, 4, ...
+    The ids ``[kept]`` ascend; the numbers ``[kept]`` are a permutation of 2, 3, 4, ...
     """
 
     ids: Integer[np.ndarray, " kept"]
@@ -73,6 +68,7 @@ class ContiguousMap:
     def of(cls, appearances: Appearances, threshold: int) -> ContiguousMap:
         """Number the ids that appear at least ``threshold`` times, by their first appearance."""
         kept = appearances.counts >= threshold
+        # The ids stay sorted, for the binary search; their numbers are in order of appearance.
         numbers = np.empty(int(kept.sum()), np.int32)
         order = np.argsort(appearances.first[kept])
         numbers[order] = np.arange(FIRST, FIRST + len(order), dtype=np.int32)
@@ -80,7 +76,7 @@ class ContiguousMap:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of the ids' table."""
+        """Number of rows of the ids' table, with the rows 0 and 1."""
         return FIRST + len(self.ids)
 
     def __call__(self, ids: Integer[np.ndarray, " ids"]) -> Int[np.ndarray, " ids"]:
@@ -96,6 +92,5 @@ class ContiguousMap:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ContiguousMap:
-        """Read a file that `save` wrote."""
         table = read_checked(path)
         return cls(table["id"].to_numpy(), table["number"].to_numpy())

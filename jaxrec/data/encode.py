@@ -23,26 +23,20 @@ from jaxrec.ragged.raw_ids import RESERVED
 
 _TOO_LARGE = "the number {:g} does not fit float32; take its log"
 
-# Function of a position and a problem, which makes the error of a value.
+# Makes the error of one value from its position and a text that states the problem.
 ValueErrors: TypeAlias = Callable[[int, str], DataError]
 
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-    """Location of a column's rows in a file, for errors.
-
-    Attributes:
-        path: The file.
-        row: Number of the first row in the file, from 0.
-        column: Name of the column.
-    """
+    """Location of a column's rows in a file, for errors; ``row`` is the number of the first row."""
 
     path: str | os.PathLike[str]
     row: int
     column: str
 
     def error(self, row: int | np.integer, problem: str) -> DataError:
-        """Return an error that names a row, counted from the first row."""
+        """Return an error that names a row; ``row`` counts from the first row of the location."""
         return DataError(
             f"{self.path}, row {self.row + int(row)} (from 0), column {self.column!r}: {problem}"
         )
@@ -51,14 +45,14 @@ class Location:
 def _check(
     bad: Bool[np.ndarray, " values"], error: ValueErrors, problem: str, values: Any = None
 ) -> None:
-    """Raise the error of the first bad value; ``{}`` of the problem stands for the value."""
+    """Raise the error of the first bad value, which fills the ``{}`` of the problem."""
     if bad.any():
         position = int(np.argmax(bad))
         raise error(position, problem if values is None else problem.format(values[position]))
 
 
 def joined(column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """Return a column as one array."""
+    """Return a column as one array, without a copy if it has one chunk."""
     if isinstance(column, pa.Array):
         return column
     if column.num_chunks == 1:
@@ -70,11 +64,13 @@ def numbers(column: Any) -> tuple[Float[np.ndarray, " rows"], Bool[np.ndarray, "
     """Return a column's numbers, with 0 for nulls, and the mask of nulls."""
     array = joined(column)
     is_null = np.asarray(array.is_null())
+    # float64 for all types, so that one set of checks serves; large int64 lose their last bits,
+    # which float32 features do not have anyway.
     return array.cast(pa.float64(), safe=False).fill_null(0).to_numpy(), is_null
 
 
 def is_boolean(rows: pa.Table | None, name: str) -> bool:
-    """Return whether a column is one of booleans, or of lists of these."""
+    """Return whether a column has booleans, or lists of booleans."""
     if rows is None:
         return False
     kind = rows.schema.field(name).type
@@ -82,7 +78,7 @@ def is_boolean(rows: pa.Table | None, name: str) -> bool:
 
 
 def check_booleans(column: Any, error: ValueErrors) -> None:
-    """Check that a request's values for a column of booleans are booleans, or 0 and 1."""
+    """Check that the values of a request for a column of booleans are booleans, 0 or 1."""
     if pa.types.is_floating(column.type) or pa.types.is_integer(column.type):
         values, _ = numbers(column)
         problem = "the value is {:g}; expected true or false"
@@ -121,6 +117,7 @@ def present_numbers(
         is_large = (values < -(2.0**63)) | (values >= 2.0**63)
         _check(is_large, location.error, "the number {:g} is not a count of 64 bits", values)
     elif options.transform != "log1p":
+        # log1p makes any float64 fit float32.
         _check(np.abs(values) > np.finfo(np.float32).max, location.error, _TOO_LARGE, values)
     return values, is_null
 
@@ -139,6 +136,8 @@ def encode_dense(
         encoded = log_counts(values.astype(np.int64))
     else:
         encoded = values
+    # Standardizing by a small scale may still overflow: an error with the row is better than
+    # NumPy's warning.
     with np.errstate(over="ignore"):
         encoded = encoded.astype(np.float32)
     _check(~np.isfinite(encoded), location.error, _TOO_LARGE, values)
@@ -148,9 +147,9 @@ def encode_dense(
 def flat_values(
     column: Any, options: CategoricalColumn, location: Location
 ) -> tuple[pa.Array, Int[np.ndarray, " rows"] | None]:
-    """Return a column's values and the lengths of its lists; None for a column without lists.
+    """Return a column's values ``[values]``, and the lengths ``[rows]`` of its lists or None.
 
-    Whole numbers of any type, and values that are all null, are integers.
+    Numbers are returned as integers (`as_integers`).
     """
     array = joined(column)
     if is_list(array.type):
@@ -163,17 +162,19 @@ def flat_values(
         )
     error = _errors(lengths, location)
     flat = as_integers(array, error)
+    # A null beside other values of a list is refused always: an empty bag cannot stand for it.
     if flat.null_count and (lengths is not None or options.missing == "error"):
         _check(np.asarray(flat.is_null()), error, problem)
     return flat, lengths
 
 
 def _errors(lengths: Int[np.ndarray, " rows"] | None, location: Location) -> ValueErrors:
-    """Return the errors of flat values, which name the rows of their lists."""
+    """Return a function that makes errors of flat values, with the rows of their lists."""
     if lengths is None:
         return location.error
 
     def error(position: int, problem: str) -> DataError:
+        # Positions count the values of all lists. Only an error needs the sums.
         row = np.searchsorted(np.cumsum(lengths), position, side="right")
         return location.error(row, problem)
 
@@ -181,9 +182,9 @@ def _errors(lengths: Int[np.ndarray, " rows"] | None, location: Location) -> Val
 
 
 def as_integers(flat: pa.Array, error: ValueErrors) -> pa.Array:
-    """Return bools, floats and decimals as int64, and NaN as null; other values as they are.
+    """Convert bools, floats and decimals to int64, and NaN to null; leave other values as they are.
 
-    A number that is not whole, or larger than its type holds all integers, is an error.
+    A number with a fraction is an error, and so is a float so large that its type skips integers.
     """
     kind = value_type(flat.type)
     if not is_dense(kind) or pa.types.is_integer(kind):
@@ -205,7 +206,9 @@ def as_integers(flat: pa.Array, error: ValueErrors) -> pa.Array:
 def are_whole(
     values: Float[np.ndarray, " values"], kind: pa.DataType
 ) -> Bool[np.ndarray, " values"]:
-    """Return which numbers of a type of floats are integers, none of which it leaves out."""
+    """Return which numbers are whole, and small enough that their float type has all integers."""
+    # float16, float32 and float64 hold all integers up to 2^11, 2^24 and 2^53. Beyond, two ids
+    # may have become one number before we see them.
     digits = {16: 11, 32: 24}.get(kind.bit_width, 53)
     return (np.abs(values) <= 2.0**digits) & (values == np.floor(values))
 
@@ -214,6 +217,7 @@ def _integers_of_decimals(flat: pa.Array, error: ValueErrors) -> pa.Array:
     try:
         return flat.cast(pa.int64())
     except pa.ArrowInvalid:
+        # Arrow's error does not name the row: look for it, slowly, only when there is one.
         for position, value in enumerate(flat.to_pylist()):
             if value is not None and not (value == int(value) and -(2**63) <= value < 2**63):
                 raise error(position, f"{value} is not an integer of 64 bits") from None
@@ -226,9 +230,9 @@ def encode_categorical(
     vocabulary: Vocabulary | FrozenVocabulary | None,
     location: Location,
 ) -> pa.Array:
-    """Return a column's row indices, int32 or lists of int32; a null is an empty bag.
+    """Return a column's row indices, int32 or lists of int32; int64 raw ids for "dynamic".
 
-    Raw ids of a column of encoding "dynamic" are int64.
+    A null gets row 0 from a `Vocabulary`, and stays null, an empty bag, with other encodings.
     """
     flat, lengths = flat_values(column, options, location)
     try:
@@ -251,10 +255,12 @@ def encode_categorical(
 
 
 def _rows(flat: pa.Array, options: CategoricalColumn, error: ValueErrors) -> pa.Array:
+    """Encode values without a vocabulary; nulls stay null."""
     count = options.num_embeddings
     if count is None:
         raise ValueError("its vocabulary has not been learned")
     if flat.null_count:
+        # Encode the other values, then put the nulls back; NumPy has none.
         valid = np.asarray(flat.is_valid())
         rows = _rows(
             flat.drop_null(), options, lambda at, x: error(int(np.flatnonzero(valid)[at]), x)
@@ -269,6 +275,7 @@ def _rows(flat: pa.Array, options: CategoricalColumn, error: ValueErrors) -> pa.
         flat = flat.cast(flat.type.value_type)
     ids = flat.to_numpy(zero_copy_only=False)
     if options.encoding == "modulo":
+        # int8 ids of a large table: the number of rows must fit the type of the ids.
         wide = ids if np.iinfo(ids.dtype).max >= count else ids.astype(np.int64)
         return pa.array((wide % wide.dtype.type(count)).astype(np.int32))
     problem = f"is outside of its table of {count} rows; give a larger num_embeddings"
@@ -278,9 +285,10 @@ def _rows(flat: pa.Array, options: CategoricalColumn, error: ValueErrors) -> pa.
 
 
 def _raw_ids(flat: pa.Array, error: ValueErrors) -> Int[np.ndarray, " values"]:
-    """Return integers by their bits, and strings and bytes by their hash, as int64."""
+    """Return int64 ``[values]``: the bits of integers, the hashes of strings and bytes."""
     kind = flat.type.value_type if isinstance(flat.type, pa.DictionaryType) else flat.type
     if not pa.types.is_integer(kind):
+        # A user can renumber an id that is reserved, but not a string whose hash is.
         hashes = np.asarray(hash_ids(flat, None)).view(np.int64)
         return np.where(hashes == RESERVED, RESERVED - 1, hashes)
     wide = pa.int64() if pa.types.is_signed_integer(kind) else pa.uint64()

@@ -41,7 +41,7 @@ STATISTICS_FILE = "statistics.json"
 VOCABULARIES = "vocabularies"
 EXAMPLE_FILE = "example.parquet"
 
-# Number of rows of the example.
+# Number of rows of the example: enough to show the server's users a request, not the data set.
 NUM_ROWS = 2
 
 # First columns of an encoded table; those of the features follow.
@@ -52,14 +52,16 @@ _FIRST = ("label", "weight")
 class TableEncoder:
     """Encodes the columns of tables into batches, by a schema and learned vocabularies.
 
-    `jaxrec train` saves the encoder with the model, in ``features/`` of the run's directory.
+    `learn_encoder` makes one. `jaxrec train` saves it with the model, in ``features/`` of the run's
+    directory.
 
     Attributes:
         schema: The schema.
         vocabularies: Vocabulary of each column that has one.
-        moments: Moments of each dense column that needs its mean.
-        lengths: Lengths of the lists of each column of lists.
-        example: The first training rows of the features' columns, with their types; None: unknown.
+        moments: Mean and variance of each dense column that needs them.
+        lengths: Histogram of the list lengths of each column of lists.
+        example: The first two training rows, with the columns of the features and their types;
+            None: unknown.
 
     Example:
         >>> from jaxrec.data import learn_encoder
@@ -94,8 +96,8 @@ class TableEncoder:
 
         Args:
             samples: Number of samples of the batch.
-            certain: Whether the capacity holds any batch of the rows that the encoder was learned
-                from; by default nearly every batch.
+            certain: True: the capacity holds every batch of the rows that the encoder was learned
+                from. False: it holds nearly every batch, and is smaller.
         """
         return {
             name: capacity_for(samples)
@@ -108,9 +110,10 @@ class TableEncoder:
 
     @functools.cached_property
     def is_text(self) -> dict[str, bool]:
-        """Whether training had text in a column that takes text and numbers, hashed or as they are.
+        """Whether a column had text in training, by name.
 
-        Columns are left out whose type in training is not known.
+        Only columns whose encoding takes both text and numbers, and whose type in training is
+        known.
         """
         if self.example is None:
             return {}
@@ -124,7 +127,7 @@ class TableEncoder:
 
     @functools.cached_property
     def _packer(self) -> Packer:
-        """Packer of all batches, which knows the lengths of the columns' lists."""
+        """Packer of all batches: one for all, so that batches of one size have one shape."""
         # A column without lists has one id in each sample.
         one = LengthMoments(1.0, 0.0, 0.0)
         return Packer.of_moments(
@@ -140,8 +143,9 @@ class TableEncoder:
         """Make a batch of the rows of a table.
 
         Args:
-            table: Table with the columns of the schema, or arrays by name. Labels are 0 if their
-                column is missing or of type null, as in rows to predict, and weights are 1.
+            table: Table with the columns of the schema, or arrays by name. Rows to predict need no
+                labels and no weights: if the column is missing or of type null, labels are 0 and
+                weights are 1.
             batch_size: Number of samples of the batch, filled up with padding; None: the number of
                 rows.
 
@@ -172,7 +176,7 @@ class TableEncoder:
 
         ones = np.ones(len(table), np.float32)
         label, weight = np.zeros_like(ones), ones
-        # A column of type null is one of rows to predict.
+        # Rows to predict may have the columns of labels and weights with nulls alone.
         given = {field.name for field in table.schema if not pa.types.is_null(field.type)}
         if schema.label in given:
             label = encode_label(table[schema.label], location(schema.label))
@@ -187,13 +191,15 @@ class TableEncoder:
             columns.append(encode_dense(table[name], dense, moments, location(name)))
         for name, options in schema.categorical.items():
             vocabulary, column = self.vocabularies.get(name), table[name]
+            # A request without any value has no type. As a column of lists its nulls are empty
+            # bags; as plain values they would be unknown ids.
             if pa.types.is_null(column.type) and name in self.lengths:
                 column = pa.nulls(len(table), pa.list_(pa.null()))
             columns.append(encode_categorical(column, options, vocabulary, location(name)))
         return pa.table(columns, [*_FIRST, *schema.dense, *schema.categorical])
 
     def _check_kinds(self, columns: pa.Schema, path: str | os.PathLike[str]) -> None:
-        """Check that text stands where training had text: the hash of "7" is not that of 7."""
+        """Check that columns with text in training have text: the hash of "7" is not that of 7."""
         for name, was_text in self.is_text.items():
             kind = value_type(columns.field(name).type)
             if not pa.types.is_null(kind) and was_text == is_dense(kind):
@@ -216,6 +222,8 @@ class TableEncoder:
             return np.pad(array, (0, missing)) if missing else array
 
         label, weight, *rest = columns
+        # Columns are copied into one array that has its padding already: stacking and padding them
+        # would copy each twice.
         dense = np.zeros((batch_size, len(self.schema.dense)), np.float32)
         for number, column in enumerate(rest[: dense.shape[1]]):
             dense[: len(encoded), number] = column.to_numpy()
@@ -235,7 +243,7 @@ class TableEncoder:
         return ClickBatch(dense, features, labels, weights)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write the encoder to a directory, which is replaced when all files are complete.
+        """Write the encoder to a directory, which is replaced once all files are complete.
 
         Raises:
             OSError: The directory cannot be written.
@@ -275,6 +283,7 @@ class TableEncoder:
             }
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{directory / STATISTICS_FILE} is damaged ({error})") from None
+        # The schema says which class wrote a column's file.
         kinds: dict[str, Any] = {"vocabulary": Vocabulary, "frozen": FrozenVocabulary}
         vocabularies = {
             name: kinds[options.encoding].load(_vocabulary_file(directory, name))
@@ -295,29 +304,29 @@ class EncodedGroups:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of rows of each group."""
         return self.groups.sizes
 
     def read(self, group: int) -> pa.Table:
-        """Read and encode the rows of a group."""
         return self.encoder.encode(self.groups.read(group), *self.groups.location(group))
 
 
 def first_rows(schema: Schema, table: pa.Table) -> pa.Table:
-    """Return the first rows of the columns of features."""
+    """Return the example of an encoder: the first rows of the features' columns."""
     columns = table.select([*schema.dense, *schema.categorical]).replace_schema_metadata(None)
     # A copy: a slice would keep the whole table in memory.
     return columns.take(np.arange(min(NUM_ROWS, len(table))))
 
 
 def as_table(table: pa.Table | Mapping[str, Any]) -> pa.Table:
-    """Return arrays by name as a table; None and NaN in arrays of objects are nulls."""
+    """Convert arrays by name to a table; None and NaN in arrays of objects become nulls."""
     if isinstance(table, pa.Table):
         return table
     if not isinstance(table, Mapping):
         return pa.table(table)  # a data frame, or a record batch
     columns = {}
     for name, values in table.items():
+        # NaN in an array of objects is pandas' missing value. NaN among floats stays a number, and
+        # the encoding of dense columns refuses it.
         is_object = isinstance(values, np.ndarray) and values.dtype == object
         try:
             given = isinstance(values, pa.Array | pa.ChunkedArray)
@@ -334,9 +343,10 @@ def as_table(table: pa.Table | Mapping[str, Any]) -> pa.Table:
 
 
 def bags_of(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of an encoded column and the length of each bag."""
+    """Return the values ``[ids]`` of an encoded column and the length of each bag ``[rows]``."""
     if isinstance(column, pa.ListArray):
         return column.flatten().to_numpy(), np.diff(column.offsets.to_numpy())
+    # A column without lists has bags of one id, or of none where it is null.
     valid = np.asarray(column.is_valid()).astype(np.int32)
     return (column.drop_null() if column.null_count else column).to_numpy(), valid
 
@@ -347,7 +357,7 @@ def _vocabulary_file(directory: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def _read_example(schema: Schema, path: pathlib.Path) -> pa.Table:
-    """Read the rows of `TableEncoder.example`; raise DataError for a file with others."""
+    """Read `TableEncoder.example`; raise DataError if its columns are not the schema's."""
     try:
         rows = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:

@@ -1,7 +1,7 @@
-"""The files of a data set: those that a path names, and what a file of another format is.
+"""The files of a data set: finding Parquet files by a path, and naming formats that are not read.
 
 A path is one file, a directory, or a pattern such as ``parts/*.parquet``. Directories named
-``key=value``, as Spark, Dask, polars and DuckDB write them, are columns.
+``key=value``, as Spark, Dask, polars and DuckDB write them, become columns.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ import pyarrow as pa
 
 from jaxrec.data.transforms import COLUMNS
 
-# Ends of the names of Parquet files; pandas' documentation writes df.parquet.gzip.
+# Ends of the names of Parquet files; pandas' documentation has examples named df.parquet.gzip.
 _NAME = re.compile(r"\.(parquet|parq|pq)(\.(brotli|gzip|lz4|snappy|zstd))?$", re.IGNORECASE)
 
-# Directories of table formats, whose logs say which of the files count.
+# Directories of table formats. Their logs list the files of the current version: reading all files
+# would read deleted rows, too.
 _LOGS = {"_delta_log": "a Delta table", ".hoodie": "a Hudi table"}
 
 # Hive's name of the directory of rows without a key.
 _NO_KEY = "__HIVE_DEFAULT_PARTITION__"
 
+# Up to 18 digits, which always fit int64.
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 
 
 class DataError(ValueError):
-    """A file is malformed; the message names the file, the line and the problem."""
+    """A file is malformed; the message names the file, the line or row, and the problem."""
 
 
 class ParquetFiles(NamedTuple):
-    """The Parquet files of a data set.
+    """The Parquet files of a data set, in natural order.
 
-    Attributes:
-        root: Directory below which directories named ``key=value`` are columns of the data set.
-        paths: The files, in the order of their numbers.
+    Directories named ``key=value`` are columns only below ``root``, which the user named.
     """
 
     root: pathlib.Path
@@ -50,17 +50,19 @@ class ParquetFiles(NamedTuple):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names of the columns that directories below the root stand for."""
+        """Names of the columns of directories ``key=value`` below the root."""
         names = (name for path in self.paths for name in keys_of(path.relative_to(self.root)))
         return tuple(dict.fromkeys(names))
 
 
 def natural_order(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
-    """Sort paths by the numbers in their names."""
+    """Sort paths by the numbers in their names: ``day_2`` comes before ``day_10``."""
 
     def key(path: pathlib.Path) -> tuple[Any, str]:
+        # Numbers of up to 20 digits, padded with zeros, sort as text.
         parts = [[(not w.isdecimal(), w.zfill(20)) for w in _words(part)] for part in path.parts]
-        return parts, str(path)  # part.1 and part.01 have an order, too
+        # The path itself decides between part.1 and part.01, so that all processes agree.
+        return parts, str(path)
 
     return sorted(paths, key=key)
 
@@ -71,23 +73,18 @@ def _words(name: str) -> list[str]:
 
 
 def is_compressed(path: pathlib.Path) -> bool:
-    """Return whether a file begins as gzip files do."""
+    """Return whether a file begins with gzip's magic bytes."""
     with open(path, "rb") as file:
         return file.read(2) == b"\x1f\x8b"
 
 
 def has_pattern(path: pathlib.Path) -> bool:
-    """Return whether a path is a pattern of files, and no file or directory itself."""
+    """Return whether a path is a pattern; a file that exists may have ``[1]`` in its name."""
     return glob.has_magic(str(path)) and not path.exists()
 
 
 def parquet_files(path: str | os.PathLike[str]) -> ParquetFiles:
-    """Find the Parquet files of a path, in the order of the numbers in their names.
-
-    Args:
-        path: A file; a directory, with the directories ``key=value`` in it; or a pattern of files
-            or directories.
-    """
+    """Find the Parquet files of a file, a directory or a pattern of these, in natural order."""
     path = pathlib.Path(path)
     if path.is_dir():
         return ParquetFiles(path, _of_directory(path))
@@ -99,7 +96,7 @@ def parquet_files(path: str | os.PathLike[str]) -> ParquetFiles:
     directories = [match for match in matches if match.is_dir()]
     files = {match for match in matches if match.is_file() and _NAME.search(match.name)}
     for directory in directories:
-        # `parts/*` matches directories of other things, too.
+        # A directory without Parquet files is fine here: `parts/*` may match one of logs, too.
         files.update(_walk(directory))
     if not files:
         raise DataError(f"{path}: no Parquet file matches this pattern")
@@ -127,7 +124,7 @@ def _of_directory(directory: pathlib.Path) -> tuple[pathlib.Path, ...]:
 def _walk(directory: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yield the Parquet files of a directory and of the directories ``key=value`` in it."""
     for path in directory.iterdir():
-        # Files of these names are unfinished, or about other files.
+        # Spark and others name unfinished files and metadata so: _temporary, _SUCCESS, .part-0.crc.
         if path.name.startswith((".", "_")) and "=" not in path.name:
             continue
         if path.is_dir():
@@ -138,7 +135,7 @@ def _walk(directory: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def keys_of(path: str | os.PathLike[str]) -> dict[str, str | None]:
-    """Return the keys in the names of a file's directories; a missing key is None."""
+    """Return the values of the ``key=value`` directories on a file's path; None for a null."""
     keys: dict[str, str | None] = {}
     for part in pathlib.PurePath(path).parts[:-1]:
         name, is_key, value = part.partition("=")
@@ -149,7 +146,7 @@ def keys_of(path: str | os.PathLike[str]) -> dict[str, str | None]:
 
 
 def key_types(paths: Iterable[str | os.PathLike[str]]) -> dict[str, pa.DataType]:
-    """Return the Arrow types of the keys of files: int64 if all values are integers, or string."""
+    """Return the types of key columns: int64 if all values are integers, string otherwise."""
     types: dict[str, pa.DataType] = {}
     for path in paths:
         for name, value in keys_of(path).items():
@@ -160,12 +157,12 @@ def key_types(paths: Iterable[str | os.PathLike[str]]) -> dict[str, pa.DataType]
 
 
 def key_column(value: str | None, kind: pa.DataType, rows: int) -> pa.Array:
-    """Return a column that has one key in all rows."""
+    """Return a column that has one value in all ``rows``."""
     whole = pa.types.is_integer(kind) and value is not None
     return pa.repeat(pa.scalar(int(value) if whole and value else value, kind), rows)
 
 
-# Bytes that are looked at, and lines among them.
+# Numbers of bytes and lines from which the format of a file is told.
 _BYTES, _LINES = 1 << 16, 20
 
 # First bytes of formats that are not text.
@@ -186,7 +183,7 @@ _MAGIC = {
 }
 _SEPARATORS = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
 
-# A field of a header of RecBole, "user_id:token", and a line of libsvm's and libffm's formats.
+# A field of a RecBole header, "user_id:token", and a line of libsvm's or libffm's format.
 _RECBOLE = re.compile(r"[^\t:]+:(token|float|token_seq|float_seq)")
 _LIBSVM = re.compile(r"[-+]?[\d.]+( \d+:\S+)+")
 
@@ -194,10 +191,9 @@ _READS = "jaxrec train reads Parquet files"
 
 
 def foreign_format(path: pathlib.Path) -> str | None:
-    """Return what a file is, and what to do; None: it may be text in Criteo's format.
+    """Return the end of an error: the format of a file, and a command that converts it.
 
-    Args:
-        path: A file that is no Parquet file, plain or gzip.
+    None: the file may be text in Criteo's format.
     """
     with path.open("rb") as file:
         start = file.read(_BYTES)
@@ -214,11 +210,11 @@ def foreign_format(path: pathlib.Path) -> str | None:
             with gzip.open(path) as unpacked:
                 start = unpacked.read(_BYTES)
         except (EOFError, zlib.error, gzip.BadGzipFile):
-            return None  # reading says where it is damaged
+            return None  # the error of reading the file says where it is damaged
     if b"\0" in start:
         return f"is not text; {_READS}, which pyarrow.parquet.write_table writes"
-    # The last line may go on.
     lines = start.decode(errors="replace").splitlines()[:_LINES] or [""]
+    # One good line is enough: the conversion then names the lines that are not.
     if any(line.count("\t") == COLUMNS - 1 for line in lines):
         return None
     return _text(path, lines)
@@ -234,7 +230,10 @@ def _binary(path: pathlib.Path, kind: str) -> str:
 
 
 def _is_tfrecord(start: bytes, size: int) -> bool:
-    """Return whether bytes begin with the length of a record that the file holds, twice."""
+    """Return whether the file begins with one or two records of plausible lengths.
+
+    TFRecords have no magic bytes.
+    """
     position = 0
     for _ in range(2):
         if position == size or position + 12 > len(start):
@@ -273,7 +272,7 @@ def _text(path: pathlib.Path, lines: list[str]) -> str | None:
 
 
 def _write(path: pathlib.Path, table: str) -> str:
-    """Return a command that writes a table."""
+    """Return a shell command that writes a Parquet file from an expression of a table."""
     modules = [name for name in ("pyarrow.csv", "pyarrow.json") if name in table]
     output = path.with_suffix(".parquet")
     return (

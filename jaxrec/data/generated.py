@@ -16,6 +16,7 @@ from jaxrec.data.shuffled import Shard
 from jaxrec.data.transforms import NUM_CATEGORICAL, NUM_DENSE, log_counts
 from jaxrec.ragged import KeyedJaggedArray, hash_ids
 
+# Rows made at once. It is part of what a seed means: another number gives another log.
 CHUNK_ROWS = 1 << 16
 
 # Rows of the tables: a few large and many small tables, as in Criteo's log.
@@ -31,7 +32,8 @@ VECTOR_DIM = 2
 # Pairs of a dense feature and a categorical feature that its effect depends on.
 GATES = ((0, 24), (5, 13))
 
-# Standard deviation of the log-odds, and shares of their variance.
+# Standard deviation of the log-odds, and each part's share of their variance. With these and the
+# bias about three rows in ten are clicks.
 SCORE_STD = 1.8
 SHARES = {"ids": 0.5, "pairs": 0.2, "dense": 0.25, "gates": 0.05}
 BIAS = -1.2
@@ -52,24 +54,25 @@ class GeneratedLog:
     table occurs about ``1 / k`` as often as the first id. The log-odds of a click are the sum of
 
     - an effect of each id,
-    - dot products of hidden vectors of the ids of four pairs of features,
-    - a curve over each dense feature,
-    - products of two dense features with a slope that depends on an id.
+    - for four pairs of features, the dot product of the hidden vectors of both ids,
+    - a line and a parabola over each dense feature,
+    - for two dense features, the feature times a slope that depends on an id.
 
-    Some features have no effect. Labels are drawn with the resulting probabilities, so that ranking
-    by the probabilities has the best reachable AUC, about 0.855. A model without interactions
+    Some features have no effect. Labels are drawn with the resulting probabilities. Ranking by the
+    probabilities therefore has the best reachable AUC, about 0.855. A model without interactions
     reaches 0.79.
 
     Attributes:
-        num_rows: Number of rows. A row does not depend on this number.
+        num_rows: Number of rows. The first 1,000 rows of a longer log are the same.
         seed: Seed of the rows and of the hidden effects.
         table_rows: Number of ids of each of the 26 categorical features.
-        id_bits: 32: ids are row indices. 64: ids are their 64-bit hashes, int64, another hash for
-            each feature.
+        id_bits: 32: ids are row indices. 64: ids are int64 hashes of the row indices, with another
+            hash function for each feature.
+        num_dense: Number of dense features, 13.
 
     Raises:
-        ValueError: The number of tables is not 26, a number is below 1, or ``id_bits`` is neither
-            32 nor 64.
+        ValueError: ``num_rows`` or the rows of a table are below 1, ``seed`` is negative, there are
+            not 26 tables, or ``id_bits`` is neither 32 nor 64.
 
     Example:
         >>> log = GeneratedLog(num_rows=1000, seed=1)
@@ -106,7 +109,8 @@ class GeneratedLog:
             yield self._chunk(index)[max(start - first, 0) : min(stop - first, CHUNK_ROWS)]
 
     def _chunk(self, index: int) -> Clicks:
-        # A generator for each chunk, so that any row can be read without those before.
+        # A generator for each chunk: held-out rows at the end are read without making the rows
+        # before them.
         rng = np.random.Generator(np.random.SFC64([self.seed, index]))
         truth = _truth(self.seed, self.table_rows)
         counts = np.exp(rng.standard_normal((CHUNK_ROWS, NUM_DENSE), np.float32) * 1.2 + 2)
@@ -126,15 +130,17 @@ class GeneratedLog:
 def power_law_ids(
     rng: np.random.Generator, rows: int, table_rows: tuple[int, ...]
 ) -> Int[np.ndarray, "rows tables"]:
-    """Draw ids of each table with probabilities of about ``1 / (id + 1)``."""
+    """Draw ids ``[rows, tables]`` of each table with probabilities of about ``1 / (id + 1)``."""
+    # The inverse of the distribution function: u becomes (n + 1)^u - 1.
     exponents = np.log(np.array(table_rows, np.float32) + 1)
     ids = (np.exp(rng.random((rows, len(table_rows)), np.float32) * exponents) - 1).astype(np.int32)
+    # float32 may round the last ids of a table up to its number of rows.
     return np.minimum(ids, np.array(table_rows, np.int32) - 1)
 
 
 @functools.lru_cache(maxsize=4)
 def _hashes(table_rows: tuple[int, ...]) -> tuple[Int[np.ndarray, " ids"], ...]:
-    """Return the raw ids of each feature."""
+    """Return the raw id of each row index, ``[table_rows]`` for each feature."""
     return tuple(
         hash_ids(np.arange(rows), None, seed=table).view(np.int64)
         for table, rows in enumerate(table_rows)
@@ -143,16 +149,16 @@ def _hashes(table_rows: tuple[int, ...]) -> tuple[Int[np.ndarray, " ids"], ...]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Truth:
-    """The log-odds of a click as a function of the features.
+    """The log-odds of a click: the sum of four parts, each shifted to mean 0 and scaled.
 
     Attributes:
         effects: ``[ids]`` effect of each id, tables one after another.
         starts: ``[tables]`` position of each table's first id in ``effects``.
-        vectors: For each of `PAIRS` the vectors of both tables' ids.
-        slopes: For each of `GATES` the slope of the dense feature for each id.
+        vectors: For each of `PAIRS`, ``[table_rows, 2]`` vectors of both tables.
+        slopes: For each of `GATES`, ``[table_rows]`` slopes of the dense feature.
         curves: ``[2, num_dense]`` factors of a line and a parabola over the dense features.
-        offsets: Mean of each part by name, which is subtracted.
-        scales: Factor of each part by name.
+        offsets: Mean of each part.
+        scales: Factor of each part.
     """
 
     effects: Float[np.ndarray, " ids"]
@@ -166,7 +172,6 @@ class Truth:
     def log_odds(
         self, dense: Float[np.ndarray, "rows num_dense"], ids: Int[np.ndarray, "rows tables"]
     ) -> Float[np.ndarray, " rows"]:
-        """Compute the log-odds of each row."""
         log_odds = np.full(len(ids), BIAS, np.float32)
         for name, part in self.parts(dense, ids).items():
             log_odds += self.scales[name] * (part - self.offsets[name])
@@ -175,7 +180,8 @@ class Truth:
     def parts(
         self, dense: Float[np.ndarray, "rows num_dense"], ids: Int[np.ndarray, "rows tables"]
     ) -> dict[str, Float[np.ndarray, " rows"]]:
-        """Compute the parts of the log-odds by name, before offset and scale."""
+        """Compute the parts of the log-odds by name, ``[rows]``, before offset and scale."""
+        # About the mean and standard deviation of `log_counts` of the counts of `_chunk`.
         x = (dense - 2.3) / 0.9
         line, parabola = self.curves
         return {
@@ -194,6 +200,7 @@ class Truth:
 
 @functools.lru_cache(maxsize=4)
 def _truth(seed: int, table_rows: tuple[int, ...]) -> Truth:
+    # Chunks use [seed, index]: no log has 2^62 chunks, so that this stream is apart from theirs.
     rng = np.random.Generator(np.random.SFC64([seed, 1 << 62]))
 
     def normal(*shape: int) -> Float[np.ndarray, "..."]:
@@ -234,23 +241,24 @@ class RandomBatches:
     """Random batches by number: uniform ids, normal dense features, labels 0 and 1.
 
     TorchRec's RandomRecDataset. Batch ``i`` depends only on the arguments and on ``i``, so that a
-    resumed run continues with the batch of its step. All batches have one shape: capacities hold
-    the largest batch. `GeneratedLog` has labels that a model can learn.
+    resumed run continues with the batch of its step. All batches have one shape, with capacities
+    for the largest possible bags. Labels are random; `GeneratedLog` has labels that a model can
+    learn.
 
     Attributes:
         keys: Names of the features.
         batch_size: Number of samples of a batch of this process.
-        hash_sizes: Number of ids of each feature, one number for all or one for each.
-        ids_per_feature: Largest number of ids of a sample, likewise.
-        min_ids: Smallest number of ids of a sample, likewise; None: ``ids_per_feature``, so that
-            all bags have one length.
+        hash_sizes: Number of ids of each feature: one number for all features, or one for each.
+        ids_per_feature: Largest number of ids of a sample, for all features or for each.
+        min_ids: Smallest number of ids of a sample, for all features or for each. None: the same as
+            ``ids_per_feature``, so that all bags of a feature have one length.
         num_dense: Number of dense features.
-        num_batches: Number of batches; None: there is no end.
-        num_distinct: Number of batches after which they repeat; they are made once and stay in
-            memory. None: each is made anew.
+        num_batches: Number of batches; None: the batches have no end.
+        num_distinct: Number of different batches, which repeat in order and stay in memory. None:
+            all batches differ.
         is_weighted: Whether ids have weights, uniform in [0, 1).
         seed: Seed of all numbers.
-        shard: Number of this process and of all processes; each has other batches.
+        shard: Number of this process and of all processes. Processes have different batches.
 
     Raises:
         ValueError: A number is outside its range, keys repeat, or lists differ in length from the
@@ -322,7 +330,7 @@ class RandomBatches:
         return tuple(map(int, values))
 
     def _of_keys(self) -> list[tuple[str, int, int, int]]:
-        """Return each feature's key, number of ids, and least and most ids of a sample."""
+        """Return each feature's key, hash size, and smallest and largest number of ids a sample."""
         numbers: Any = (self.keys, self.hash_sizes, self.min_ids, self.ids_per_feature)
         return list(zip(*numbers, strict=True))
 
@@ -339,7 +347,7 @@ class RandomBatches:
         """Return the number of batches.
 
         Raises:
-            TypeError: There is no end.
+            TypeError: ``num_batches`` is None: the batches have no end.
         """
         if self.num_batches is None:
             raise TypeError("RandomBatches without num_batches have no end, and no length")
@@ -361,6 +369,8 @@ class RandomBatches:
         return self._kept[number]
 
     def _make(self, index: int) -> ClickBatch:
+        # All that makes a batch differ from others seeds its generator, so that `_make` needs no
+        # state: threads call it, and a resumed run starts at any index.
         state = [self.seed, index, self.shard.index, self.shard.count]
         rng = np.random.Generator(np.random.SFC64(state))
         samples = self.batch_size
@@ -371,6 +381,7 @@ class RandomBatches:
             for (_, rows, *_), length in zip(of_keys, lengths, strict=True)
         ]
         weights = [rng.random(part.size, np.float32) for part in ids] if self.is_weighted else None
+        # np.concatenate refuses an empty list, which a set without keys has.
         nothing = [np.zeros(0, np.int32)]
         features = KeyedJaggedArray.from_lengths(
             self.keys,
@@ -392,5 +403,5 @@ class RandomBatches:
     def from_batch(
         self, start: int = 0, *, threads: int = 2, prefetch: int = 4
     ) -> Iterator[ClickBatch]:
-        """Yield the batches from ``start`` on, which threads make ahead; see `BatchSource`."""
+        """Yield the batches from ``start`` on; threads make them ahead, as `BatchSource` does."""
         return made_ahead(self.__getitem__, range(start, self._end), threads, prefetch)

@@ -1,7 +1,7 @@
-"""Groups of rows that are read as a whole: the interface of readers, and groups of files.
+"""Row groups, which are read as a whole: the interface of all readers, and groups of files.
 
-A format of files is one module: a subclass of `FileGroups` that opens a file, as
-`jaxrec.data.parquet` has it. Everything above it, from schemas to batches, sees row groups alone.
+To add a file format, write a module with a subclass of `FileGroups` whose ``open`` opens a file;
+`jaxrec.data.parquet` is the model. Everything above, from schemas to batches, sees only row groups.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class LocatedGroups(RowGroups, Protocol):
     """Row groups with a location in a file."""
 
     def location(self, group: int) -> tuple[pathlib.Path, int]:
-        """Return the file of a group and the number of the group's first row in it."""
+        """Return the file of a group and the number of the group's first row in the file."""
 
 
 class OpenFile(Protocol):
     """An open file of some format.
 
     Attributes:
-        columns: Names and types of its columns.
-        sizes: Number of rows of each of its groups.
+        columns: Names and types of the file's columns.
+        sizes: Number of rows of each group.
     """
 
     @property
@@ -59,7 +59,7 @@ class OpenFile(Protocol):
     def sizes(self) -> tuple[int, ...]: ...
 
     def read(self, group: int, columns: list[str] | None) -> pa.Table:
-        """Read some columns of a group, or all."""
+        """Read some columns of a group; None: all columns."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +68,9 @@ class FileGroups(abc.ABC):
 
     Attributes:
         paths: The files, in order.
-        columns: Names of the columns that are read; None: all. The name of a directory
-            ``key=value`` on a file's path is a column of the file, which has no such column itself.
-        keys: Names of the directories' columns that are read if ``columns`` is None.
+        columns: Names of the columns to read; None: all. A directory ``key=value`` on a file's path
+            is a column ``key`` of the file, unless the file has a column of this name.
+        keys: Names of the directories' columns to read if ``columns`` is None.
     """
 
     paths: tuple[str | os.PathLike[str], ...]
@@ -85,21 +85,24 @@ class FileGroups(abc.ABC):
 
     @abc.abstractmethod
     def open(self, path: pathlib.Path) -> contextlib.AbstractContextManager[OpenFile]:
-        """Open a file; raise DataError, also within the block, if it is not of the format."""
+        """Open a file; raise DataError if it has another format, also inside the ``with`` block."""
 
     @functools.cached_property
     def _key_types(self) -> dict[str, pa.DataType]:
-        """Types of the columns that names of directories stand for."""
+        """Types of the columns of directories."""
+        # Over all files: one file alone may have an integer where the data set has strings.
         return key_types(self.paths)
 
     def _keys(self, path: pathlib.Path, stored: Sequence[str]) -> dict[str, str | None]:
-        """Return the keys that are columns of a file, which has the ``stored`` columns itself."""
+        """Return the directories' values that are columns of a file with ``stored`` columns."""
         wanted = self.columns or self.keys
         return {n: x for n, x in keys_of(path).items() if n in wanted and n not in stored}
 
     @functools.cached_property
     def _files(self) -> tuple[tuple[pathlib.Path, pa.Schema, tuple[int, ...]], ...]:
         """Path, columns and sizes of the row groups of each file."""
+        # All footers are read before the first row: a file without a column fails now, not in the
+        # middle of an epoch.
         files = []
         for path in map(pathlib.Path, self.paths):
             with self.open(path) as file:
@@ -116,7 +119,7 @@ class FileGroups(abc.ABC):
 
     @property
     def schemas(self) -> dict[pathlib.Path, pa.Schema]:
-        """Names and types of the columns of each file, keys of its directories included."""
+        """Names and types of the columns of each file, with those of its directories."""
         return {path: columns for path, columns, _ in self._files}
 
     @functools.cached_property
@@ -137,14 +140,11 @@ class FileGroups(abc.ABC):
         return tuple(rows for *_, rows in self._locations)
 
     def read(self, group: int, columns: Sequence[str] | None = None) -> pa.Table:
-        """Read the rows of a group.
-
-        Args:
-            group: Number of the group.
-            columns: Names of some of the columns; None: all that the groups have.
-        """
+        """Read the rows of a group, with some of its columns or all."""
         path, number, _, rows = self._locations[group]
         columns = self.columns if columns is None else columns
+        # Opened for each group: threads read groups at the same time, and one open file has one
+        # position.
         try:
             with self.open(path) as file:
                 stored = file.columns.names
@@ -152,26 +152,20 @@ class FileGroups(abc.ABC):
                 table = file.read(number, wanted)
         except DataError as error:
             raise DataError(f"{path}, row group {number}: it cannot be read ({error})") from None
-        # A key is one value in all rows of a file, and is not stored in it.
+        # The value of a directory is not stored in the file, and is the same in all its rows.
         for name, value in self._keys(path, stored).items():
             if columns is None or name in columns:
                 table = table.append_column(name, key_column(value, self._key_types[name], rows))
         return table if columns is None else table.select(list(columns))
 
     def location(self, group: int) -> tuple[pathlib.Path, int]:
-        """Return the file of a group and the number of the group's first row in it."""
         path, _, first, _ = self._locations[group]
         return path, first
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupRange:
-    """The rows ``[start, stop)`` of row groups, such as the training rows or the held-out rows.
-
-    Attributes:
-        groups: The row groups.
-        start, stop: First row, and row after the last, counted over all groups.
-    """
+    """The rows ``[start, stop)`` of all groups, such as the training rows or the held-out rows."""
 
     groups: RowGroups
     start: int
@@ -184,7 +178,7 @@ class GroupRange:
 
     @functools.cached_property
     def _cuts(self) -> tuple[tuple[int, int, int], ...]:
-        """Number of each group with rows of the range, and the range of its rows."""
+        """Number of each group that has rows of the range, and their first and end in the group."""
         cuts, first = [], 0
         for group, rows in enumerate(self.groups.sizes):
             low, high = max(self.start - first, 0), min(self.stop - first, rows)
@@ -195,16 +189,13 @@ class GroupRange:
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Number of rows of each group."""
         return tuple(high - low for _, low, high in self._cuts)
 
     def read(self, group: int) -> pa.Table:
-        """Read the rows of a group."""
         number, low, high = self._cuts[group]
         return self.groups.read(number).slice(low, high - low)
 
     def location(self, group: int) -> tuple[pathlib.Path, int]:
-        """Return the file of a group and the number of the group's first row in it."""
         if not isinstance(self.groups, LocatedGroups):
             raise TypeError(f"{type(self.groups).__name__} has no method location")
         number, low, _ = self._cuts[group]

@@ -1,4 +1,4 @@
-"""Users' items in the order of time, for models that predict the next item."""
+"""Sequences of users' items in the order of time, for models that predict the next item."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _SHORTEST = 3
 class Interactions:
     """Sequences of items, one for each user, with leave-one-out evaluation.
 
-    The last item of a sequence is for testing and the item before for validation. Each is ranked
-    among `candidates` that its user has never met (Kang and McAuley 2018, arXiv:1808.09781, section
-    IV-A; Sun et al. 2019, arXiv:1904.06690, section 4.2).
+    The last item of a sequence is for testing, and the item before it for validation. Such an item
+    is ranked among `candidates`: itself and items that its user has never met (Kang and McAuley
+    2018, arXiv:1808.09781, section IV-A; Sun et al. 2019, arXiv:1904.06690, section 4.2).
 
     Attributes:
         sequences: For each user ``[length]`` int32 items from 1 to ``num_items``, oldest first.
@@ -63,6 +63,7 @@ class Interactions:
                 f"{path}: expected two integers from 1 to {2**31 - 1} a line, user and item, got "
                 f"{pairs.shape[1]} columns with numbers from {least} to {most}"
             )
+        # A stable sort keeps each user's items in the order of time.
         pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
         starts = np.flatnonzero(np.diff(pairs[:, 0], prepend=-1))
         rows = np.split(pairs[:, 1].astype(np.int32), starts[1:])
@@ -73,9 +74,10 @@ class Interactions:
 
     @classmethod
     def generate(cls, num_users: int, num_items: int, seed: int) -> Interactions:
-        """Generate sequences of random items with power-law lengths up to 50.
+        """Generate sequences of 5 to 50 random items, with power-law lengths.
 
-        In the mean, two of three items follow from the item before by a fixed permutation.
+        After the first item, an item follows from the item before by a fixed permutation with
+        probability 2/3, and is random otherwise.
         """
         rng = np.random.default_rng(seed)
         follows = 1 + rng.permutation(num_items)
@@ -95,13 +97,13 @@ class Interactions:
         return counts / counts.sum()
 
     def before(self, position: int) -> list[Int32[np.ndarray, " length"]]:
-        """Return the items before a position of each sequence; -1 is the last item."""
+        """Return the items of each sequence before a position; -1 is the last item's position."""
         return [row[:position] for row in self.sequences]
 
     def candidates(
         self, position: int, *, others: int = 100, seed: int
     ) -> Int32[np.ndarray, "users candidates"]:
-        """Return each sequence's item at ``position`` and random items that the user never met.
+        """Return each user's item at ``position`` and random items that the user never met.
 
         Args:
             position: Position from the end; -1 is the last item.
@@ -109,10 +111,10 @@ class Interactions:
             seed: Seed of the random items.
 
         Returns:
-            ``[users, 1 + others]``, the sequence's own item first.
+            ``[users, 1 + others]`` int32, the user's item first.
 
         Raises:
-            ValueError: A user has met too many of the items.
+            ValueError: Fewer than ``others`` items remain for the user who has met the most.
         """
         longest = max(len({*row.tolist()}) for row in self.sequences)
         if (count := np.count_nonzero(self.popularity)) < longest + others:

@@ -1,4 +1,4 @@
-"""Learning of a schema's vocabularies and statistics in one pass, which checks all rows."""
+"""One pass over the rows that learns vocabularies and statistics, and checks all values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxrec.data.vocabulary import ValueCounts
 
 
 def needs_pass(schema: Schema, files: Iterable[pa.Schema]) -> bool:
-    """Return whether an encoder of files with these columns has something to learn."""
+    """Return whether an encoder of files with these columns must read the rows."""
     return (
         any(options.is_learned for options in schema.dense.values())
         or any(options.encoding == "vocabulary" for options in schema.categorical.values())
@@ -42,14 +42,16 @@ def learn_encoder(
 ) -> TableEncoder:
     """Learn the vocabularies, the means and the lengths of lists that a schema needs.
 
-    One pass reads the rows group by group; memory grows with the number of distinct values. It also
-    checks the values of all other columns, so that neither training nor evaluation fails later.
+    One pass reads the rows group by group; memory grows with the number of distinct values. The
+    pass also checks the values of all other columns, so that neither training nor evaluation fails
+    later.
 
     Args:
         schema: The schema.
         training: The training rows.
-        held_out: The held-out rows, of which only the lengths of lists are learned.
-        progress: Function of the number of rows of each group, called after the group.
+        held_out: The held-out rows. Only the lengths of lists are learned from them, since
+            evaluation needs capacities, too.
+        progress: Called after each group with the group's number of rows.
 
     Raises:
         OSError: Rows cannot be read.
@@ -113,10 +115,11 @@ def _count(counts: ValueCounts, flat: pa.Array, location: Location) -> None:
 def _tables(
     groups: LocatedGroups | Iterable[pa.Table],
 ) -> Iterator[tuple[pa.Table, str | pathlib.Path, int]]:
-    """Yield each group with its file and the number of rows before it in the file."""
+    """Yield each group with its file and the number of its first row in the file."""
     if not isinstance(groups, LocatedGroups):
         yield from ((table, "the table", 0) for table in groups)
         return
     numbers = range(len(groups.sizes))
+    # The next group is read while one is counted.
     with Pipeline((groups.read(group), *groups.location(group)) for group in numbers) as tables:
         yield from tables

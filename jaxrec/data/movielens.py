@@ -28,14 +28,9 @@ _USERS = {"user_id": _INT, "age": _INT, "gender": _TEXT, "occupation": _TEXT, "z
 
 @dataclasses.dataclass(frozen=True)
 class _Format:
-    """Format of a file.
+    """Format of a file, told by the end of its name.
 
-    Attributes:
-        name: Name of the file, or for RecBole the end of its name.
-        delimiter: Separator of values.
-        columns: Names of the columns, "" for an empty column; None: the first line names them.
-        encoding: Encoding of the text.
-        quoted: Whether values may stand in quotes.
+    ``columns`` has "" for an empty column; None: the first line names the columns.
     """
 
     name: str
@@ -45,8 +40,8 @@ class _Format:
     quoted: bool = False
 
 
-# Of 100K; of 1M and 10M, which separate values by "::", an empty column between two colons; of 20M
-# and later ones; of RecBole's copies.
+# In this order: 100K; 1M and 10M; 20M and later; RecBole's copies. 1M and 10M separate values by
+# "::", and Arrow's delimiter is one character: every second column is empty.
 _RATING_FORMATS = (
     _Format("u.data", "\t", tuple(_RATINGS)),
     _Format("ratings.dat", ":", ("user_id", "", "movie_id", "", "rating", "", "timestamp")),
@@ -67,7 +62,7 @@ _USER_FORMATS = (
     _Format(".user", "\t"),
 )
 
-# Names of columns in the headers of GroupLens and RecBole, without their types.
+# Our names of the columns in headers of GroupLens, and of RecBole without the types.
 _HEADERS = {
     "userId": "user_id",
     "movieId": "movie_id",
@@ -91,7 +86,7 @@ def movielens_ratings(path: str | os.PathLike[str]) -> pa.Table:
 
     Raises:
         OSError: The file cannot be read.
-        DataError: There is no file of ratings, a line is malformed, or a value is missing.
+        DataError: The directory has no file of ratings, a line is malformed, or a value is missing.
 
     Example:
         >>> import tempfile
@@ -115,7 +110,7 @@ def movielens_ratings(path: str | os.PathLike[str]) -> pa.Table:
 def _find(
     path: pathlib.Path, formats: Sequence[_Format], missing: str
 ) -> tuple[pathlib.Path, _Format]:
-    """Return the file at a path, or of a directory, that has a format's name."""
+    """Return the first file at a path or in a directory whose name a format has, and the format."""
     candidates = sorted(path.iterdir()) if path.is_dir() else [path]
     for layout in formats:
         for file in candidates:
@@ -134,12 +129,12 @@ def movielens_movies(path: str | os.PathLike[str]) -> pa.Table:
             ``.item`` file.
 
     Returns:
-        ``movie_id`` int32, ``title`` string (with the year, except in RecBole's files), ``genres``
-        list of strings, ``year`` int32, null if unknown.
+        ``movie_id`` int32; ``title`` string, which ends with the year except in RecBole's files;
+        ``genres`` list of strings; ``year`` int32, null if unknown.
 
     Raises:
         OSError: The file cannot be read.
-        DataError: There is no file of movies, or a line is malformed.
+        DataError: The directory has no file of movies, or a line is malformed.
     """
     path = pathlib.Path(path)
     missing = "there is no file of MovieLens movies here: u.item (100K), movies.dat (1M) or"
@@ -169,7 +164,7 @@ def _movies(
     genres: Sequence[Sequence[str]],
     years: pa.ChunkedArray | None = None,
 ) -> pa.Table:
-    """Make the table of movies; without ``years``, the year is taken from the end of the title."""
+    """Make the table of movies; without ``years``, read the year from the end of the title."""
     if years is None:
         found = pc.extract_regex(titles, r"\((?P<year>[0-9]{4})\)\s*$")
     else:
@@ -179,7 +174,9 @@ def _movies(
 
 
 def _movies_of_lines(file: pathlib.Path, encoding: str) -> pa.Table:
-    """Parse lines ``id::title::genres``; titles contain colons, which CSV readers cannot parse."""
+    """Parse lines ``id::title::genres``."""
+    # Titles contain single colons, so that the trick of empty columns does not work here. The
+    # file has at most some ten thousand lines.
     ids, titles, genres = [], [], []
     for number, line in enumerate(file.read_text(encoding).splitlines(), start=1):
         fields = line.split("::")
@@ -204,19 +201,19 @@ def movielens_users(path: str | os.PathLike[str]) -> pa.Table:
         path: The data set's directory, with ``u.user``, ``users.dat`` or a RecBole ``.user`` file.
 
     Returns:
-        ``user_id`` int32, ``age`` int32 (1M: the first year of a range), ``gender`` string,
-        ``occupation`` string (1M: its number), ``zip_code`` string.
+        ``user_id`` int32; ``age`` int32, in 1M the first year of a range; ``gender`` string;
+        ``occupation`` string, in 1M a number; ``zip_code`` string.
 
     Raises:
         OSError: The file cannot be read.
-        DataError: There is no file of users, or a line is malformed.
+        DataError: The directory has no file of users, or a line is malformed.
     """
     missing = "there is neither u.user (100K) nor users.dat (1M) here"
     return _read(*_find(pathlib.Path(path), _USER_FORMATS, missing), _USERS)
 
 
 def _read(file: pathlib.Path, layout: _Format, types: dict[str, pa.DataType]) -> pa.Table:
-    """Read some columns of a file; raise DataError for a malformed header or line."""
+    """Read the columns ``types`` of a file."""
     if layout.columns is None:
         names = _header(file, layout.delimiter, types)
     else:
@@ -225,7 +222,7 @@ def _read(file: pathlib.Path, layout: _Format, types: dict[str, pa.DataType]) ->
         return pyarrow.csv.read_csv(
             file,
             pyarrow.csv.ReadOptions(
-                use_threads=False,  # errors then name the row
+                use_threads=False,  # only without threads do Arrow's errors name the row
                 column_names=names,
                 skip_rows=int(layout.columns is None),
                 encoding=layout.encoding,
@@ -242,7 +239,8 @@ def _read(file: pathlib.Path, layout: _Format, types: dict[str, pa.DataType]) ->
 
 
 def _header(file: pathlib.Path, delimiter: str, types: Collection[str]) -> list[str]:
-    """Return the names in the first line, which may be in any order but must hold all ``types``."""
+    """Return our names of the columns in the first line, which must name all ``types``."""
+    # Spreadsheets write a byte order mark, which utf-8-sig drops.
     with file.open(encoding="utf-8-sig", errors="replace") as opened:
         header = opened.readline().rstrip("\r\n")
     fields = [field.strip('"').partition(":")[0] for field in header.split(delimiter)]

@@ -1,4 +1,4 @@
-"""The synthetic multi-hot data of MLPerf's DLRM benchmark: several ids made from each id."""
+"""The synthetic multi-hot data of MLPerf's DLRM benchmark, which makes several ids of each id."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ PARETO_SHAPE = 0.25
 
 @dataclasses.dataclass(frozen=True)
 class MultiHot:
-    """Replaces each id of a feature by several ids: itself and others, drawn once for all batches.
+    """Replaces each id of a feature by several ids: itself and others that are drawn once.
 
-    The ids equal those of MLPerf's reference (``multi_hot.py`` of facebookresearch/dlrm): NumPy's
-    legacy generator draws them for one feature after another, so that every process has the same.
-    The tables of ids take ``4 * table_rows * size`` bytes each.
+    The same id always becomes the same bag, in all batches and all processes. The ids equal those
+    of MLPerf's reference (``multi_hot.py`` of facebookresearch/dlrm). Each feature's table of ids
+    takes ``4 * table_rows * size`` bytes.
 
     Attributes:
         keys: Names of the features.
@@ -67,8 +67,9 @@ class MultiHot:
 
     @functools.cached_property
     def tables(self) -> tuple[Int[np.ndarray, "rows size"], ...]:
-        """For each feature ``[table_rows, size]`` int32; row ``i`` holds the ids for id ``i``."""
-        # One stream for all features, as in the reference: the order of the draws makes the ids.
+        """For each feature ``[table_rows, size]`` int32; row ``i`` has the ids for id ``i``."""
+        # One stream of NumPy's legacy generator for all features, as in the reference: the ids
+        # depend on the order of the draws.
         stream = np.random.RandomState(self.seed)
         return tuple(
             np.concatenate(
@@ -82,7 +83,8 @@ class MultiHot:
         if self.distribution == "uniform":
             return stream.randint(0, rows, size=(rows, size)).astype(np.int32)
         drawn = stream.pareto(PARETO_SHAPE, size=(rows, size))
-        # On x86 a float beyond int32 converts to -2^31; other processors differ.
+        # The reference converts floats beyond int32, which gives -2^31 on x86 and other numbers on
+        # other processors: all get x86's here.
         drawn = np.where(drawn < 2**31, drawn, -(2.0**31)).astype(np.int32)
         return drawn % np.int32(rows)
 
@@ -107,5 +109,5 @@ class MultiHot:
         return KeyedJaggedArray.from_dense(bags, capacities=self.capacities(len(ids)))
 
     def capacities(self, batch_size: int) -> Sequence[int]:
-        """Return the capacity of each feature of a batch, which has no padding."""
+        """Return the capacity of each feature of a batch: all bags have their full length."""
         return tuple(batch_size * size for size in self.sizes)

@@ -18,7 +18,7 @@ class WeightedBatch(NamedTuple):
 
     Attributes:
         batch: Any pytree of `KeyedJaggedArray`s and arrays with a leading batch axis.
-        weights: ``[batch]`` float32: 1, or 0 where the sample is padding.
+        weights: ``[batch]`` float32, the weights of the samples; 0 for padding.
     """
 
     batch: Any
@@ -28,13 +28,13 @@ class WeightedBatch(NamedTuple):
 def pad_batch(batch: Any, batch_size: int) -> WeightedBatch:
     """Fill a host batch up to ``batch_size`` samples with padding of weight 0.
 
-    Padding has empty bags in each `KeyedJaggedArray`: it reads and updates no rows and needs no
-    capacity. Arrays repeat their last sample, so that a function that is finite for samples is
-    finite for padding; arrays without a sample get zeros. All batches of an epoch then have one
-    shape, which divides by the devices of a mesh if ``batch_size`` does.
+    All batches of an epoch then have one shape, and XLA compiles the step once. The padding has
+    empty bags in each `KeyedJaggedArray`, so that it reads and updates no rows. Arrays repeat their
+    last sample: a function that is finite for samples is finite for padding. Arrays without a
+    sample get zeros.
 
     Padding does not change a weighted loss ``(weights * losses).sum() / weights.sum()`` nor metrics
-    that take the weights. It changes layers that mix samples, such as batch normalization in
+    that take the weights. It does change layers that mix samples, such as batch normalization in
     training and in-batch negatives, unless they take the weights.
 
     Args:
@@ -45,8 +45,8 @@ def pad_batch(batch: Any, batch_size: int) -> WeightedBatch:
     Returns:
         The padded batch, with the structure of ``batch``, and the weights of its samples. A batch
         of a `jaxrec.Packer` gets the capacities of the packer's batches of ``batch_size`` samples.
-        In another batch, the capacity of a feature with equally many ids in each sample and no
-        spare capacity becomes ``batch_size`` times the ids of a sample.
+        In another batch, most features keep their capacity. A feature whose ``[batch]`` bags all
+        have ``n`` ids and whose capacity is ``batch * n`` gets ``batch_size * n``.
 
     Raises:
         TypeError: A leaf is not an array of samples, or the batch is on a mesh.
@@ -87,14 +87,15 @@ def pad_batch(batch: Any, batch_size: int) -> WeightedBatch:
 
 
 def empty_batch(batch: Any) -> Any:
-    """Return a host batch of the same shapes that counts for nothing, made of a batch with weights.
+    """Return a copy of a host batch whose samples all have weight 0 and empty bags.
 
-    All samples have weight 0 and empty bags, so that no row is read or updated. Arrays stay: they
-    are values for which the model is finite. For `jaxrec.mesh.even_batches`.
+    The empty batch has the shapes of ``batch``, and reads and updates no rows. Other arrays stay as
+    they are, since the model is finite for them. `jaxrec.mesh.even_batches` uses empty batches for
+    processes that have no more rows.
 
     Args:
-        batch: A `WeightedBatch`, or a dataclass or named tuple that has the weights of its samples
-            in a field ``weights``, such as `ClickBatch`; in host memory.
+        batch: Batch in host memory with the weights of its samples in a field ``weights``: a
+            `WeightedBatch`, or another dataclass or named tuple such as `ClickBatch`.
 
     Raises:
         TypeError: The batch has no field ``weights``.
@@ -128,6 +129,8 @@ def num_samples(batch: Any) -> int:
         raise TypeError(f"a batch must have arrays of samples, got {batch!r}")
     first = leaves[0]
     if isinstance(first, KeyedJaggedArray):
+        # A sharded batch has values [devices, capacity], and strides of one device's samples. With
+        # shared bags the strides count bags, and the inverse indices count samples.
         devices = first.values.shape[0] if np.ndim(first.values) == 2 else 1
         inverse = first.inverse_indices
         return devices * (max(first.strides, default=0) if inverse is None else inverse.shape[-1])
@@ -172,6 +175,8 @@ def _with_empty_bags(batch: KeyedJaggedArray, missing: int) -> KeyedJaggedArray:
     """Append ``missing`` samples without ids."""
     size = batch.batch_size
     lengths = np.split(np.asarray(batch.lengths), np.cumsum(batch.strides)[:-1])
+    # Ids of each sample of the features without spare capacity, such as one id per sample: there
+    # the capacity follows from the batch size, and padded batches must have the usual shape.
     per_sample = {
         key: capacity // size
         for key, capacity, bags in zip(batch.keys, batch.capacities, lengths, strict=True)
@@ -191,7 +196,8 @@ def _with_empty_bags(batch: KeyedJaggedArray, missing: int) -> KeyedJaggedArray:
         inverse_indices=inverse,
         strides=tuple(stride + bags for stride in batch.strides),
     )
-    if batch.memory is not None:  # the capacities of the packer's batches of this size
-        # Empty bags of samples say nothing of the lengths of others, and shared bags are counted.
+    if batch.memory is not None:  # made by a Packer
+        # The packer learns the lengths of bags from batches, and must not learn from the empty
+        # bags of padding. A shared bag is counted: inverse indices point to it.
         return fitted(padded, batch.memory, lengths if inverse is None else with_empty)
     return padded.with_capacities({key: n * (size + missing) for key, n in per_sample.items()})

@@ -30,9 +30,9 @@ class ParquetGroups(FileGroups):
 
     Attributes:
         paths: The files, in order.
-        columns: Names of the columns that are read; None: all. The name of a directory
-            ``key=value`` on a file's path is a column of the file, which has no such column itself.
-        keys: Names of the directories' columns that are read if ``columns`` is None.
+        columns: Names of the columns to read; None: all. A directory ``key=value`` on a file's path
+            is a column ``key`` of the file, unless the file has a column of this name.
+        keys: Names of the directories' columns to read if ``columns`` is None.
 
     Raises:
         OSError: A file cannot be read.
@@ -58,10 +58,10 @@ class ParquetGroups(FileGroups):
         Args:
             directory: The directory, which may have directories named ``key=value``; or a pattern
                 of files or directories, such as ``parts/*.parquet``.
-            columns: Names of the columns that are read; None: all.
+            columns: Names of the columns to read; None: all.
 
         Raises:
-            FileNotFoundError: There is no such file or directory.
+            FileNotFoundError: The file or directory does not exist.
             DataError: The directory has no Parquet files.
         """
         files = parquet_files(directory)
@@ -86,20 +86,16 @@ class _OpenParquet(NamedTuple):
         return tuple(metadata.row_group(n).num_rows for n in range(metadata.num_row_groups))
 
     def read(self, group: int, columns: list[str] | None) -> pa.Table:
+        # Several threads read groups already: threads of PyArrow within them would only compete.
         return self.file.read_row_group(group, columns=columns, use_threads=False)
 
 
 @contextlib.contextmanager
 def open_parquet(path: str | os.PathLike[str], **options: Any) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file for the ``with`` block.
-
-    Writers store an Arrow schema beside Parquet's own. A file with types that PyArrow does not
-    know there, such as polars' Int128, is read by Parquet's schema.
-
-    Args:
-        path: The file.
-        options: Options of `pyarrow.parquet.ParquetFile`.
-    """
+    """Open a Parquet file for the ``with`` block, with options of `pyarrow.parquet.ParquetFile`."""
+    # Writers store an Arrow schema beside Parquet's own, and PyArrow refuses a file if it does not
+    # know a type there, such as polars' Int128. Without the Arrow schema PyArrow reads the file by
+    # Parquet's schema.
     try:
         with contextlib.ExitStack() as stack:
             try:
@@ -130,8 +126,10 @@ def read_checked(path: str | os.PathLike[str]) -> pa.Table:
 
 
 def columns_of(file: pq.ParquetFile) -> pa.Schema:
-    """Return the columns of an open file; byte columns of an unknown Arrow type become opaque."""
+    """Return the columns of an open file."""
     columns = file.schema_arrow
+    # If the Arrow schema is hidden, bytes of a fixed size may be numbers of an unknown type: as
+    # opaque columns they are left out of the features, and not taken for ids.
     if _OTHER_KEY not in (file.metadata.metadata or {}):
         return columns
     for number, field in enumerate(columns):
@@ -142,7 +140,7 @@ def columns_of(file: pq.ParquetFile) -> pa.Schema:
 
 
 class _Patched(io.FileIO):
-    """A file, other bytes in the place of its last ones."""
+    """A read-only file whose last bytes are replaced by ``end``."""
 
     def __init__(self, path: str | os.PathLike[str], end: bytes):
         super().__init__(path)
@@ -166,7 +164,9 @@ class _Patched(io.FileIO):
 
 
 def _without_arrow_schema(path: str | os.PathLike[str]) -> _Patched | None:
-    """Open a file with the Arrow schema of its footer under another key; None: it has none."""
+    """Open a file with its Arrow schema hidden; None: it has no Arrow schema."""
+    # The footer's key of the schema becomes another of the same length, so that no position in
+    # the file changes and the file need not be copied.
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL_BYTES))

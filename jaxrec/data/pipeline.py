@@ -1,4 +1,4 @@
-"""Batches that threads make while the devices compute."""
+"""Threads that make batches while the devices compute."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from jaxrec.ragged import KeyedJaggedArray
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# Seconds after which a thread that waits checks whether the pipeline was closed.
+# Seconds after which a waiting thread checks whether the pipeline was closed: queues cannot be
+# closed in Python 3.11.
 POLL_SECONDS = 0.1
 
 # Seconds that `Pipeline.close` waits for each thread. A thread that hangs ends with the program.
@@ -48,7 +49,7 @@ def each_batch(batches: Any) -> Iterator[Any]:
 
 
 # Python stops daemon threads wherever they are when it ends. In compiled code this can crash the
-# process, so that threads end before.
+# process. Closing the pipelines first ends their threads.
 _open_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
@@ -65,19 +66,19 @@ class Pipeline:
     the devices compute batch ``i`` while ``place`` puts batch ``i + 1`` on the devices and
     ``reader`` makes batch ``i + 2``.
 
-    Use the pipeline in a ``with`` block, which ends its threads also after an exception. The end of
-    the program ends them as well. An exception of the source or of a stage is raised in place of
-    its batch, after all batches before.
+    Use the pipeline in a ``with`` block: the threads then end after an exception, too. The end of
+    the program also ends them. An exception of the source or of a stage is raised by `next` in
+    place of its batch, after all batches before.
 
     Args:
         batches: The source. One thread iterates over it, and calls its ``close`` at the end if it
-            has one. When the pipeline is closed, a source that waits in this thread is woken by its
-            ``interrupt`` if it has one, as a pipeline and `jaxrec.mesh.even_batches` do.
+            has that method. Closing the pipeline calls the source's ``interrupt``, if it has that
+            method, to wake a source that waits; pipelines and `jaxrec.mesh.even_batches` have it.
         *stages: Functions of a batch, in order, such as packing ids or putting the batch on
             devices (`jaxrec.train.put_batch`, or `jaxrec.mesh.shard_batch` with a mesh).
         ahead: Number of batches that may wait after the reader and after each stage.
-        on_close: Called when the pipeline is closed, before it waits for its threads; None: nothing
-            is. It wakes a stage that waits for something.
+        on_close: Function to call when the pipeline is closed, before it waits for its threads. It
+            wakes a stage that waits for something. None: no stage waits.
 
     Raises:
         ValueError: ``ahead`` is below 1.
@@ -167,8 +168,8 @@ class Pipeline:
             error: BaseException | None = None
         except BaseException as raised:  # the consumer raises it
             error = raised
-        # The thread that iterates closes, too: a generator that runs in one thread cannot be closed
-        # by another.
+        # Closed by the thread that iterates: Python refuses to close a generator that runs in
+        # another thread.
         if hasattr(source, "close"):
             source.close()
         self._put(target, _Message(is_end=True, error=error))
@@ -212,23 +213,18 @@ def ordered_map(
     pool: concurrent.futures.Executor,
     ahead: int,
 ) -> Generator[Result, None, None]:
-    """Yield ``function(item)`` of each item in order, computed by a pool.
-
-    Args:
-        function: Called by the pool's threads.
-        items: Its arguments.
-        pool: The pool.
-        ahead: Number of results that the pool computes before they are asked for.
-    """
+    """Yield ``function(item)`` of each item in order; the pool computes ``ahead`` results ahead."""
     pending: collections.deque[concurrent.futures.Future[Result]] = collections.deque()
     try:
         for item in items:
             pending.append(pool.submit(function, item))
+            # Executor.map would read all items at once: the bound keeps memory small.
             if len(pending) > ahead:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
     finally:
+        # The consumer stopped early, or one item failed.
         for future in pending:
             future.cancel()
 
@@ -236,6 +232,6 @@ def ordered_map(
 def made_ahead(
     make: Callable[[int], Result], numbers: range, threads: int, ahead: int
 ) -> Iterator[Result]:
-    """Yield the batches of some numbers, which threads of their own make ahead."""
+    """Yield ``make(number)`` of each number in order; ``threads`` threads make them ahead."""
     with concurrent.futures.ThreadPoolExecutor(threads, "batches") as pool:
         yield from ordered_map(make, numbers, pool, ahead)

@@ -23,8 +23,8 @@ class DenseColumn:
         transform: "standardize" subtracts the mean of the training rows and divides by their
             standard deviation. "log1p" is ``sign(x) * log(1 + abs(x))``. "log_counts" is
             ``log(x + 3)``, MLPerf's transform of Criteo's counts. "none" keeps the numbers.
-        missing: Value of a null before the transform: the "mean" of the training rows or "zero"; or
-            "error" to refuse nulls.
+        missing: Value of a null before the transform. "mean": the mean of the training rows.
+            "zero": 0. "error": nulls are refused.
     """
 
     transform: Literal["standardize", "log1p", "log_counts", "none"] = "standardize"
@@ -41,23 +41,25 @@ class CategoricalColumn:
     """Encoding of a column of strings, ids or lists of these as the bags of one table.
 
     Attributes:
-        encoding: "vocabulary": each value of the training rows has a row (`Vocabulary`). "hash":
-            the row is the value's hash (`jaxrec.ragged.hash_ids`). "ids": ids are row indices.
-            "modulo": the row is the id modulo the rows of the table. "dynamic": values get rows
-            when they come, and lose them (`jaxrec.tier`); an id is the integer itself, or the
-            64-bit hash of a string or bytes. "frozen", in exported models: as dynamic, with the
-            rows that values had at the export.
-        num_embeddings: Number of rows of the table; not for "vocabulary", which determines it.
-        min_count: Number of appearances from which a value is in the vocabulary.
+        encoding: How a value gets its row. "vocabulary": each value that is frequent enough in the
+            training rows has a row (`Vocabulary`). "hash": the row is the value's hash
+            (`jaxrec.ragged.hash_ids`). "ids": ids are row indices. "modulo": the row is the id
+            modulo the rows of the table. "dynamic": values get rows when they first come, and may
+            lose them later (`jaxrec.tier`); the raw id is the integer itself, or the 64-bit hash of
+            a string or bytes. "frozen", in exported models: values keep the rows that "dynamic" had
+            given them.
+        num_embeddings: Number of rows of the table; None for "vocabulary", which determines it.
+        min_count: Smallest number of appearances of a value of the vocabulary.
         max_size: Largest number of values of the vocabulary; None: no limit.
         num_unknown: Number of rows for values outside the vocabulary.
-        missing: How a null is encoded. "unknown": as row 0 with a vocabulary, else as an empty bag.
-            "error": nulls are refused.
+        missing: How a null is encoded. "unknown": as row 0 with a vocabulary, and as an empty bag
+            with other encodings. "error": nulls are refused.
         embedding_dim: Number of columns of the table; None: the model's.
         pooling: "sum" or "mean" of the embeddings of a list.
 
     Raises:
-        SchemaError: A number is out of range, missing, or not for this encoding.
+        SchemaError: A number is out of range, ``num_embeddings`` is missing, or the encoding is
+            "vocabulary" and has ``num_embeddings``.
     """
 
     encoding: Literal["vocabulary", "hash", "ids", "modulo", "dynamic", "frozen"] = "vocabulary"
@@ -95,7 +97,7 @@ class Schema:
         weight: Name of the column of sample weights, 0 or above; None: all weights are 1.
 
     Raises:
-        SchemaError: A column is named twice, or there is no categorical column.
+        SchemaError: A column has two roles, or the schema has no categorical column.
 
     Example:
         >>> schema = Schema.from_dict({
@@ -203,6 +205,7 @@ def _check_keys(where: str, content: Mapping[Any, Any], known: Sequence[str]) ->
 
 
 def _columns(kind: Any, where: str, content: Any) -> dict[str, Any]:
+    # A list of names is short for a mapping of names to no options.
     if isinstance(content, Sequence) and not isinstance(content, str):
         content = dict.fromkeys(content)
     columns = {}
@@ -217,6 +220,7 @@ def _columns(kind: Any, where: str, content: Any) -> dict[str, Any]:
 
 
 def _column(kind: Any, options: Any) -> Any:
+    # The annotations of the dataclass are the format: its fields are integers or Literals of text.
     types = get_type_hints(kind)
     options = _mapping("its options", options)
     _check_keys("it", options, [*types])
@@ -224,6 +228,7 @@ def _column(kind: Any, options: Any) -> Any:
         if choices := [x for x in get_args(types[key]) if isinstance(x, str)]:
             if value not in choices:
                 raise SchemaError(f"{key} must be one of {', '.join(choices)}; got {value!r}")
+        # `type() is`, since YAML's `true` is an instance of int.
         elif type(value) is not int and (value is not None or types[key] is int):
             raise SchemaError(f"{key} must be a whole number, got {value!r}")
     return kind(**options)

@@ -20,7 +20,8 @@ from jaxrec.data.pipeline import made_ahead
 
 Batch = TypeVar("Batch")
 
-# Number of windows of rows in memory: the current one and its neighbours.
+# Number of windows of rows in memory. A batch may span two windows, and threads make later batches
+# ahead, which may need a third.
 KEPT_WINDOWS = 3
 
 
@@ -29,7 +30,7 @@ class Shard:
     """The part of the rows that one of several processes reads.
 
     Attributes:
-        index: Number of the process.
+        index: Number of the process, from 0.
         count: Number of processes.
     """
 
@@ -41,7 +42,7 @@ class Shard:
             raise ValueError(f"a shard is one of 0 to count - 1, got {self.index} of {self.count}")
 
     def stretch(self, rows: int) -> tuple[int, int]:
-        """Return the range of rows of an equal part; the first processes may have one row more.
+        """Return the process's range of rows; the ranges differ by at most one row in length.
 
         Example:
             >>> [Shard(index, 3).stretch(50) for index in range(3)]
@@ -54,28 +55,28 @@ class Shard:
 class BatchSource(Generic[Batch]):
     """The batches of a run by number: a sequence, and a source for Grain.
 
-    With a seed, each epoch reads the row groups in a different random order, ``window`` groups at a
-    time, and shuffles the rows of a window. Batch ``i`` depends only on the arguments and on ``i``,
-    so that a resumed run continues with the batch of its step.
+    With a seed, each epoch reads the row groups in a different random order. It reads ``window``
+    groups at a time and shuffles their rows together. Batch ``i`` depends only on the arguments and
+    on ``i``, so that a resumed run continues with the batch of its step.
 
-    With several processes each reads its own row groups. All processes have about equally many rows
-    and the same number of batches.
+    With several processes, each process reads other row groups. All processes have about equally
+    many rows and the same number of batches.
 
     Attributes:
         groups: The row groups.
         batch_size: Number of rows of a batch of this process.
-        transform: Function of the rows of a batch, which returns the batch.
+        transform: Function that makes a batch of a table of its rows.
         seed: Seed of the order; None: the order of the files.
         epochs: Number of epochs.
         shard: Number of this process and of all processes.
         window: Number of row groups that are shuffled together.
-        drop_remainder: Whether each batch has ``batch_size`` rows, and the rows that remain at the
-            end of an epoch are left out. False: the batches hold all rows; the last ones are
-            smaller, with one row or more on each process, and `pad_batch` fills them up. None:
-            False for one process, True for several.
+        drop_remainder: True: each batch has ``batch_size`` rows, and an epoch leaves out the rows
+            that remain at its end. False: an epoch has all rows. Its last batches are smaller, with
+            one row or more on each process, and `pad_batch` fills them up. None: False for one
+            process, True for several.
 
     Raises:
-        ValueError: A number is below 1.
+        ValueError: ``batch_size``, ``epochs`` or ``window`` is below 1.
         DataError: A process has too few rows for its batches; raised on first use.
 
     Example:
@@ -128,19 +129,20 @@ class BatchSource(Generic[Batch]):
         return batches
 
     def _first_row(self, batch: int, rows: int) -> int:
-        """Return the first row of an epoch's batch, with one or more rows for each later one."""
+        """Return the first row of a batch among the ``rows`` of the process's epoch."""
         # Processes have unequally many rows and equally many batches: the last ones may be small,
-        # and must not be empty.
+        # and must not be empty. The minimum leaves at least one row for each batch that follows.
         return min(batch * self.batch_size, rows - (self.batches_per_epoch - batch))
 
     @functools.cached_property
     def _dealt(self) -> tuple[tuple[int, ...], ...]:
-        """Row groups of each process: the largest first, to the process with the fewest rows."""
+        """Row groups of each process."""
         if self.shard.count == 1:
             return (tuple(range(len(self.groups.sizes))),)
         dealt: list[list[int]] = [[] for _ in range(self.shard.count)]
         rows = [0] * self.shard.count
-        # The largest first: small groups then even out what large ones left uneven.
+        # The largest group first, to the process with the fewest rows: small groups then even out
+        # what the large ones left uneven.
         for group in sorted(range(len(self.groups.sizes)), key=lambda g: -self.groups.sizes[g]):
             receiver = rows.index(min(rows))
             dealt[receiver].append(group)
@@ -186,17 +188,17 @@ class BatchSource(Generic[Batch]):
         rows = pa.concat_tables([self.groups.read(group) for group in groups])
         if self.seed is None:
             return rows
-        # A generator of its own, so that any window can be read without those before.
+        # Each window seeds a generator, so that a resumed run reads its window and none before.
         order = np.random.default_rng([self.seed, epoch, window]).permutation(len(rows))
         return pc.take(rows, pa.array(order), boundscheck=False)
 
     def from_batch(self, start: int = 0, *, threads: int = 2, prefetch: int = 4) -> Iterator[Batch]:
-        """Yield the batches from ``start`` on, which threads make ahead.
+        """Yield the batches from ``start`` on, in order; threads make them ahead.
 
         Args:
             start: Number of the first batch, such as the number of steps made before.
             threads: Number of threads.
-            prefetch: Number of batches that are made ahead.
+            prefetch: Number of batches to make ahead.
         """
         return made_ahead(self.__getitem__, range(start, len(self)), threads, prefetch)
 
@@ -238,10 +240,13 @@ class _WindowCache:
             try:
                 future.set_result(read())
             except BaseException as error:
+                # Threads that wait get the error; a later batch reads the window anew, as after a
+                # network file system came back.
                 with self._lock:
                     self._windows.pop(key, None)
                 future.set_exception(error)
         return future.result()
 
     def __reduce__(self) -> tuple[type[_WindowCache], tuple[()]]:
-        return _WindowCache, ()  # empty in another process
+        # Grain's workers pickle the source: locks cannot be pickled, and rows need not be.
+        return _WindowCache, ()

@@ -1,4 +1,4 @@
-"""Statistics of columns: moments of numbers, lengths of lists and the capacities of batches."""
+"""Statistics of columns: moments of numbers, lengths of lists, and capacities made of them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ from jaxrec.ragged.capacity import LengthMoments, capacity_for
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-    """Mean and variance of numbers; the moments of two sets of numbers can be added.
-
-    Attributes:
-        count: Number of numbers.
-        mean: Mean of the numbers.
-        squares: Sum of squared differences from the mean.
-    """
+    """Count, mean and sum of squared differences from the mean; two sets' moments can be added."""
 
     count: int = 0
     mean: float = 0.0
@@ -40,6 +34,7 @@ class Moments:
     def __add__(self, other: Moments) -> Moments:
         """Return the moments of both sets (Chan, Golub and LeVeque 1983, "Algorithms for computing
         the sample variance", equation 2.1)."""
+        # Sums of squares of large numbers, such as timestamps, would cancel to noise.
         count = self.count + other.count
         if not count:
             return self
@@ -53,8 +48,8 @@ class ListLengths:
     """Histogram of the lengths of a column's lists.
 
     Attributes:
-        lengths: ``[distinct]`` lengths, ascending.
-        counts: ``[distinct]`` number of lists of each length.
+        lengths: ``[distinct]`` int64 lengths, ascending.
+        counts: ``[distinct]`` int64, number of lists of each length.
 
     Example:
         >>> seen = ListLengths.of(np.array([1, 3, 1, 2])) + ListLengths.of(np.array([9]))
@@ -79,18 +74,20 @@ class ListLengths:
 
     def usual(self, samples: int) -> int:
         """Return a capacity for nearly every batch: the mean and four standard deviations."""
+        # The ids of a batch are a sum over its samples, and so nearly normal: one batch in 30,000
+        # has more.
         total = max(int(self.counts.sum()), 1)
         mean = float(self.lengths @ self.counts) / total
         variance = float((self.lengths - mean) ** 2 @ self.counts) / total
         return capacity_for(int(samples * mean + 4 * (samples * variance) ** 0.5))
 
     def most(self, samples: int) -> int:
-        """Return a capacity for every batch: the length of the longest ``samples`` lists."""
+        """Return a capacity for every batch: the total length of the ``samples`` longest lists."""
         taken = np.minimum(np.cumsum(self.counts[::-1]), samples)
         return capacity_for(int(np.diff(taken, prepend=0) @ self.lengths[::-1]))
 
     def moments(self) -> LengthMoments:
-        """Return the moments of the lengths."""
+        """Return the moments of the lengths, as `jaxrec.Packer` takes them."""
         return LengthMoments.of(self.lengths, self.counts)
 
 
@@ -98,7 +95,7 @@ def usual_capacity(lengths: Sequence[int] | np.ndarray, batch_size: int) -> int:
     """Return a capacity for nearly every batch: the mean and four standard deviations.
 
     Args:
-        lengths: Number of ids of each sample that batches are drawn from.
+        lengths: Number of ids of each sample of the data.
         batch_size: Number of samples of a batch.
 
     Example:

@@ -15,33 +15,27 @@ CATEGORICAL_NAMES = tuple(f"cat_{i}" for i in range(NUM_CATEGORICAL))
 
 
 def log_counts(counts: Int[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
-    """Compute ``log(x + 3)``, with which MLPerf trains TorchRec's DLRM.
+    """Compute ``log(x + 3)`` as float32, MLPerf's transform for TorchRec's DLRM.
 
-    Criteo's smallest count is -2, and missing counts are 0. Counts below -2 are taken as -2.
-
-    Returns:
-        float32.
+    Counts below -2 are taken as -2.
     """
+    # Criteo's smallest count is -2, so that only counts of other data are clipped.
     return np.log(np.maximum(counts, -2).astype(np.float32) + 3)
 
 
 def log_counts_above(
     counts: Int[np.ndarray, "*shape"], smallest: int
 ) -> Float[np.ndarray, "*shape"]:
-    """Compute ``log(x - smallest + 2)``, TorchRec's preprocessing; ``smallest`` is of a file.
+    """Compute ``log(x - smallest + 2)`` as float32, TorchRec's preprocessing.
 
-    Returns:
-        float32.
+    ``smallest`` is the smallest count of the text file.
     """
+    # int64, since the difference of two int32 may overflow.
     return np.log((counts.astype(np.int64) - (smallest - 2)).astype(np.float32))
 
 
 def table_ids(
     hashes: Integer[np.ndarray, "rows tables"], table_rows: tuple[int, ...]
 ) -> Int[np.ndarray, "rows tables"]:
-    """Compute ids modulo the rows of their tables, as TorchRec does; a missing id is 0.
-
-    Returns:
-        int32.
-    """
+    """Compute int32 ids modulo the rows of their tables, as TorchRec does."""
     return (hashes % np.array(table_rows, hashes.dtype)).astype(np.int32)

@@ -20,7 +20,7 @@ from jaxrec.data.parquet import read_checked, write_checked
 from jaxrec.ragged import hash_ids
 from jaxrec.ragged.arrow import map_values
 
-# Number of counted values that wait to be added to the total.
+# Number of counted values that may wait to be added to the total.
 _PENDING = 1 << 20
 
 _METADATA_KEY = b"jaxrec.vocabulary"
@@ -68,8 +68,8 @@ class ValueCounts:
             return np.zeros(len(values), bool)
 
         map_values(_as_arrow(column), count, accepts_nulls=True)
-        # Counts are added up when as many wait as there are in total: each is then added up a few
-        # times, not once for every chunk.
+        # Adding up costs as much as the total is large, so that doing it for every chunk would be
+        # quadratic. Waiting until the pending counts outnumber the total adds each a few times.
         waiting = sum(map(len, self._pending))
         if waiting > max(_PENDING, len(self._counted or ())):
             self._add_up()
@@ -85,7 +85,7 @@ class ValueCounts:
     def vocabulary(
         self, *, min_count: int = 1, max_size: int | None = None, num_unknown: int = 1
     ) -> Vocabulary:
-        """Make a vocabulary from the counts so far; see `Vocabulary.build`."""
+        """Make a vocabulary from the counts so far, with the arguments of `Vocabulary.build`."""
         if min_count < 1 or num_unknown < 0 or (max_size is not None and max_size < 0):
             raise ValueError(
                 "min_count must be 1 or more, max_size and num_unknown 0 or more; got "
@@ -95,18 +95,16 @@ class ValueCounts:
         if table is None:
             raise ValueError("a vocabulary needs at least one value, got none")
         table = table.filter(pc.field("count") >= min_count)
+        # By value among equal counts: the order of chunks must not change a row index.
         table = table.sort_by([("count", "descending"), ("value", "ascending")])[:max_size]
         values = table["value"].combine_chunks()
         return Vocabulary(values, table["count"].to_numpy(), num_unknown)
 
 
 class ValueIndex(NamedTuple):
-    """Hashes of the values of a vocabulary.
+    """Sorted, distinct hashes of a vocabulary's values, and the position of each one's value.
 
-    Attributes:
-        hashes: ``[size]`` uint64 hashes, ascending, all different.
-        positions: ``[size]`` position of each hash's value among the values.
-        seed: Seed of the hashes, with which they are all different.
+    ``seed`` is a seed with which no two values have the same hash.
     """
 
     hashes: UInt64[np.ndarray, " size"]
@@ -118,8 +116,8 @@ class ValueIndex(NamedTuple):
 class Vocabulary:
     """Row indices of known strings, bytes or 64-bit ids.
 
-    The first rows of the table, ``0`` to ``num_unknown - 1``, are for unknown values, which are
-    distributed by their hash. The rows of known values follow, the most frequent first.
+    The first ``num_unknown`` rows of the table are for unknown values; a value's hash chooses one.
+    The rows of known values follow, the most frequent first.
 
     Attributes:
         values: ``[size]`` Arrow array of large_string, large_binary or int64, all different.
@@ -156,10 +154,10 @@ class Vocabulary:
             columns: Arrow array, chunked array or NumPy array of strings, bytes or integers, or an
                 Arrow array of lists of them; or an iterable of such arrays, which is read once.
                 Nulls do not count.
-            min_count: Number of appearances from which a value is known. Rarer values train the
-                rows for unknown values; with 1 no value does.
-            max_size: Largest number of values: the most frequent, and of equally frequent values
-                the smallest; None: no limit.
+            min_count: Smallest number of appearances of a known value. Rarer values train the rows
+                for unknown values; with a ``min_count`` of 1 these rows are not trained.
+            max_size: Largest number of known values; None: no limit. The most frequent values are
+                kept, and the smaller of equally frequent values.
             num_unknown: Number of rows for unknown values.
 
         Raises:
@@ -186,8 +184,8 @@ class Vocabulary:
 
         Args:
             column: Arrow array, chunked array or NumPy array, or an Arrow array of lists.
-            nulls: "unknown": a null has row 0. "error": a null is refused. A null list stays null,
-                which `KeyedJaggedArray.from_arrow` reads as an empty bag.
+            nulls: "unknown": a null gets row 0. "error": a null is an error. A null list always
+                stays null, which `KeyedJaggedArray.from_arrow` reads as an empty bag.
 
         Returns:
             int32 row indices in the form of the column: an Arrow array with the same chunks and
@@ -195,8 +193,8 @@ class Vocabulary:
 
         Raises:
             TypeError: The values are of another kind than the vocabulary's.
-            ValueError: A value is null and ``nulls`` is "error", or it is unknown and there are no
-                rows for unknown values.
+            ValueError: A value is null and ``nulls`` is "error", or a value is unknown or null and
+                ``num_unknown`` is 0.
         """
         if nulls not in ("unknown", "error"):
             raise ValueError(f"nulls must be 'unknown' or 'error', got {nulls!r}")
@@ -247,7 +245,8 @@ class Vocabulary:
     @functools.cached_property
     def index(self) -> ValueIndex:
         """The hashes of the values, by which their rows are found."""
-        # Two values rarely have one hash of 64 bits; another seed then tells them apart.
+        # A binary search over hashes is faster than one over strings, and takes 16 bytes a value.
+        # Two values rarely have the same hash of 64 bits; another seed then tells them apart.
         for seed in range(1 << 10):
             hashes = np.asarray(hash_ids(self.values, None, seed))
             order = np.argsort(hashes)
@@ -284,37 +283,26 @@ class Vocabulary:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FrozenVocabulary:
-    """Raw ids that had a row of an open table, which change no more.
+    """Raw ids (int64 ``[size]``, ascending) that had a row of an open table at an export.
 
-    Row 0 of the table is for all other ids, and the rows of known ids follow in their order.
-
-    Attributes:
-        ids: int64 ``[size]`` raw ids, ascending: integers themselves, and 64-bit hashes of strings.
+    The id at position ``i`` has row ``i + 1``; all other ids have row 0.
     """
 
     ids: Int[np.ndarray, " size"]
 
     def __len__(self) -> int:
-        """Number of known ids."""
         return self.ids.size
 
     @property
     def num_embeddings(self) -> int:
-        """Number of rows of the table."""
         return 1 + self.ids.size
 
     def __call__(self, ids: pa.Array) -> pa.Array:
-        """Look up the row indices of raw ids.
-
-        Args:
-            ids: int64 raw ids.
-
-        Returns:
-            int32 row indices; nulls stay null.
-        """
+        """Look up the int32 row indices of int64 raw ids; nulls stay null."""
         wanted = ids.fill_null(0).to_numpy()
         places = np.searchsorted(self.ids, wanted)
         known = np.zeros(wanted.size, bool)
+        # searchsorted puts an id above the largest behind the end, where there is no id to compare.
         inside = places < self.ids.size
         known[inside] = self.ids[places[inside]] == wanted[inside]
         rows = np.where(known, places + 1, 0).astype(np.int32)
@@ -326,7 +314,6 @@ class FrozenVocabulary:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> FrozenVocabulary:
-        """Read a file that `save` wrote."""
         table = read_checked(path)
         if table.column_names != ["id"] or table["id"].type != pa.int64():
             raise DataError(f"{path} holds no frozen vocabulary")
@@ -358,6 +345,7 @@ def _plain(values: pa.Array) -> pa.Array:
         fixed = pa.types.is_fixed_size_binary(kind)
         return (values.cast(pa.binary()) if fixed else values).cast(pa.large_binary())
     if pa.types.is_integer(kind):
+        # An unsafe cast wraps large uint64 ids to negative int64, one to one.
         return values.cast(pa.int64(), safe=False)
     if pa.types.is_null(kind):
         return values

@@ -1,4 +1,4 @@
-"""Areas under curves, exactly, on the host: of arrays, and of the last samples."""
+"""Exact areas under curves, computed on the host: of arrays, and of a window of samples."""
 
 from __future__ import annotations
 
@@ -21,27 +21,30 @@ def auc(
     *,
     compat: Compat = None,
 ) -> float:
-    """Return the area under the ROC curve, exactly, on the host.
+    """Compute the exact area under the ROC curve, on the host.
 
-    The probability that a positive sample scores above a negative one, equal scores counting one
-    half (Mann and Whitney 1947, "On a test of whether one of two random variables is stochastically
-    larger than the other"; Fawcett 2006, "An introduction to ROC analysis", section 7).
+    It is the probability that a positive sample scores above a negative one, where equal scores
+    count one half (Mann and Whitney 1947, "On a test of whether one of two random variables is
+    stochastically larger than the other"; Fawcett 2006, "An introduction to ROC analysis", section
+    7).
 
     Args:
         scores: ``[samples]``, probabilities or logits: only their order matters.
-        labels: ``[samples]``, 0 or 1; a number between them is that share of a positive sample and
-            for the rest a negative one.
-        weights: ``[samples]``, 0 or above; None: all 1. A pair weighs the product of its two.
-        compat: ``"torchrec"`` gives equal scores the order of the samples, and leaves out the part
-            of the curve before the highest score, which matters where its label is between 0 and 1.
+        labels: ``[samples]``, from 0 to 1. A label of 0.3 counts as 0.3 of a positive sample and
+            0.7 of a negative one.
+        weights: ``[samples]``, 0 or above; None: all 1. A pair weighs the product of its two
+            weights.
+        compat: ``"torchrec"`` ranks equal scores by the order of the samples. It also leaves out
+            the part of the curve before the highest score, which matters if the label there is
+            between 0 and 1.
 
     Returns:
-        The area, computed in float64; 0.5 where all samples are of one class, as in TorchRec.
+        The area, computed in float64; 0.5 if all samples are of one class, as in TorchRec.
 
     Raises:
         TypeError: An array does not hold real numbers.
-        ValueError: A score is NaN (it has no place in the order), a label is not between 0 and 1, a
-            weight is negative or not finite, or the arrays differ in length.
+        ValueError: A score is NaN, a label is not between 0 and 1, a weight is negative or not
+            finite, or the arrays differ in length.
 
     Example:
         >>> import numpy as np
@@ -53,6 +56,7 @@ def auc(
     pairs = true.sum() * false.sum()
     if pairs == 0:
         return 0.5
+    # For the negative samples of each score: the positive ones above, and half of those beside.
     before = np.cumsum(true) - true
     below = false * (before + 0.5 * true)
     return float((below if compat is None else below[1:]).sum() / pairs)
@@ -63,11 +67,11 @@ def average_precision(
     labels: Shaped[np.ndarray, " samples"],
     weights: Shaped[np.ndarray, " samples"] | None = None,
 ) -> float:
-    """Return the area under the precision-recall curve, without interpolation, on the host.
+    """Compute the area under the precision-recall curve, without interpolation, on the host.
 
-    The sum over thresholds of the gain in recall times the precision there; equal scores share a
+    It is the sum over thresholds of the gain in recall times the precision; equal scores share a
     threshold. Davis and Goadrich 2006, "The relationship between precision-recall and ROC curves",
-    say why not to interpolate.
+    explain why interpolation is wrong.
 
     Args:
         scores, labels, weights: As for `auc`.
@@ -100,21 +104,21 @@ def regression_auc(
     *,
     compat: Compat = None,
 ) -> float:
-    """Return the share of pairs with different labels in which the higher label scores higher.
+    """Compute the share of pairs with different labels in which the higher label scores higher.
 
-    Equal scores count one half, and a pair weighs the product of its two: with labels 0 and 1 it is
-    `auc`. Known as concordance too (Harrell et al. 1996, "Multivariable prognostic models", section
-    5.5).
+    Equal scores count one half, and a pair weighs the product of its two weights. With labels 0 and
+    1 it is `auc`. It is also known as concordance (Harrell et al. 1996, "Multivariable prognostic
+    models", section 5.5).
 
     Args:
         scores, weights: As for `auc`.
         labels: ``[samples]``, any numbers.
-        compat: ``"torchrec"``: one minus the share of all pairs that is in the wrong order; equal
-            labels and equal scores are never wrong, and weights do not matter.
+        compat: ``"torchrec"``: one minus the share of all pairs that are in the wrong order. Pairs
+            of equal labels or equal scores are never wrong, and weights do not matter.
 
     Returns:
-        The share, computed in float64 in ``samples log samples``; 0.5 without pairs, and under
-        ``compat="torchrec"`` 1.
+        The share, computed in float64 in time ``samples log samples``. Without pairs it is 0.5, or
+        1 under ``compat="torchrec"``.
 
     Raises:
         TypeError, ValueError: As for `auc`, but for the labels, which must only not be NaN.
@@ -130,7 +134,6 @@ def regression_auc(
     pairs = count_pairs(scores, labels, weights, np)
     if compat is not None:
         return float(1 - pairs.discordant / pairs.total) if pairs.total else 1.0
-    # A pair of equal labels says nothing of the order.
     ordered, total = concordance(pairs)
     return float(ordered / total) if total > 0 else 0.5
 
@@ -143,13 +146,14 @@ def _steps(
     merge_ties: bool,
 ) -> tuple[Float[np.ndarray, " steps"], Float[np.ndarray, " steps"]]:
     """Return the weights of positive and negative samples at each score, highest score first."""
+    # Stable, since TorchRec ranks equal scores by the order of the samples.
     order = np.argsort(-scores, kind="stable")
     positives = (weights * labels)[order]
     negatives = weights[order] - positives
     if not merge_ties or scores.size == 0:
         return positives, negatives
     ranked = scores[order]
-    # Samples of one score stand together: they share one step of the curve.
+    # Samples of equal score are adjacent now: they share one step of the curve.
     firsts = np.flatnonzero(np.concatenate([[True], ranked[1:] != ranked[:-1]]))
     return np.add.reduceat(positives, firsts), np.add.reduceat(negatives, firsts)
 
@@ -161,7 +165,7 @@ def _checked(
     weights: Shaped[np.ndarray, " samples"] | None,
     of_labels: Domain,
 ) -> tuple[Float[np.ndarray, " samples"], ...]:
-    """Return scores, labels and weights in float64, all 1 if none were given."""
+    """Return checked scores, labels and weights in float64; weights are 1 by default."""
     given = {"scores": scores, "labels": labels}
     if weights is not None:
         given["weights"] = weights
@@ -171,6 +175,7 @@ def _checked(
         names = ", ".join(f"{name} of {array.shape}" for name, array in arrays.items())
         raise ValueError(f"{who} takes arrays of one length, [samples]; got {names}")
     columns = {name: array.astype(np.float64) for name, array in arrays.items()}
+    # NaN has no place in the order, and NumPy would give it one.
     missing = np.isnan(columns["scores"]).sum()
     if missing:
         raise ValueError(f"{who}: {missing} of {shapes[0][0]} scores are NaN")
@@ -182,16 +187,16 @@ def _checked(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AUC(SampleMetric):
-    """The area under the ROC curve of the last samples (``window_auc``); see `auc`.
+    """The area under the ROC curve of the last samples (``window_auc``), computed by `auc`.
 
     With groups, the means over groups (``window_grouped_auc``, ``window_weighted_grouped_auc``)
     take the groups with samples of both labels. Under ``compat="torchrec"`` they take all groups,
-    and a group of a single label counts 0.5. The value is 0.5 where all labels are equal and NaN if
-    a prediction is NaN. For the area over all samples see `BinnedAUC`.
+    and a group of a single label counts 0.5. The value is 0.5 if all labels are equal, and NaN if a
+    prediction is NaN. `BinnedAUC` computes the area over all samples.
 
     Attributes:
-        label_threshold: Labels from this on count as 1, others as 0 (TorchRec's ``apply_bin`` has
-            0.039); None: labels as they are, 0 or 1 or shares between.
+        label_threshold: Labels of this value or more count as 1, others as 0 (0.039 in TorchRec's
+            ``apply_bin``). None: labels are used as they are, from 0 to 1.
 
     Example:
         >>> import jax.numpy as jnp
@@ -228,11 +233,12 @@ class AUC(SampleMetric):
 class AUPRC(SampleMetric):
     """The area under the precision-recall curve of the last samples (``window_auprc``).
 
-    See `average_precision`. With groups, the means over groups take the groups with positive
-    samples, and all groups under ``compat="torchrec"``. NaN if a prediction is NaN.
+    `average_precision` computes it. With groups, the means over groups take the groups with
+    positive samples, and all groups under ``compat="torchrec"``. NaN if a prediction is NaN.
 
-    TorchRec's lifetime value is the mean of the values computed so far, weighed by the weight of
-    the samples then in the window. `WeightedAverage`, fed with value and `weight`, is that.
+    TorchRec also reports a lifetime value: the mean of the values computed so far, each weighted by
+    the weight of the samples in the window. To get it, update a `WeightedAverage` with the value
+    and with `weight`.
     """
 
     name: ClassVar[str] = "auprc"
@@ -249,8 +255,8 @@ class AUPRC(SampleMetric):
 class RAUC(SampleMetric):
     """The share of pairs of the last samples that predictions order by label (``window_rauc``).
 
-    See `regression_auc`. With groups, the means over groups take the groups with two labels, and
-    all groups under ``compat="torchrec"``. NaN if a prediction is NaN.
+    `regression_auc` computes it. With groups, the means over groups take the groups with two or
+    more different labels, and all groups under ``compat="torchrec"``. NaN if a prediction is NaN.
     """
 
     name: ClassVar[str] = "rauc"

@@ -1,4 +1,4 @@
-"""Means and sums over samples: of predictions and labels, and of the errors of numbers."""
+"""Metrics that are means and sums of predictions and labels, such as calibration and errors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
 class Calibration(SumMetric):
     """Predicted over actual positives, ``sum w p / sum w y`` (``calibration``).
 
-    1 is right on average. Without positives the value is undefined; ``compat="torchrec"`` reports
-    0.
+    1 is best: the predictions are right on average. Without positives the value is undefined;
+    ``compat="torchrec"`` reports 0.
 
     Example:
         >>> import jax.numpy as jnp
@@ -34,7 +34,7 @@ class Calibration(SumMetric):
     domains: ClassVar[Domains] = (AMOUNT, AMOUNT)
 
     def probabilities(self, batch: Batch) -> Float[Array, "tasks batch"]:
-        """Return the predictions that are compared with the labels."""
+        """Return the predictions to compare with the labels, ``[tasks, batch]``."""
         return batch.predictions
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
@@ -72,7 +72,7 @@ class RecalibratedCalibration(Calibration):
 class ServingCalibration(CountsExamples, Calibration):
     """`Calibration` with its number of samples (``calibration``, ``total_examples``).
 
-    ``total_examples`` counts the samples whose weight is above 0, over all time.
+    ``total_examples`` counts all samples so far whose weight is above 0.
     """
 
     name: ClassVar[str] = "calibration"
@@ -80,7 +80,10 @@ class ServingCalibration(CountsExamples, Calibration):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClickThroughRate(SumMetric):
-    """The mean label ``sum w y / sum w`` (``ctr``); ``compat="torchrec"``: 0 without samples."""
+    """The mean label ``sum w y / sum w`` (``ctr``).
+
+    Without samples it is undefined; ``compat="torchrec"`` reports 0.
+    """
 
     name: ClassVar[str] = "ctr"
     torchrec_undefined: ClassVar[float] = 0.0
@@ -120,18 +123,19 @@ class Average(SumMetric):
 class WeightedAverage(SumMetric):
     """The mean prediction ``sum w p / sum w`` (``weighted_avg``).
 
-    TorchRec counts each update as one sample of the window; this does not copy that, ``compat`` or
-    not.
+    TorchRec counts each update as one sample of the window; this metric counts its samples, also
+    under ``compat="torchrec"``.
     """
 
     name: ClassVar[str] = "weighted_avg"
     domains: ClassVar[Domains] = (NUMBER, None)
 
     def averaged(self, batch: Batch) -> Float[Array, "tasks batch"]:
-        """Return the numbers that are averaged."""
+        """Return the number of each sample to average, ``[tasks, batch]``."""
         return batch.predictions
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        # `Metric.batch` clears the predictions of padding, but not further inputs.
         averaged = jnp.where(batch.real, self.averaged(batch), 0)
         return {
             "total": (batch.weights * averaged).sum(axis=1),
@@ -144,12 +148,12 @@ class WeightedAverage(SumMetric):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorWeightedAverage(WeightedAverage):
-    """The weighted mean of any array of numbers, one per sample (``weighted_avg``).
+    """The weighted mean of an array with one number per sample (``weighted_avg``).
 
-    For the mean with all weights 1 give no weights (TorchRec's ``weighted=False``).
+    Without weights it is the plain mean (TorchRec's ``weighted=False``).
 
     Attributes:
-        tensor: Name under which `update` gets the array, ``[batch]`` or ``[tasks, batch]``.
+        tensor: Name of the array among the inputs of `update`, ``[batch]`` or ``[tasks, batch]``.
     """
 
     tensor: str
@@ -173,12 +177,11 @@ class TensorWeightedAverage(WeightedAverage):
 class ServingLoss(CountsExamples, TensorWeightedAverage):
     """The weighted mean of a loss that the model reports per sample, with the number of samples.
 
-    Reports ``serving_`` and the name of the loss, and ``total_examples``, which counts the samples
-    whose weight is above 0, over all time. TorchRec has the name ``serving_ae_loss`` for such a
-    mean, but no definition of the loss: ``ServingLoss(tensor="ae_loss")`` takes any.
+    ``ServingLoss(tensor="ae_loss")`` reports ``serving_ae_loss``, a name of TorchRec, which does
+    not define the loss. ``total_examples`` counts all samples so far whose weight is above 0.
 
     Attributes:
-        tensor: Name of the loss, under which `update` gets it, ``[batch]`` or ``[tasks, batch]``.
+        tensor: Name of the loss among the inputs of `update`, ``[batch]`` or ``[tasks, batch]``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -225,8 +228,8 @@ class WeightedSumOfPredictions(SumMetric):
 class NumPositives(SumMetric):
     """The number of samples with a label above 0 (``num_positive_samples``).
 
-    A label of NaN is missing and not counted. ``compat="torchrec"`` gives ``sum w y``, a weighted
-    sum in spite of its name.
+    A label of NaN is missing and not counted. ``compat="torchrec"`` gives ``sum w y``, which is no
+    number of samples in spite of its name.
     """
 
     name: ClassVar[str] = "num_positive_samples"
@@ -236,6 +239,7 @@ class NumPositives(SumMetric):
         if self.compat is not None:
             counted = batch.weights * jnp.nan_to_num(batch.labels)
         else:
+            # NaN compares false; the labels of padding are 0.
             counted = (batch.labels > 0).astype(jnp.float32)
         return {"positives": counted.sum(axis=1)}
 
@@ -247,7 +251,7 @@ class NumPositives(SumMetric):
 class NumMissingLabels(SumMetric):
     """The number of labels that are NaN (``num_missing_labels``).
 
-    ``compat="torchrec"`` sums their weights.
+    ``compat="torchrec"`` gives the sum of their samples' weights.
     """
 
     name: ClassVar[str] = "num_missing_labels"
@@ -266,8 +270,8 @@ class NumMissingLabels(SumMetric):
 class MeanSquaredError(SumMetric):
     """``sum w (y - p)^2 / sum w``, its root, and the share of variance explained.
 
-    Reports ``mse``, ``rmse`` and ``r_squared = 1 - sum w (y - p)^2 / sum w (y - mean)^2``, which
-    has no value where all labels are equal.
+    Reports ``mse``, ``rmse`` and ``r_squared = 1 - sum w (y - p)^2 / sum w (y - mean)^2``.
+    ``r_squared`` is undefined if all labels are equal.
 
     Example:
         >>> import jax.numpy as jnp
@@ -290,6 +294,7 @@ class MeanSquaredError(SumMetric):
 
     def values(self, sums: Sums) -> Values:
         mse = ratio(sums["squared_error"], sums["weights"])
+        # sum w (y - mean)^2, from sums that can be added up batch by batch.
         variation = sums["squared_labels"] - ratio(sums["labels"] ** 2, sums["weights"])
         return {
             "mse": mse,
@@ -317,10 +322,12 @@ class MeanAbsoluteError(SumMetric):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormalizedMeanSquaredError(SumMetric):
-    """The squared error over that of a constant prediction (``nmse``, its root ``nrmse``).
+    """The squared error over the squared error of a constant prediction (``nmse``).
+
+    Its root is reported as ``nrmse``.
 
     Attributes:
-        constant: The prediction compared with; TorchRec's is 1.
+        constant: The constant prediction; TorchRec's is 1.
     """
 
     constant: float = 1.0

@@ -1,4 +1,4 @@
-"""AUC, AUPRC and RAUC over all samples, from histograms, with a bound on their error."""
+"""AUC, AUPRC and RAUC over all samples, computed from histograms with a bound on the error."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ class Bins:
     """Equal intervals of a number, or of the log-odds of a probability.
 
     Attributes:
-        count: How many.
-        low, high: Ends of the first and the last; numbers beyond fall into these two.
-        spacing: ``"logit"``: of ``log p - log(1 - p)``, which keeps small probabilities apart.
-            ``"linear"``: of the number itself.
+        count: Number of intervals.
+        low, high: Lower end of the first interval and upper end of the last. Numbers beyond fall
+            into these two intervals.
+        spacing: ``"logit"``: intervals of ``log p - log(1 - p)``, which keeps small probabilities
+            apart. ``"linear"``: intervals of the number itself.
     """
 
     count: int = 8192
@@ -41,14 +42,14 @@ class Bins:
 
     @property
     def domain(self) -> Domain:
-        """Numbers that have an interval."""
+        """Domain of the numbers that have an interval."""
         return PROBABILITY if self.spacing == "logit" else NUMBER
 
     def of(self, x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
-        """Return the interval that each number lies in."""
+        """Return the number of each number's interval, from 0."""
         if self.spacing == "logit":
             x = jnp.log(x) - jnp.log1p(-x)
-        # NaN has no interval; `update` makes the values of its task NaN.
+        # NaN has no interval: any will do, since `add` makes the sums of a broken sample NaN.
         place = (x - self.low) * (self.count / (self.high - self.low))
         return jnp.nan_to_num(jnp.clip(place, 0, self.count - 1)).astype(jnp.int32)
 
@@ -57,24 +58,25 @@ class Bins:
 class BinnedAUC(SumMetric):
     """The area under the ROC curve over all samples, from histograms of the predictions.
 
-    Pairs of a positive and a negative sample whose predictions fall into different bins are
-    compared exactly, and pairs within a bin count one half. The exact area lies within
-    ``auc_error`` of ``auc``; ``auc_error = sum_b pos_b neg_b / (2 pos neg)`` is reported too. It is
-    ``1 / 2B`` where predictions spread evenly over ``B`` bins. The state takes 16 bytes a task,
-    group and bin; with a window the same again for every two batches of it, so there is none by
-    default.
+    A pair of a positive and a negative sample is compared exactly if the predictions fall into
+    different bins, and counts one half otherwise. The exact area lies within ``auc_error`` of
+    ``auc``; ``auc_error = sum_b pos_b neg_b / (2 pos neg)`` is reported, too. With predictions that
+    are spread evenly over ``B`` bins it is ``1 / 2B``.
 
-    With groups the mean over the groups that have samples of both labels is reported as well
+    The state takes 16 bytes for each task, group and bin. A window takes 8 more for each of
+    ``max_batches`` batches, so that there is no window by default.
+
+    With groups, the mean over the groups that have samples of both labels is also reported
     (``grouped_auc``, ``grouped_auc_error``).
 
     Attributes:
-        bins: `Bins` of the predictions.
-        groups: Name under which `update` gets the number of each sample's group, ``[batch]`` or
+        bins: ``jaxrec.metrics.binned.Bins`` of the predictions; 8,192 of the log-odds by default.
+        groups: Name of the group numbers among the inputs of `update`, ``[batch]`` or
             ``[tasks, batch]`` int32; None: no groups.
-        num_groups: Groups are numbered from 0 to this minus 1.
+        num_groups: Number of groups. Group numbers are below it.
 
     Raises:
-        ValueError: From `compute`, when a sample's group was not one of these.
+        ValueError: From `compute`: a sample had a group number outside of ``[0, num_groups)``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -118,7 +120,8 @@ class BinnedAUC(SumMetric):
             groups = batch.inputs[self.groups].astype(jnp.int32)
         inside = (groups >= 0) & (groups < self.num_groups)
         count = self.num_groups * self.bins.count
-        # One histogram of all groups: samples of other groups fall behind its end and are dropped.
+        # One histogram for all groups: samples with other group numbers fall behind its end, and
+        # `segment_sum` drops them.
         place = jnp.where(inside, groups * self.bins.count + self.bins.of(batch.predictions), count)
         positives = batch.weights * batch.labels
 
@@ -148,7 +151,7 @@ class BinnedAUC(SumMetric):
     def area(
         self, positives: Float[np.ndarray, "*rows bins"], negatives: Float[np.ndarray, "*rows bins"]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the area, its error, and whether there is one."""
+        """Return the area, its error, and whether it is defined, ``[*rows]`` each."""
         pairs = positives.sum(axis=-1) * negatives.sum(axis=-1)
         below = np.cumsum(negatives, axis=-1) - negatives
         tied = (positives * negatives).sum(axis=-1) / 2
@@ -163,13 +166,13 @@ class BinnedAUC(SumMetric):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BinnedAUPRC(BinnedAUC):
-    """The area under the precision-recall curve over all samples, from the same histograms.
+    """The area under the precision-recall curve over all samples, from histograms (`BinnedAUC`).
 
-    Each bin counts as one threshold. Whatever the order within a bin, the precision at one of its
-    positive samples lies between ``F / (F + N')`` and ``F' / (F' + N)``, with ``F`` and ``N`` the
-    positives and negatives of higher bins and ``F'`` and ``N'`` with this bin's: the larger
-    distance of the two areas that these make is reported as ``auprc_error``. Options as in
-    `BinnedAUC`.
+    Each bin counts as one threshold. Let ``F`` and ``N`` be the numbers of positives and negatives
+    of higher bins, and ``F'`` and ``N'`` these numbers with this bin's samples. The precision at a
+    positive sample of the bin is between ``F / (F + N')`` and ``F' / (F' + N)``, whatever the order
+    within the bin. The two ends give two areas; ``auprc_error`` is the distance to the farther one.
+    Options are as in `BinnedAUC`.
     """
 
     name: ClassVar[str] = "auprc"
@@ -178,6 +181,7 @@ class BinnedAUPRC(BinnedAUC):
         self, positives: Float[np.ndarray, "*rows bins"], negatives: Float[np.ndarray, "*rows bins"]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         total = positives.sum(axis=-1)
+        # From the highest bin down: a threshold takes all bins above it.
         positives, negatives = positives[..., ::-1], negatives[..., ::-1]
         true_positives, false = np.cumsum(positives, axis=-1), np.cumsum(negatives, axis=-1)
 
@@ -196,18 +200,18 @@ class BinnedAUPRC(BinnedAUC):
 class BinnedRAUC(SumMetric):
     """The share of pairs of samples that predictions order by label, over all samples.
 
-    `regression_auc` from a histogram over predictions and labels. Pairs of different bins of both
-    are compared exactly; pairs within a bin of predictions count one half, pairs within a bin of
-    labels nothing. Let ``M`` be the weight of the pairs of different label bins, ``C`` of the pairs
-    among them in the right order, ``P`` of the pairs among them in one bin of predictions, and
-    ``L`` of the pairs within a bin of labels. The exact value lies in ``[C / (M + L), (C + P + L) /
-    (M + L)]``; ``rauc_error`` is the distance to the farther end.
+    It is `regression_auc` from a histogram over predictions and labels. Pairs that differ in both
+    bins are compared exactly. Other pairs of different label bins count one half. Pairs within a
+    label bin do not count. Let ``M`` be the weight of the pairs of different label bins, ``C`` the
+    weight of those in the right order, ``P`` the weight of those within a prediction bin, and ``L``
+    the weight of the pairs within a label bin. The exact value lies in
+    ``[C / (M + L), (C + P + L) / (M + L)]``; ``rauc_error`` is the distance to the farther end.
 
     Attributes:
-        bins: `Bins` of the predictions.
-        label_bins: Bins of the labels.
-        one_label_a_bin: Whether each bin holds a single label, as with ratings: pairs within a bin
-            of labels are then ties, and ``L`` is 0.
+        bins: ``jaxrec.metrics.binned.Bins`` of the predictions.
+        label_bins: ``Bins`` of the labels.
+        one_label_a_bin: Whether each label bin has a single label, as with ratings. Pairs within a
+            label bin are then ties, and ``L`` is 0.
 
     Example:
         >>> import jax.numpy as jnp
@@ -243,7 +247,8 @@ class BinnedRAUC(SumMetric):
 
     def values(self, sums: Sums) -> Values:
         cells = sums["weights"]
-        # For each cell the weight of the samples that are lower in both, by one sum in two axes.
+        # For each cell the weight of the samples that are lower in both, by cumulative sums over
+        # both axes.
         lower = np.cumsum(np.cumsum(cells, axis=1), axis=2)
         both_lower = np.zeros_like(cells)
         both_lower[:, 1:, 1:] = lower[:, :-1, :-1]
@@ -253,6 +258,8 @@ class BinnedRAUC(SumMetric):
         tied = _pairs(cells, axis=2).sum(axis=1)
         unknown = np.zeros_like(compared)
         if not self.one_label_a_bin:
+            # A bound on L: the histogram does not know the single weights, so that each sample
+            # counts as a pair with itself, too.
             unknown = (by_label**2).sum(axis=1) / 2
         value = ratio(ordered + tied / 2, compared)
         best = ratio(ordered + tied + unknown, compared + unknown)

@@ -1,4 +1,4 @@
-"""Metrics of the decisions of a classifier, of one label, a class or several labels."""
+"""Metrics of a classifier's decisions, for binary labels, classes and several labels per sample."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accuracy(SumMetric):
-    """The share of samples decided right, ``sum w [(p >= threshold) = y] / sum w`` (``accuracy``).
+    """The share of right decisions, ``sum w [(p >= threshold) = y] / sum w`` (``accuracy``).
 
     Attributes:
-        threshold: From which prediction on a sample is taken for positive.
+        threshold: Smallest prediction that decides for positive.
 
     Example:
         >>> import jax.numpy as jnp
@@ -47,12 +47,12 @@ class Accuracy(SumMetric):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision(SumMetric):
-    """The share of positive samples among those taken for positive (``precision``).
+    """The share of positive samples among the samples decided positive (``precision``).
 
-    No value where none is taken for positive; ``compat="torchrec"`` reports 0.
+    Undefined if no sample is decided positive; ``compat="torchrec"`` reports 0.
 
     Attributes:
-        threshold: From which prediction on a sample is taken for positive.
+        threshold: Smallest prediction that decides for positive.
     """
 
     threshold: float = 0.5
@@ -75,13 +75,13 @@ class Precision(SumMetric):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recall(SumMetric):
-    """The share of the positive samples that is taken for positive (``recall``).
+    """The share of the positive samples that are decided positive (``recall``).
 
-    No value without positives. ``compat="torchrec"`` reports 0 there, and counts a positive sample
-    of exactly the threshold as found and as missed both.
+    Undefined without positive samples. ``compat="torchrec"`` reports 0 there, and counts a positive
+    sample whose prediction equals the threshold twice, as found and as missed.
 
     Attributes:
-        threshold: From which prediction on a sample is taken for positive.
+        threshold: Smallest prediction that decides for positive.
     """
 
     threshold: float = 0.5
@@ -105,12 +105,13 @@ class Recall(SumMetric):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MulticlassRecall(SumMetric):
-    """The share of samples whose label is among the ``k`` highest scores (``multiclass_recall``).
+    """The share of samples whose class is among the ``k`` highest scores (``multiclass_recall``).
 
-    ``[tasks, num_classes]``, ``k`` from 1 on. Predictions are ``[tasks, batch, num_classes]`` and
-    labels are class numbers. The lower of two classes with equal scores comes first.
+    Reports ``[tasks, num_classes]``, for ``k`` from 1 to ``num_classes``. Predictions are
+    ``[tasks, batch, num_classes]`` and labels are class numbers. The lower of two classes with
+    equal scores comes first.
 
-    Under ``compat="torchrec"`` a label outside the classes is never found.
+    A label outside the classes is an error; under ``compat="torchrec"`` it is never found.
 
     Attributes:
         num_classes: Number of classes.
@@ -139,7 +140,7 @@ class MulticlassRecall(SumMetric):
         scores, label = batch.predictions, batch.labels.astype(jnp.int32)[..., None]
         classes = jnp.arange(self.num_classes)[None, None]
         of_label = jnp.take_along_axis(scores, jnp.clip(label, 0, self.num_classes - 1), axis=-1)
-        # The rank without a sort: it is the number of classes that come before.
+        # A rank needs no sort: it is the number of classes that come before the label's.
         before = (scores > of_label) | ((scores == of_label) & (classes < label))
         rank = before.sum(axis=-1)
         # TorchRec never finds a label outside the classes.
@@ -158,17 +159,16 @@ class MulticlassRecall(SumMetric):
 class HindsightTargetPR(SumMetric):
     """The lowest threshold that would have reached a precision, and the recall there.
 
-    The first of the thresholds ``0, 1 / (n - 1), ..., 1`` at which the samples taken for positive
-    (``p >= threshold``) have a precision of at least ``target_precision``. Reports
+    The threshold is the first of ``0, 1 / (n - 1), ..., 1`` at which the samples with
+    ``p >= threshold`` have a precision of at least ``target_precision``. Reports
     ``hindsight_target_pr_threshold_index``, ``hindsight_target_precision`` and
-    ``hindsight_target_recall``; undefined if no threshold reaches the precision.
+    ``hindsight_target_recall``. They are undefined if no threshold reaches the precision.
 
-    Under ``compat="torchrec"`` the last threshold stands in if none reaches the precision, and a
-    positive sample of exactly the threshold counts as found and as missed. (TorchRec hides the
-    index in the size of a tensor of arbitrary numbers.)
+    Under ``compat="torchrec"`` the last threshold is reported if none reaches the precision, and a
+    positive sample whose prediction equals the threshold counts twice, as found and as missed.
 
     Attributes:
-        target_precision: In (0, 1].
+        target_precision: Precision to reach, in (0, 1].
         num_thresholds: Number of thresholds, 2 or more.
     """
 
@@ -188,7 +188,9 @@ class HindsightTargetPR(SumMetric):
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         thresholds = jnp.linspace(0, 1, self.num_thresholds, dtype=jnp.float32)
-        # A sample is taken for positive at this many thresholds: the first ones.
+        # Each sample goes into the bin of the number of thresholds that decide it positive, which
+        # are the first ones. Cumulative sums over the bins then give the counts at each threshold:
+        # a batch costs a search per sample, and not a comparison per sample and threshold.
         reached = jnp.searchsorted(thresholds, batch.predictions, side="right")
         passed = jnp.searchsorted(thresholds, batch.predictions, side="left")
         positives = batch.weights * batch.labels
@@ -205,6 +207,7 @@ class HindsightTargetPR(SumMetric):
 
     def values(self, sums: Sums) -> Values:
         def at_or_above(histogram: Float[np.ndarray, "tasks bins"]) -> np.ndarray:
+            # Bin 0 is below all thresholds.
             return np.cumsum(histogram[:, ::-1], axis=1)[:, ::-1][:, 1:]
 
         true, false = at_or_above(sums["positives"]), at_or_above(sums["negatives"])
@@ -227,7 +230,7 @@ class HindsightTargetPR(SumMetric):
         return {name: np.where(good.any(axis=1), x, np.nan) for name, x in values.items()}
 
 
-# Codes of more bits are not exact in float32.
+# Labels are float32 in `Batch`, which holds integers of 24 bits exactly.
 MAX_LABELS = 24
 
 
@@ -235,10 +238,10 @@ def label_codes(labels: Bool[Array | np.ndarray, "*batch labels"]) -> Int[Array,
     """Encode the labels of each sample as one integer, label 0 in the lowest bit.
 
     Args:
-        labels: Whether a sample has each of the labels, 24 at most.
+        labels: ``[*batch, labels]``, whether a sample has each label; up to 24 labels.
 
     Raises:
-        ValueError: There are more labels.
+        ValueError: The last axis has more than 24 labels.
 
     Example:
         >>> import jax.numpy as jnp
@@ -255,15 +258,15 @@ def label_codes(labels: Bool[Array | np.ndarray, "*batch labels"]) -> Int[Array,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiLabelPrecision(SumMetric):
-    """The precision of each label (``multi_label_precision``).
+    """The precision of each label (``multi_label_precision``), ``[tasks, num_labels]``.
 
-    ``[tasks, num_labels]``. Predictions and labels are integers, as `label_codes` makes them: bit
-    ``i`` says whether the sample has label ``i``. A label that no prediction has is undefined.
+    Predictions and labels are integers, as `label_codes` makes them: bit ``i`` is 1 if the sample
+    has label ``i``. The precision of a label that was never predicted is undefined.
 
     ``compat="torchrec"`` reports 0 there, and ignores the bits of further labels.
 
     Attributes:
-        num_labels: From 1 to 24.
+        num_labels: Number of labels, from 1 to 24.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Checks of the inputs of metrics: types, shapes, and ranges of numbers."""
+"""Checks of the inputs of metrics: types and ranges of numbers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ AnyArray: TypeAlias = Array | np.ndarray
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Domain:
-    """Numbers that a prediction, a label or a weight may be. NaN is in no domain.
+    """Range of the numbers that a prediction, label or weight may be, ends included.
 
-    Attributes:
-        low, high: Ends of the range, included.
-        whole: Whether only whole numbers belong to it.
-        remedy: Advice for the error message.
+    NaN is in no domain. ``whole`` allows only whole numbers; ``remedy`` is the error's advice.
     """
 
     low: float = -math.inf
@@ -30,7 +27,8 @@ class Domain:
     remedy: str = ""
 
     def excludes(self, x: Shaped[AnyArray, "*shape"]) -> Bool[AnyArray, "*shape"]:
-        """Return where a number lies outside the domain."""
+        """Return ``[*shape]`` whether each number is outside of the domain."""
+        # The negation of "inside", since every comparison with NaN is false.
         outside = ~((x >= self.low) & (x <= self.high))
         if self.whole:
             outside |= x != (np.floor(x) if isinstance(x, np.ndarray) else jnp.floor(x))
@@ -57,19 +55,14 @@ LABEL = Domain(
     low=0, high=1, remedy="turn labels of -1 and 1 into 0 and 1 by labels > 0, and so any others"
 )
 BINARY_LABEL = dataclasses.replace(LABEL, whole=True)
+# Infinite weights, and those that float32 makes infinite, would make every value NaN.
 WEIGHT = Domain(
     low=0, high=float(np.finfo(np.float32).max), remedy="a weight of 0 leaves a sample out"
 )
 
 
 def as_numbers(who: str, name: str, array: Any) -> Shaped[AnyArray, "..."]:
-    """Return an array or a list as an array of real numbers.
-
-    Args:
-        who: Name of the metric or function, for the error message.
-        name: Name of the argument.
-        array: Its value.
-    """
+    """Return an array or a list as an array of real numbers; errors begin with ``who``."""
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(
             f"{who}: {name} is a masked array, and its mask would be ignored; give it as weights "
@@ -93,19 +86,13 @@ def check_domain(
     *,
     nan: bool = False,
 ) -> None:
-    """Raise an error for a number outside of its domain, where the numbers are known.
+    """Raise an error for a number outside of its domain, if the numbers can be read.
 
-    They are not known inside a compiled function, nor if other processes hold parts of the array.
-
-    Args:
-        who: Name of the metric or function, for the error message.
-        name: Name of the argument.
-        array: ``[samples, ...]`` or ``[tasks, samples, ...]``.
-        domain: Allowed numbers.
-        real: Weights of the samples, whose shape begins the array's; samples of weight 0 may hold
-            anything. None: all count.
-        nan: Whether NaN is allowed.
+    Samples whose weight in ``real`` is 0 are not checked; ``real`` has the first axes of the array.
+    ``nan`` allows NaN.
     """
+    # Numbers are unknown in a compiled function, and in an array of which other processes hold
+    # parts.
     if not (_known(array) and (real is None or _known(real))):
         return
     values = np.asarray(array)

@@ -1,4 +1,4 @@
-"""Cross entropy of predicted probabilities, normalized in the ways that the field uses."""
+"""Metrics of the cross entropy of predicted probabilities, plain and normalized."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from jaxrec.metrics.metric import ETA, Batch, SumMetric, Sums, SumState, Values,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormalizedEntropy(SumMetric):
-    """Cross entropy over that of predicting the mean label for every sample (``ne``).
+    """Cross entropy over the cross entropy of predicting the mean label each time (``ne``).
 
     ``NE = sum -w (y log p + (1 - y) log(1 - p)) / (-pos log m - neg log(1 - m))`` with
-    ``pos = sum w y``, ``neg = sum w (1 - y)`` and ``m = pos / (pos + neg)``. 1 is a model that
-    knows the mean and nothing more; lower is better. He et al. 2014, "Practical lessons from
-    predicting clicks on ads at Facebook", section 3. Probabilities are clipped to
-    ``[1e-12, 1 - 1e-12]``, as in TorchRec.
+    ``pos = sum w y``, ``neg = sum w (1 - y)`` and ``m = pos / (pos + neg)``. Lower is better; a
+    model that knows only the mean has 1. He et al. 2014, "Practical lessons from predicting clicks
+    on ads at Facebook", section 3. Probabilities are clipped to ``[1e-12, 1 - 1e-12]``, as in
+    TorchRec.
 
-    It has no value where all labels are equal: there is nothing to know then.
-    ``compat="torchrec"`` clips ``m`` as well, which gives a huge number there.
+    NE is undefined if all labels are equal. ``compat="torchrec"`` clips ``m``, too, which gives a
+    huge number there.
 
     Example:
         >>> import jax.numpy as jnp
@@ -39,11 +39,11 @@ class NormalizedEntropy(SumMetric):
     domains: ClassVar[Domains] = (PROBABILITY, LABEL)
 
     def probabilities(self, batch: Batch) -> Float[Array, "tasks batch"]:
-        """Return the predictions that are compared with the labels."""
+        """Return the probabilities to compare with the labels, ``[tasks, batch]``."""
         return batch.predictions
 
     def sample_weights(self, batch: Batch) -> Float[Array, "tasks batch"]:
-        """Return the weight of each sample."""
+        """Return the weight of each sample, ``[tasks, batch]``."""
         return batch.weights
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
@@ -70,7 +70,7 @@ def cross_entropy(
     probabilities: Float[Array, "*shape"], labels: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
     """Return ``-y log p - (1 - y) log(1 - p)`` in nats, with p in ``[1e-12, 1 - 1e-12]``."""
-    # In float32 1 - 1e-12 is 1: each logarithm is bounded by itself.
+    # In float32 1 - 1e-12 is 1, and clipping p would not bound log(1 - p): bound the logarithms.
     least = np.float32(np.log(ETA))
     log_p = jnp.maximum(jnp.log(probabilities), least)
     log_not_p = jnp.maximum(jnp.log1p(-probabilities), least)
@@ -83,12 +83,12 @@ def entropy_of_mean(
     *,
     clipped: bool = False,
 ) -> Float[np.ndarray, "*shape"]:
-    """Return the cross entropy, in nats, of predicting the mean label for every sample."""
+    """Return the total cross entropy, in nats, of predicting the mean label for every sample."""
     mean = positives / np.maximum(weights, ETA)
     if clipped:
         mean = np.clip(mean, ETA, 1 - ETA)
     negatives = weights - positives
-    # 0 log 0 is 0.
+    # 0 log 0 is 0 here, and NaN in NumPy: `where` twice, so that the logarithm never sees a 0.
     of_positives = np.where(positives > 0, positives * np.log(np.where(mean > 0, mean, 1)), 0)
     of_negatives = np.where(negatives > 0, negatives * np.log1p(-np.where(mean < 1, mean, 0)), 0)
     return -of_positives - of_negatives
@@ -109,7 +109,7 @@ class LogLoss(NormalizedEntropy):
 class UnweightedNormalizedEntropy(NormalizedEntropy):
     """`NormalizedEntropy` with all weights 1 (``unweighted_ne``).
 
-    Padding, of weight 0, stays out; under ``compat="torchrec"`` it counts like any sample.
+    Padding is left out; under ``compat="torchrec"`` it counts like any sample.
     """
 
     name: ClassVar[str] = "unweighted_ne"
@@ -122,9 +122,9 @@ class UnweightedNormalizedEntropy(NormalizedEntropy):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PositiveNormalizedEntropy(NormalizedEntropy):
-    """The share of positive labels in `NormalizedEntropy` (``ne_positive``).
+    """The part of `NormalizedEntropy` from positive labels (``ne_positive``).
 
-    ``sum -w y log p`` over the same norm.
+    It is ``sum -w y log p``, divided by the same norm.
     """
 
     name: ClassVar[str] = "ne_positive"
@@ -141,9 +141,9 @@ class PositiveNormalizedEntropy(NormalizedEntropy):
 class RecalibratedNormalizedEntropy(NormalizedEntropy):
     """`NormalizedEntropy` of recalibrated probabilities (reported as ``ne``, as in TorchRec).
 
-    ``p' = p / (p + (1 - p) / c)`` undoes that training saw only the share ``c`` of the negative
-    samples: He et al. 2014, "Practical lessons from predicting clicks on ads at Facebook", section
-    6.3.
+    If training used only a share ``c`` of the negative samples, its probabilities are too high;
+    ``p' = p / (p + (1 - p) / c)`` corrects them. He et al. 2014, "Practical lessons from predicting
+    clicks on ads at Facebook", section 6.3.
 
     Attributes:
         coefficient: ``c``, above 0.
@@ -169,21 +169,21 @@ def recalibrated(
 
 
 def check_coefficient(metric: SumMetric, coefficient: float) -> None:
-    """Raise a ValueError for a coefficient that is not above 0."""
+    """Raise a ValueError if a coefficient is not above 0."""
     if not coefficient > 0:
         raise ValueError(f"{type(metric).__name__}: coefficient={coefficient} must be above 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CalibrationFreeNormalizedEntropy(NormalizedEntropy):
-    """Cross entropy over that of always predicting the model's own mean (``cali_free_ne``).
+    """Cross entropy over the cross entropy of predicting the mean prediction (``cali_free_ne``).
 
-    As `NormalizedEntropy`, with the norm ``-pos log q - neg log(1 - q)``, ``q = sum w p / sum w``:
-    a model that predicts too much on the whole is not blamed for it. It has no value if
-    all predictions are 0 or all are 1.
+    It is `NormalizedEntropy` with the norm ``-pos log q - neg log(1 - q)`` and
+    ``q = sum w p / sum w``. A wrong mean enlarges the norm, too, so that it does not count against
+    the model. Undefined if all predictions are 0 or all are 1.
 
-    ``compat="torchrec"`` divides NE, not the cross entropy, by this norm in bits: a number that
-    shrinks as samples come in.
+    ``compat="torchrec"`` divides NE, not the cross entropy, by this norm in bits, which gives a
+    number that shrinks with the number of samples.
     """
 
     name: ClassVar[str] = "cali_free_ne"
@@ -204,10 +204,10 @@ class CalibrationFreeNormalizedEntropy(NormalizedEntropy):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CountsExamples(SumMetric):
-    """Adds ``total_examples`` to a metric: its samples of weight above 0, over all time."""
+    """Mixin that reports ``total_examples``, the number of all samples so far of weight above 0."""
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
-        # The class that this is mixed into has the sums.
+        # The next class in the order of inheritance has the sums.
         sums = super().sums(batch)  # type: ignore[safe-super]
         return sums | {"examples": (batch.weights > 0).sum(axis=1).astype(jnp.float32)}
 
@@ -219,7 +219,7 @@ class CountsExamples(SumMetric):
 class ServingNormalizedEntropy(CountsExamples, NormalizedEntropy):
     """`NormalizedEntropy` with its number of samples (``ne``, ``total_examples``).
 
-    ``total_examples`` counts the samples whose weight is above 0, over all time.
+    ``total_examples`` counts all samples so far whose weight is above 0.
     """
 
     name: ClassVar[str] = "ne"
@@ -230,12 +230,12 @@ class SegmentedNormalizedEntropy(NormalizedEntropy):
     """`NormalizedEntropy` of each group of samples (``segmented_ne``, ``[tasks, groups]``).
 
     Attributes:
-        num_groups: Groups are numbered from 0 to this minus 1.
-        groups: Name under which `update` gets the number of each sample's group, ``[batch]`` or
+        num_groups: Number of groups. Group numbers are below it.
+        groups: Name of the group numbers among the inputs of `update`, ``[batch]`` or
             ``[tasks, batch]`` int32.
 
     Raises:
-        ValueError: From `compute`, when a sample's group was not one of these.
+        ValueError: From `compute`: a sample had a group number outside of ``[0, num_groups)``.
     """
 
     num_groups: int
@@ -276,7 +276,7 @@ class SegmentedNormalizedEntropy(NormalizedEntropy):
 def sum_by_group(
     x: Float[Array, "tasks batch"], groups: Array, num_groups: int
 ) -> Float[Array, "tasks groups"]:
-    """Sum the samples of each group; samples of other groups are left out."""
-    # JAX counts negative indices from the end.
+    """Sum the samples of each group; leave out samples with other group numbers."""
+    # JAX would count negative indices from the end.
     groups = jnp.where(groups < 0, num_groups, groups)
     return jax.vmap(lambda x, g: jax.ops.segment_sum(x, g, num_groups))(x, groups)

@@ -1,4 +1,4 @@
-"""Several metrics of several tasks, updated and reported together."""
+"""Groups of metrics for several tasks, and merges of states over devices and processes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ GroupState: TypeAlias = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """Names of the arrays of one task among a model's outputs.
+    """Names of one task's arrays among a model's outputs.
 
     Attributes:
-        name: Name of the task, in reports.
-        prediction, label: Names of the outputs, ``[batch]`` or ``[batch, 1]``; predictions of a
-            multi-class metric ``[batch, classes]``.
-        weight: Name of the weights; None: all 1.
+        name: Name of the task in reports.
+        prediction: Name of the predictions, ``[batch]`` or ``[batch, 1]``; for a multi-class metric
+            ``[batch, classes]``.
+        label: Name of the labels, ``[batch]`` or ``[batch, 1]``.
+        weight: Name of the weights, ``[batch]`` or ``[batch, 1]``; None: all 1.
     """
 
     name: str
@@ -40,16 +41,15 @@ class MetricGroup:
 
     Attributes:
         tasks: The tasks, in the order of the metrics' task axis.
-        metrics: Metrics, by a name that is added to the report where two metrics would report the
-            same name. The ``tasks`` of each is the number of its tasks.
-        tasks_of: Names of the tasks that a metric is computed for, by the name of the metric. A
-            metric that it does not name is computed for all tasks. Only the tasks of one metric
-            need outputs of one shape.
+        metrics: Metrics by name. The ``tasks`` of a metric is the number of its tasks. If two
+            metrics report a value of the same name, the second gets the metric's name in front.
+        tasks_of: Names of a metric's tasks, by the name of the metric. A metric that is not here is
+            computed for all tasks. The tasks of one metric need outputs of one shape.
 
     Raises:
-        KeyError: ``tasks_of`` names a metric or a task that is not there.
-        TypeError: ``tasks_of`` has a string in the place of a sequence of names.
-        ValueError: A metric has another number of tasks, or two tasks have one name.
+        KeyError: ``tasks_of`` has an unknown metric or task.
+        TypeError: ``tasks_of`` has a string in place of a sequence of names.
+        ValueError: A metric has another number of tasks, or two tasks have the same name.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -128,11 +128,12 @@ class MetricGroup:
     def update(
         self, state: GroupState, outputs: Mapping[str, Shaped[AnyArray, "..."]]
     ) -> GroupState:
-        """Add a batch to the state; compile it with the step.
+        """Add a batch to the state; call it in the compiled step.
 
         Args:
-            state: State so far.
-            outputs: The outputs that tasks name, and further inputs of metrics (sessions, groups).
+            state: State before the batch.
+            outputs: Arrays by name: those of the tasks, and further inputs of metrics such as
+                sessions and groups.
 
         Raises:
             TypeError, ValueError: An output is missing, tasks have outputs of different shapes, or
@@ -142,7 +143,7 @@ class MetricGroup:
         columns: dict[tuple[Task, ...], tuple[Array, Array, Array]] = {}
         for name, metric in self.metrics.items():
             tasks = self._tasks(name)
-            # Most metrics have the same tasks, whose columns are stacked once.
+            # Most metrics have the same tasks: stack their columns once.
             if tasks not in columns:
                 columns[tasks] = self._columns(outputs, tasks)
             inputs = {key: outputs[key] for key in metric.required if key in outputs}
@@ -156,19 +157,19 @@ class MetricGroup:
         }
 
     def compute(self, state: GroupState) -> dict[str, float]:
-        """Return the values by ``task/metric``, and wait for the device.
+        """Return the values by ``task/value``, such as "click/window_auc"; wait for the device.
 
-        A value of several numbers is ``task/metric_0``, ``task/metric_1``, ...
+        A value of several numbers becomes ``task/value_0``, ``task/value_1``, ...
         """
         report: dict[str, float] = {}
-        # One transfer for all metrics, not one for each array.
+        # One transfer for all metrics: each transfer has a latency of its own.
         state = jax.device_get(state)
         for metric_name, metric in self.metrics.items():
             for value_name, values in metric.compute(state[metric_name]).items():
                 for task, value in zip(self._tasks(metric_name), values, strict=True):
                     for suffix, number in _numbers(value):
                         key = f"{task.name}/{value_name}{suffix}"
-                        # Two metrics may report one name, such as "ne" of two windows.
+                        # Two metrics may report the same name, such as "window_ne" of two windows.
                         if key in report:
                             key = f"{task.name}/{metric_name}/{value_name}{suffix}"
                         report[key] = number
@@ -184,9 +185,10 @@ class MetricGroup:
     def _columns(
         self, outputs: Mapping[str, Shaped[AnyArray, "..."]], tasks: tuple[Task, ...]
     ) -> tuple[Array, Array, Array]:
-        """Return predictions, labels and weights of tasks, each with a first axis of the tasks."""
+        """Return predictions, labels and weights of tasks, ``[tasks, batch, ...]``."""
         predictions = self._stacked(outputs, [(t.name, t.prediction) for t in tasks])
         labels = self._stacked(outputs, [(t.name, t.label) for t in tasks])
+        # A task without weights has None for their name.
         ones = {None: jnp.ones(labels.shape[1:], jnp.float32)}
         weights = self._stacked({**outputs, **ones}, [(t.name, t.weight) for t in tasks], labels)
         return predictions, labels, weights
@@ -197,7 +199,7 @@ class MetricGroup:
         names: list[tuple[str, Any]],
         like: Shaped[Array, "tasks ..."] | None = None,
     ) -> Shaped[Array, "tasks ..."]:
-        """Return the outputs of all tasks as one array, from names of tasks and of outputs."""
+        """Stack outputs, given by pairs of the names of a task and an output."""
         columns = []
         for task, name in names:
             if name not in outputs:
@@ -221,12 +223,12 @@ def _numbers(value: np.ndarray | np.floating) -> list[tuple[str, float]]:
 
 
 def merge_all(metric: Metric | MetricGroup, states: Any) -> Any:
-    """Merge states: the result has the samples of all.
+    """Merge the states of several devices or processes; the result has the samples of all.
 
     Args:
         metric: Metric of the states.
-        states: Stacked: each array has one more axis in front, of devices or processes, as
-            `jax.lax.all_gather` and ``multihost_utils.process_allgather`` give it.
+        states: Stacked states. Each array has one more axis in front, of devices or processes, as
+            `jax.lax.all_gather` and ``multihost_utils.process_allgather`` return it.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -237,29 +239,31 @@ def merge_all(metric: Metric | MetricGroup, states: Any) -> Any:
         >>> metric.compute(merge_all(metric, states))["window_ctr"].tolist()
         [0.75]
     """
-    # A scan compiles one merge, however many devices there are.
+    # A scan compiles one merge, whatever the number of devices.
     first = jax.tree.map(lambda x: jnp.asarray(x[0]), states)
     others = jax.tree.map(lambda x: jnp.asarray(x[1:]), states)
     return jax.lax.scan(lambda a, b: (metric.merge(a, b), None), first, others)[0]
 
 
 def merge_over_axis(metric: Metric | MetricGroup, state: Any, axis_name: str) -> Any:
-    """Merge the states of all devices, within `jax.shard_map`.
+    """Merge the states of all devices inside of `jax.shard_map`.
 
     Args:
         metric: Metric of the state.
         state: State of this device.
-        axis_name: Mesh axis over which the devices hold different samples.
+        axis_name: Mesh axis along which the devices have different samples.
     """
+    # "invarying" tells shard_map that all devices get the same result, so that it may be returned
+    # as replicated.
     gathered = jax.tree.map(lambda x: jax.lax.all_gather(x, axis_name, to="invarying"), state)
     return merge_all(metric, gathered)
 
 
 def merge_over_processes(metric: Metric | MetricGroup, state: Any) -> Any:
-    """Merge the states of all processes of a `jax.distributed` run.
+    """Merge the states of all processes of a `jax.distributed` run; every process must call it.
 
-    For states that each process keeps for itself, over samples of its own. (One that a step over a
-    global mesh keeps is of all processes' samples already.) Every process must call it.
+    Use it if each process keeps a state of its own samples. The state of a step over a global mesh
+    has the samples of all processes already, and must not be merged.
     """
     if jax.process_count() == 1:
         return state

@@ -1,4 +1,8 @@
-"""The interface of metrics, and the metrics that are functions of sums over samples."""
+"""The interface of metrics (`Metric`), and metrics that are functions of sums over samples.
+
+To write a metric of sums, subclass `SumMetric` with ``sums``, which runs in the compiled step, and
+``values``, which runs on the host.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +31,16 @@ ETA = 1e-12
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """The samples of one step, checked.
+    """The checked samples of one step, in float32.
 
     Attributes:
-        predictions: ``[tasks, batch]`` float32, or ``[tasks, batch, classes]``.
-        labels: ``[tasks, batch]`` float32.
-        weights: ``[tasks, batch]`` float32.
-        real: ``[tasks, batch]``, whether a sample has a weight other than 0, and so counts.
-        inputs: Further inputs of the metric, by name.
-        broken: ``[tasks, batch]``, whether a sample that counts has a prediction, label or weight
-            that is NaN or outside its domain. Such samples make the values of their task NaN.
+        predictions: ``[tasks, batch]``, or ``[tasks, batch, classes]``.
+        labels: ``[tasks, batch]``.
+        weights: ``[tasks, batch]``.
+        real: ``[tasks, batch]``, whether a sample's weight is not 0. Other samples are padding.
+        inputs: Further inputs of the metric, ``[tasks, batch]``, by name.
+        broken: ``[tasks, batch]``, whether a real sample has a prediction, label or weight that is
+            NaN or outside its domain. It makes the values of its task NaN.
     """
 
     predictions: Float[Array, "tasks batch ..."]
@@ -49,21 +53,23 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metric(abc.ABC, Generic[State]):
-    """A metric: a description, and pure functions on its state.
+    """A metric: its options, and pure functions on its state.
 
-    The state is a pytree of arrays of fixed shapes. `init` makes it, `update` belongs into the
-    compiled step, `merge` joins the states of two devices or processes that saw different samples,
-    and `compute` waits for the device and gives the values in float64.
+    The state is a pytree of arrays of fixed shapes. `init` makes the state, `update` adds a batch
+    in the compiled step, `merge` joins the states of two devices or processes that had different
+    samples, and `compute` waits for the device and returns the values in float64.
 
-    A sample of weight 0 is padding: no metric reads its prediction or label, and it takes no place
-    in a window. (Under ``compat="torchrec"`` it counts where it does in TorchRec.)
+    A sample of weight 0 is padding: metrics ignore its prediction and label, and it takes no place
+    in a window. Under ``compat="torchrec"`` it counts where it counts in TorchRec.
 
-    Numbers outside of a metric's domain, such as logits where it takes probabilities, labels of -1,
-    or negative weights, are an error where `update` sees them. Inside a compiled function it cannot
-    look at them: there they make the values of their task NaN, as NaN itself does everywhere.
+    A number outside of a metric's domain is an error: a logit instead of a probability, a label of
+    -1, a negative weight. `update` raises the error if it can read the numbers. In a compiled
+    function it cannot; there such a number makes the values of its task NaN. A prediction, label or
+    weight of NaN always does.
 
     Attributes:
-        tasks: Predictions and labels are ``[tasks, batch]``; ``[batch]`` is enough with 1 task.
+        tasks: Number of tasks. Predictions and labels are ``[tasks, batch]``, or ``[batch]`` with
+            one task.
         compat: None: the value by the definition. ``"torchrec"``: TorchRec 1.8's value where it
             differs; each metric says where.
     """
@@ -86,17 +92,17 @@ class Metric(abc.ABC, Generic[State]):
 
     @property
     def whole(self) -> tuple[str, ...]:
-        """The `required` arrays that hold integer numbers of sessions or groups."""
+        """Names of the `required` arrays that must be integers, such as session numbers."""
         return self.required
 
     @property
     def domains(self) -> Domains:
-        """Numbers that predictions and labels may be; None where the metric does not read them."""
+        """Domains of predictions and labels; None if the metric does not read them."""
         return NUMBER, NUMBER
 
     @property
     def trailing(self) -> tuple[int, ...]:
-        """Axes of the predictions after the batch."""
+        """Sizes of the predictions' axes after the batch, such as classes."""
         return ()
 
     @abc.abstractmethod
@@ -111,15 +117,15 @@ class Metric(abc.ABC, Generic[State]):
         weights: Shaped[AnyArray, "..."] | None = None,
         **inputs: Shaped[AnyArray, "..."],
     ) -> State:
-        """Add a batch to the state; compile it with the step.
+        """Add a batch to the state; call it in the compiled step.
 
         Args:
-            state: Before.
+            state: State before the batch.
             predictions: ``[tasks, batch]`` float; probabilities for a metric of clicks.
             labels: ``[tasks, batch]``.
             weights: ``[tasks, batch]`` or ``[batch]``, 0 or above; None: all 1.
-            **inputs: The arrays that the metric asks for by name (`required`), ``[tasks, batch]``
-                or ``[batch]``.
+            **inputs: The `required` arrays of the metric by name, ``[tasks, batch]`` or
+                ``[batch]``.
 
         Raises:
             TypeError: An array does not hold real numbers, or sessions or groups are not integers.
@@ -148,11 +154,11 @@ class Metric(abc.ABC, Generic[State]):
         weights: Shaped[AnyArray, "..."] | None,
         inputs: Mapping[str, Shaped[AnyArray, "..."]],
     ) -> Batch:
-        """Check a batch, and replace the contents of padding."""
+        """Check a batch, and set the predictions and labels of padding to 0."""
         who = type(self).__name__
         predictions = as_numbers(who, "predictions", predictions)
         labels = as_numbers(who, "labels", labels)
-        # One task is what nearly everyone has: it needs no axis of its own.
+        # Most models have one task: the task axis is optional there.
         if self.tasks == 1 and labels.ndim == 1:
             labels, predictions = labels[None], predictions[None]
         if (
@@ -166,7 +172,7 @@ class Metric(abc.ABC, Generic[State]):
                 f"predictions of [{self.tasks}, batch{classes}]; got {labels.shape} and "
                 f"{predictions.shape}"
             )
-        # NumPy, so that a constant of the step is not an operation on the device.
+        # NumPy: `jnp.ones` would be an operation of its own on the device, in eager code.
         if weights is None:
             weights = np.ones(labels.shape, np.float32)
         weights = self._per_sample("weights", as_numbers(who, "weights", weights), labels.shape)
@@ -181,8 +187,8 @@ class Metric(abc.ABC, Generic[State]):
             extra[name] = self._per_sample(name, _fits(name, array), labels.shape)
 
         of_predictions, of_labels = self.domains
-        # Numbers are looked at while they are what the user gave: float32 would round them, and the
-        # error would show another number.
+        # Checked before the conversion to float32, which rounds: the error must show the number
+        # that the user gave.
         check_domain(who, "weights", weights, WEIGHT)
         if of_predictions is not None:
             check_domain(who, "predictions", predictions, of_predictions, weights, nan=True)
@@ -194,7 +200,7 @@ class Metric(abc.ABC, Generic[State]):
         )
         arrays = {name: _on_every_device(jnp.asarray(x)) for name, x in extra.items()}
         real = weights != 0
-        # A weight counts for all classes of its sample.
+        # A sample's weight counts for all its classes.
         shown = real.reshape(real.shape + (1,) * len(self.trailing))
         broken = jnp.asarray(WEIGHT.excludes(weights))
         if of_labels is not None:
@@ -202,7 +208,8 @@ class Metric(abc.ABC, Generic[State]):
         if of_predictions is not None:
             outside = shown & of_predictions.excludes(predictions)
             broken |= outside.any(axis=tuple(range(2, outside.ndim)))
-        # Padding may hold NaN, and NaN times a weight of 0 is NaN. TorchRec multiplies them.
+        # Padding may hold NaN, and NaN times a weight of 0 is NaN. TorchRec multiplies all the
+        # same, so that its NaN is right under compat.
         if self.compat is None:
             labels = jnp.where(real, labels, 0)
             predictions = jnp.where(shown, predictions, 0)
@@ -222,11 +229,9 @@ class Metric(abc.ABC, Generic[State]):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class SumState:
-    """The state of a `SumMetric`.
+    """The state of a `SumMetric`: sums over all samples, by name, and over the last batches.
 
-    Attributes:
-        lifetime: The sums over all samples, by name.
-        window: The sums over the last batches; None where the metric has no window.
+    ``window`` is None if the metric has no window.
     """
 
     lifetime: dict[str, Total]
@@ -235,15 +240,18 @@ class SumState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SumMetric(Metric[SumState]):
-    """A metric that is a function of sums over samples, over all of them and over a window.
+    """A metric that is a function of sums over samples.
+
+    It reports ``lifetime_`` values over all samples, and ``window_`` values over the last batches.
 
     Attributes:
-        window: Size of the window in samples. It holds the last batches whose samples together do
-            not exceed this. None: no window.
-        max_batches: The window holds no more batches than this; each takes the memory of one
-            batch's sums.
-        skip_empty: Whether a batch in which a task has no weight leaves that task's window alone
-            (TorchRec's ``should_validate_update``). None: yes, and under ``compat="torchrec"`` no.
+        window: Largest number of samples of the window, which has the newest batches that fit, and
+            at least one. None: no window.
+        max_batches: Largest number of batches of the window; each takes the memory of one batch's
+            sums.
+        skip_empty: Whether a task's window leaves out batches whose weights are all 0 for the task
+            (TorchRec's ``should_validate_update``). None: True, or False under
+            ``compat="torchrec"``.
         undefined: Value to report where the metric is undefined. None: NaN, or TorchRec's value
             under ``compat="torchrec"``.
     """
@@ -255,7 +263,7 @@ class SumMetric(Metric[SumState]):
 
     name: ClassVar[str]
     torchrec_undefined: ClassVar[float] = float("nan")
-    # Sums that count samples; they keep their value where others become NaN.
+    # Sums that count samples. A broken sample makes the other sums NaN, but it is still counted.
     counters: ClassVar[tuple[str, ...]] = ("outside", "examples")
 
     def __post_init__(self) -> None:
@@ -268,15 +276,15 @@ class SumMetric(Metric[SumState]):
 
     @abc.abstractmethod
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
-        """Return the sums of a batch, by name, that `values` needs."""
+        """Return the sums of a batch that `values` needs, ``[tasks, ...]`` by name."""
 
     @abc.abstractmethod
     def values(self, sums: Sums) -> Values:
-        """Return the values, by name, in float64, given the sums."""
+        """Compute the values, ``[tasks, ...]`` float64 by name, from the sums."""
 
     def init(self) -> SumState:
         shapes = self._shapes()
-        # A batch has a sample or more: a window of few samples needs no more slots than that.
+        # A batch has one sample or more, so that a window of 100 samples has at most 100 batches.
         slots = 0 if self.window is None else min(self.window, self.max_batches)
         return SumState(
             {name: Total.zeros(shape) for name, shape in shapes.items()},
@@ -292,6 +300,7 @@ class SumMetric(Metric[SumState]):
         # In TorchRec a batch without weight takes the place of an older one in the window.
         skip = self.compat is None if self.skip_empty is None else self.skip_empty
         counts = batch.real.any(axis=1) | (not skip)
+        # `where` and no branch: whether a batch counts is known on the device alone, per task.
         lifetime = {
             name: total + jnp.where(_along(counts, sums[name]), sums[name], 0)
             for name, total in state.lifetime.items()
@@ -328,10 +337,11 @@ class SumMetric(Metric[SumState]):
         undefined = self.torchrec_undefined if self.compat else float("nan")
         if self.undefined is not None:
             undefined = self.undefined
-        # An undefined value is NaN here and replaced below: NumPy need not warn of it.
+        # An undefined value is NaN at first and is replaced below, so that NumPy's warning of it
+        # would be noise.
         with np.errstate(divide="ignore", invalid="ignore"):
             values = self.values(sums)
-        # Sums of a NaN prediction or label are NaN: that is a value, not the lack of one.
+        # Broken samples make sums NaN. Their NaN must be reported, and not replaced by `undefined`.
         broken = np.any(
             [np.isnan(x).reshape(self.tasks, -1).any(axis=1) for x in sums.values()], axis=0
         )
@@ -343,6 +353,7 @@ class SumMetric(Metric[SumState]):
         return reported
 
     def _sizes(self, batch: Batch) -> Int[Array, " tasks"]:
+        # TorchRec's window counts padding, too.
         if self.compat is not None:
             return jnp.full(self.tasks, batch.real.shape[1], jnp.int32)
         return batch.real.sum(axis=1, dtype=jnp.int32)
@@ -354,7 +365,7 @@ class SumMetric(Metric[SumState]):
         inputs = {name: jax.ShapeDtypeStruct((self.tasks, 1), jnp.int32) for name in self.required}
 
         def of_one(predictions: Any, samples: Any, inputs: Any) -> dict[str, Array]:
-            # Only shapes are wanted, so that one array may stand for labels, weights and the rest.
+            # `eval_shape` computes shapes alone, so that one array may serve as labels and weights.
             real = samples != 0
             return self.sums(Batch(predictions, samples, samples, real, inputs, real))
 
@@ -362,11 +373,9 @@ class SumMetric(Metric[SumState]):
 
 
 def _on_every_device(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Replicate an array over the devices of a mesh with explicit axes.
-
-    Sorts and scatters over samples that lie on several devices ask for that; with automatic axes
-    the compiler sees to it where it must.
-    """
+    """Replicate an array over the devices of a mesh with explicit axes."""
+    # JAX refuses to sort and scatter samples that are sharded over explicit axes. With automatic
+    # axes the spec is empty here, and XLA gathers the samples where it must.
     sharding = jax.typeof(array).sharding
     if all(axis is None for axis in sharding.spec):
         return array
@@ -374,7 +383,8 @@ def _on_every_device(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
 
 
 def _fits(name: str, array: Shaped[AnyArray, "..."]) -> Shaped[AnyArray, "..."]:
-    """Return an array with 32-bit integers, the type of integers on a device."""
+    """Convert 64-bit integers to 32 bits; raise an error if one does not fit."""
+    # JAX would drop the high bits silently, which may join different sessions.
     if isinstance(array, np.ndarray) and array.dtype.kind in "iu" and array.dtype.itemsize > 4:
         narrow = array.astype(np.int32)
         if (narrow != array).any():
@@ -393,5 +403,5 @@ def _along(counts: Bool[Array, " tasks"], like: Float[Array, "tasks ..."]) -> Bo
 def ratio(
     numerator: Float[np.ndarray, "..."], denominator: Float[np.ndarray, "..."]
 ) -> Float[np.ndarray, "..."]:
-    """Return the quotient; NaN where the denominator is 0."""
+    """Return the quotient; NaN where the denominator is 0 or less."""
     return np.where(denominator > 0, numerator / np.where(denominator > 0, denominator, 1), np.nan)

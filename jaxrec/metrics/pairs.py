@@ -1,4 +1,4 @@
-"""Pairs of samples that predictions put in the order of their labels, in n log n."""
+"""Metrics of pairs of samples that predictions put in the order of their labels."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
 from jaxrec.metrics.sessions import SessionMetric, sort_sessions
 
-# The same code runs within a compiled step (jax.numpy, float32) and on the host (NumPy, float64).
+# The functions take jax.numpy or NumPy as `xp`: the same code runs in a compiled step in float32,
+# for batches, and on the host in float64, for the samples of a window.
 AnyArray = Shaped[jax.Array | np.ndarray, " samples"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pairs:
-    """Weights of unordered pairs of samples; the weight of a pair is the product of its two.
+    """Total weights of kinds of unordered pairs; a pair weighs the product of its samples' weights.
 
     Attributes:
-        concordant: Both differ, and the higher prediction has the higher label.
+        concordant: The higher prediction has the higher label.
         tied_predictions: Predictions are equal and labels differ.
-        tied_both: Predictions are equal and so are labels.
-        tied_labels: Labels are equal.
+        tied_both: Predictions and labels are equal.
+        tied_labels: Labels are equal, and predictions may be.
         total: All pairs.
     """
 
@@ -38,18 +39,19 @@ class Pairs:
 
     @property
     def discordant(self) -> Any:
-        """Both differ, and the higher prediction has the lower label."""
+        """Total weight of the pairs in which the higher prediction has the lower label."""
         return self.total - self.tied_labels - self.tied_predictions - self.concordant
 
 
 def count_pairs(
     predictions: AnyArray, labels: AnyArray, weights: AnyArray, xp: ModuleType
 ) -> Pairs:
-    """Count the pairs of ``[samples]``; ``xp`` is jax.numpy or NumPy."""
+    """Count the pairs of ``[samples]`` in time ``n log n``; ``xp`` is jax.numpy or NumPy."""
     if len(labels) < 2:
         zero = xp.zeros(())
         return Pairs(zero, zero, zero, zero, zero)
-    # Sort by prediction, equal ones by descending label, so that no tie counts as concordant.
+    # Sort by prediction, then count the pairs whose labels ascend. Equal predictions are sorted by
+    # descending label, so that their pairs do not count as concordant.
     order = xp.lexsort((-labels, predictions))
     predictions, labels, weights = predictions[order], labels[order], weights[order]
     new_prediction = _new(predictions, xp)
@@ -68,19 +70,19 @@ def count_pairs(
 
 
 def _ascending(ranks: AnyArray, weights: AnyArray, xp: ModuleType) -> Any:
-    """Return the weight of the pairs ``i < j`` with ``ranks[i] < ranks[j]``.
-
-    The highest bit in which two numbers differ decides which is greater. The samples are sorted
-    stably by one bit after the other, from the highest down. At each bit this counts the pairs that
-    agree in all bits above and whose first number has a 0, the second a 1.
-    """
+    """Return the total weight of the pairs ``i < j`` with ``ranks[i] < ranks[j]``."""
+    # A merge sort would count them, but its data-dependent steps do not compile. A radix sort does:
+    # the highest bit in which two ranks differ decides which is greater. Samples are sorted stably
+    # by one bit after the other, from the highest down. Each bit counts the pairs that agree in
+    # all bits above, and in which the first rank has a 0 and the second a 1.
     samples = len(ranks)
     positions = xp.arange(samples)
-    # First position, in the sorted order, of the samples of a rank or higher.
+    # First position, in the sorted order, of the samples of each rank or higher.
     begins = xp.searchsorted(xp.sort(ranks), xp.arange(samples + 1))
 
     def split(bit: Any, ranks: AnyArray, weights: AnyArray) -> tuple[AnyArray, AnyArray, Any]:
         one = (ranks >> bit) & 1
+        # Start of the samples that agree in all bits above.
         group = begins[xp.minimum((ranks >> (bit + 1)) << (bit + 1), samples)]
         lighter = _before(weights * (1 - one), xp)
         weight = (weights * one * (lighter - lighter[group])).sum()
@@ -109,7 +111,7 @@ def _ascending(ranks: AnyArray, weights: AnyArray, xp: ModuleType) -> Any:
 
 
 def _pairs_within(new: AnyArray, weights: AnyArray, xp: ModuleType) -> Any:
-    """Return the weight of the pairs within runs; ``new`` marks the start of each run."""
+    """Return the total weight of the pairs within runs; ``new`` marks the start of each run."""
     positions = xp.arange(len(new))
     marks = xp.where(new, positions, 0)
     start = np.maximum.accumulate(marks) if xp is np else jax.lax.cummax(marks)
@@ -136,9 +138,9 @@ def _scatter(positions: Int[Any, " samples"], values: AnyArray, xp: ModuleType) 
 
 
 def concordance(pairs: Pairs) -> tuple[Any, Any]:
-    """Return the numerator and denominator of the share of pairs in the right order.
+    """Return numerator and denominator of the share of pairs in the right order.
 
-    Pairs of different labels count 1, or one half if their predictions are equal.
+    Only pairs of different labels count; equal predictions are half right.
     """
     return pairs.concordant + 0.5 * pairs.tied_predictions, pairs.total - pairs.tied_labels
 
@@ -147,13 +149,13 @@ def concordance(pairs: Pairs) -> tuple[Any, Any]:
 class XAUC(SumMetric):
     """The share of pairs of a batch that predictions put in the order of their labels (``xauc``).
 
-    Pairs of samples of one batch with different labels count, with the product of their weights; a
-    pair of equal predictions counts one half. With labels 0 and 1 it is AUC. Zhan et al.
-    2022, "Deconfounding duration bias in watch-time prediction for video recommendation", section
-    5.1. A batch takes ``n log n``.
+    Pairs of samples of one batch with different labels count. A pair weighs the product of its two
+    weights, and a pair of equal predictions counts one half. With labels 0 and 1 it is AUC. Zhan et
+    al. 2022, "Deconfounding duration bias in watch-time prediction for video recommendation",
+    section 5.1. A batch of ``n`` samples takes time ``n log n``.
 
-    Under ``compat="torchrec"`` all pairs count: a pair of equal labels is in order if its
-    predictions are equal too, and a pair of equal predictions only then.
+    Under ``compat="torchrec"`` all pairs count. A pair of equal labels, or of equal predictions, is
+    then in order only if both are equal.
 
     Example:
         >>> import jax.numpy as jnp
@@ -188,7 +190,8 @@ def _shares(
     return concordance(pairs)
 
 
-# Distance of the samples of a pair, weight of the pairs in order and of all, number of pairs.
+# Distance of the samples of a pair in sorted order, weight of the pairs in the right order, weight
+# of all pairs, number of pairs.
 Carry: TypeAlias = tuple[Array, Array, Array, Array]
 
 
@@ -196,19 +199,18 @@ Carry: TypeAlias = tuple[Array, Array, Array, Array]
 class SessionPairwiseAUC(SessionMetric):
     """The share of pairs within sessions that predictions put in order (``session_pairwise_auc``).
 
-    Over the pairs of samples of one session, within one batch, whose labels differ; equal
-    predictions count one half. A pair weighs the sum of its two weights. The time of a batch grows
-    with its size times its longest session.
+    Pairs of samples of one session and batch count if their labels differ; a pair of equal
+    predictions counts one half. A pair weighs the sum of its two weights. The time of a batch grows
+    with its size times the length of its longest session.
 
-    No value without pairs; ``compat="torchrec"`` reports 0.5.
+    Undefined without pairs; ``compat="torchrec"`` reports 0.5 there.
 
     Attributes:
-        weighted: Whether pairs weigh the sum of their weights; otherwise all the same.
+        weighted: True: a pair weighs the sum of its weights. False: all pairs weigh the same.
         labels_are_ranks: Whether a lower label is better.
-        coverage: Whether to report the means over batches of the number of pairs
-            (``valid_pairs_per_batch``) and of the samples that are in one
-            (``effective_training_examples_per_batch``).
-        sessions: Name under which `update` gets the session of each sample, ``[batch]`` or
+        coverage: Whether to report the mean number per batch of pairs (``valid_pairs_per_batch``),
+            and of samples in pairs (``effective_training_examples_per_batch``).
+        sessions: Name of the session numbers among the inputs of `update`, ``[batch]`` or
             ``[tasks, batch]`` int32.
 
     Example:
@@ -256,6 +258,8 @@ class SessionPairwiseAUC(SessionMetric):
         sessions: Int[Array, " batch"],
         real: Bool[Array, " batch"],
     ) -> dict[str, Float[Array, ""]]:
+        # Compares each sample with the next one, then with the second next, and ends when no
+        # session is that long: sessions are short.
         samples = len(labels)
         ranked = sort_sessions(labels, sessions, real)
         order, session = ranked.order, ranked.session
@@ -263,7 +267,7 @@ class SessionPairwiseAUC(SessionMetric):
         positions = jnp.arange(samples)
 
         def in_session(distance: Int[Array, ""]) -> tuple[Int[Array, " batch"], Array]:
-            """Return the sample at an offset, and whether it belongs to the same session."""
+            """Return the position at a distance, and whether it is in the same session."""
             other = jnp.minimum(positions + distance, samples - 1)
             same = (session == session[other]) & (session < samples)
             return other, same & (positions + distance < samples)
@@ -286,7 +290,8 @@ class SessionPairwiseAUC(SessionMetric):
         def more(carry: Carry) -> Bool[Array, ""]:
             return in_session(carry[0])[1].any()
 
-        # Zeros made of the inputs vary over a mesh as these do, which `while_loop` asks of a carry.
+        # Inside of `shard_map`, `while_loop` wants a carry that varies over the mesh as its results
+        # do: zeros made of the inputs vary as the inputs do.
         nothing = (weights * 0).sum()
         zero = session[0] * 0
         _, ordered, pairs, count = jax.lax.while_loop(more, add, (zero + 1, nothing, nothing, zero))

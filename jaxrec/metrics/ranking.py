@@ -1,4 +1,4 @@
-"""Metrics of ranks: NDCG within sessions, and of a wanted item among candidates."""
+"""Metrics of ranks: NDCG within sessions, and the rank of a wanted item among candidates."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from jaxrec.metrics.sessions import SessionMetric, Sorted, sort_sessions
 class NDCG(SessionMetric):
     """Normalized discounted cumulative gain, the mean over sessions (``ndcg``).
 
-    ``DCG = sum gain(y) / log2(rank + 1)``, ranks by prediction from the highest down, over the DCG
-    of the best order. Järvelin and Kekäläinen 2002, "Cumulated gain-based evaluation of IR
-    techniques", section 2. Equal predictions share the mean of their gains (McSherry and Najork
-    2008, "Computing information retrieval performance measures efficiently in the presence of tied
-    scores"). A session, within one batch, weighs as its heaviest sample; one without gain has no
-    NDCG and is left out.
+    NDCG is ``DCG = sum gain(y) / log2(rank + 1)``, with ranks from the highest prediction down,
+    over the DCG of the best order. Järvelin and Kekäläinen 2002, "Cumulated gain-based evaluation
+    of IR techniques", section 2. Samples of equal prediction get the mean of their gains (McSherry
+    and Najork 2008, "Computing information retrieval performance measures efficiently in the
+    presence of tied scores"). The samples of a session are in one batch. A session's weight is the
+    largest weight of its samples; a session without gain has no NDCG and is left out.
 
-    ``compat="torchrec"``: equal predictions keep the batch's order, a session without gain has an
-    NDCG of 0, samples of weight 0 take ranks, and the mean divides by the number of sessions, not
-    by their weights.
+    Under ``compat="torchrec"`` samples of equal prediction rank in the order of the batch, a
+    session without gain has an NDCG of 0, samples of weight 0 take ranks, and the mean divides by
+    the number of sessions, not by their weights.
 
     Attributes:
-        k: Ranks that count; None: all.
-        exponential_gain: Gain ``2^y - 1`` instead of ``y``.
-        decreasing: Reports ``1 - NDCG``, TorchRec's default.
-        drop_single: Whether sessions of one sample are left out.
+        k: Number of ranks that count, from the top; None: all.
+        exponential_gain: Whether the gain is ``2^y - 1`` instead of ``y``.
+        decreasing: Whether to report ``1 - NDCG``, TorchRec's default.
+        drop_single: Whether to leave out sessions of one sample.
         scale_by_weights: Whether weights multiply labels and predictions instead of sessions.
-        negative_tasks: For each task whether good samples should rank low: the metric then takes
+        negative_tasks: For each task, whether good samples should rank low: the metric then uses
             ``1 - p`` and ``1 - y``. None: no task.
-        sessions: Name under which `update` gets the session of each sample, ``[batch]`` or
+        sessions: Name of the session numbers among the inputs of `update`, ``[batch]`` or
             ``[tasks, batch]`` int32.
 
     Example:
@@ -107,6 +107,8 @@ class NDCG(SessionMetric):
 
         gained = gain[by_prediction.order]
         if self.compat is None:
+            # The mean over each run of equal predictions: the value must not depend on the order of
+            # the batch.
             tie = by_prediction.tie
             shared = jax.ops.segment_sum(gained, tie, samples)
             sharers = jax.ops.segment_sum(jnp.ones(samples), tie, samples)
@@ -120,7 +122,8 @@ class NDCG(SessionMetric):
         counts = length > (1 if self.drop_single else 0)
         if self.compat is None:
             counts &= ideal > 0
-        # A session without gain is left out below, or has an NDCG of 0 as in TorchRec: not 0 / 0.
+        # A session without gain must not be 0 / 0: it is left out below, or has an NDCG of 0 under
+        # compat.
         ndcg = dcg / jnp.where(ideal == 0, 1e-6, ideal)
         reported = 1 - ndcg if self.decreasing else ndcg
         size = jnp.ones(samples) if self.compat else weight
@@ -133,15 +136,16 @@ class NDCG(SessionMetric):
 
 
 def rank_metrics(scores: Float[np.ndarray, "samples candidates"], k: int = 10) -> dict[str, float]:
-    """Return the hit rate, NDCG and reciprocal rank of one wanted item among others.
+    """Compute the hit rate, NDCG and reciprocal rank of one wanted item among candidates.
 
-    With the item's rank ``r`` from 1: the share of samples with ``r <= k``; the mean of
-    ``1 / log2(r + 1)`` where ``r <= k`` and 0 elsewhere; the mean of ``1 / r`` (Sun et al. 2019,
-    arXiv:1904.06690, section 4.2). An equal score counts against the item, and so does NaN.
+    Let ``r`` be the item's rank, from 1. ``HR@k`` is the share of samples with ``r <= k``.
+    ``NDCG@k`` is the mean of ``1 / log2(r + 1)`` where ``r <= k``, and of 0 elsewhere. ``MRR`` is
+    the mean of ``1 / r`` (Sun et al. 2019, arXiv:1904.06690, section 4.2). Candidates with an equal
+    score or NaN rank before the item.
 
     Args:
-        scores: ``[samples, candidates]``, the wanted item's first.
-        k: Ranks that count as a hit.
+        scores: ``[samples, candidates]``; the first candidate is the wanted item.
+        k: Number of ranks that count as a hit.
 
     Returns:
         ``HR@k``, ``NDCG@k`` and ``MRR``.
@@ -160,6 +164,7 @@ def rank_metrics(scores: Float[np.ndarray, "samples candidates"], k: int = 10) -
             "rank_metrics takes scores of [samples, candidates], of one sample or more with two or "
             f"more candidates, and k of 1 or more; got {scores.shape} and k={k}"
         )
+    # "Not lower" and not ">=", which is false for NaN: a model that scores NaN must not look good.
     rank = 1 + (~(scores[:, 1:] < scores[:, :1])).sum(axis=1)
     hit = rank <= k
     return {

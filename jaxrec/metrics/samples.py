@@ -1,4 +1,4 @@
-"""Windows of samples, for metrics that are not functions of sums over samples."""
+"""Windows of the last samples, for metrics that are not functions of sums over samples."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Columns: TypeAlias = tuple[Array, Array, Array, Array | None]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class SampleWindow:
-    """A ring of the last samples of each task.
+    """A ring buffer of the last samples of each task, on the device.
 
     Attributes:
         predictions, labels, weights: ``[tasks, window]`` float32.
         groups: ``[tasks, window]`` int32, or None.
-        next: ``[tasks]`` int32, where the next sample goes.
-        filled: ``[tasks]`` int32, how many samples there are.
+        next: ``[tasks]`` int32, position of the next sample.
+        filled: ``[tasks]`` int32, number of samples in the ring.
     """
 
     predictions: Float[Array, "tasks window"]
@@ -39,12 +39,7 @@ class SampleWindow:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Samples:
-    """Samples of one task, on the host.
-
-    Attributes:
-        predictions, labels, weights: ``[samples]`` float32.
-        groups: ``[samples]`` int32, or None.
-    """
+    """Samples of one task on the host, ``[samples]``."""
 
     predictions: Float[np.ndarray, " samples"]
     labels: Float[np.ndarray, " samples"]
@@ -66,15 +61,15 @@ class Samples:
 class SampleMetric(Metric[SampleWindow]):
     """A metric of the last samples, computed exactly on the host.
 
-    The state takes 12 bytes (16 with groups) a task and sample of the window, on the device.
+    The state takes 12 bytes for each task and sample of the window on the device, 16 with groups.
 
-    With groups, of users say, two means over groups are reported as well: ``window_grouped_...``,
-    and ``window_weighted_grouped_...``, in which a group counts by the weight of its samples. A
-    group has all its samples of the window, whatever batch they came in.
+    With groups, such as users, it also reports two means over groups: ``window_grouped_...`` weighs
+    all groups the same, ``window_weighted_grouped_...`` by the total weight of their samples. A
+    group has its samples of all batches of the window.
 
     Attributes:
-        window: How many samples of each task are kept.
-        groups: Name under which `update` gets the group of each sample, ``[batch]`` or
+        window: Number of samples of each task to keep.
+        groups: Name of the group numbers among the inputs of `update`, ``[batch]`` or
             ``[tasks, batch]`` int32; None: no groups.
     """
 
@@ -94,11 +89,11 @@ class SampleMetric(Metric[SampleWindow]):
 
     @abc.abstractmethod
     def value(self, samples: Samples) -> float:
-        """Return the value of samples of one task."""
+        """Compute the value of samples of one task, or of one group of it."""
 
     @abc.abstractmethod
     def counts(self, samples: Samples) -> bool:
-        """Return whether a group has a value; means over groups leave out the others."""
+        """Return whether the means over groups count a group with these samples."""
 
     def init(self) -> SampleWindow:
         # Separate arrays: a step that donates the state must not get one buffer twice.
@@ -115,14 +110,14 @@ class SampleMetric(Metric[SampleWindow]):
     def add(self, state: SampleWindow, batch: Batch) -> SampleWindow:
         counts = jnp.ones_like(batch.real) if self.compat else batch.real
         groups = None if self.groups is None else batch.inputs[self.groups].astype(jnp.int32)
-        # The values are NaN until this sample has left the window.
+        # A broken sample makes the values NaN until it has left the window.
         predictions = jnp.where(batch.broken, jnp.nan, batch.predictions)
         new = (predictions, batch.labels, batch.weights, groups)
         return self._append(state, new, counts)
 
     def merge(self, state: SampleWindow, other: SampleWindow) -> SampleWindow:
-        """Merge two states; where the window overflows, keep the newest of each in equal parts."""
-        # Each state gets half of the window, and what the other leaves of its half.
+        """Merge two states; if the window overflows, keep the newest samples of both equally."""
+        # Each state gets half of the window, and the rest of the other half if that is not full.
         half = self.window // 2
         of_state = jnp.maximum(self.window - half, self.window - other.filled)
         of_other = jnp.maximum(half, self.window - state.filled)
@@ -157,12 +152,14 @@ class SampleMetric(Metric[SampleWindow]):
         new: Columns,
         counts: Bool[Array, "tasks batch"],
     ) -> SampleWindow:
+        """Add the samples ``[tasks, batch]`` that count, in place of the oldest."""
         number = jnp.cumsum(counts, axis=1, dtype=jnp.int32)
         total = number[:, -1:]
-        # Only the last samples of a batch larger than the window fit.
+        # A batch larger than the window: only its last samples fit, and two samples must not go to
+        # one position, where the order of writes is undefined.
         counts = counts & (number > total - self.window)
-        # Samples that do not count go to a slot behind the last, which mode="drop" leaves out:
-        # shapes stay static whatever the number of samples.
+        # Samples that do not count go to a position behind the last, which mode="drop" leaves out:
+        # shapes stay static, whatever the number of samples.
         slot = jnp.where(counts, (state.next[:, None] + number - 1) % self.window, self.window)
         task = jnp.arange(self.tasks)[:, None]
 
@@ -181,7 +178,7 @@ class SampleMetric(Metric[SampleWindow]):
 
     def _samples(self, window: SampleWindow, task: int) -> Samples:
         filled, following = int(window.filled[task]), int(window.next[task])
-        # The ring is cut open at its oldest sample: under `compat` ties go by the order.
+        # From the oldest sample to the newest: under `compat` ties are ranked by this order.
         newest_last = (following - filled + np.arange(filled)) % self.window
         groups = None if window.groups is None else np.asarray(window.groups)[task, newest_last]
         return Samples(
@@ -195,7 +192,7 @@ class SampleMetric(Metric[SampleWindow]):
 def _newest(
     window: SampleWindow, number: Int[Array, " tasks"]
 ) -> tuple[Columns, Bool[Array, "tasks window"]]:
-    """Return the samples from oldest to newest, and which of them to keep."""
+    """Return the samples from oldest to newest, and ``[tasks, window]`` which of them to keep."""
     size = window.predictions.shape[1]
     order = (window.next[:, None] + jnp.arange(size)[None]) % size
 

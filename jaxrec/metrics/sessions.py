@@ -1,4 +1,4 @@
-"""Metrics of the order of samples within sessions or users, whose samples lie in one batch."""
+"""Metrics of the order of samples within sessions or users, each of which is within one batch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
 
 
 def sessions_of(lengths: Int[Array | np.ndarray, " sessions"], batch: int) -> Int[Array, " batch"]:
-    """Return the session of each sample, where sessions follow each other.
+    """Return the session number of each sample, ``[batch]`` int32, from the sessions' lengths.
 
     Args:
-        lengths: Samples of each session; 0 is allowed.
-        batch: Samples of the batch; those past the last session get a session of their own.
+        lengths: Number of samples of each session, in the order of the batch; may be 0.
+        batch: Number of samples of the batch. Samples after the last session form one more session.
 
     Example:
         >>> import jax.numpy as jnp
@@ -32,29 +32,29 @@ def sessions_of(lengths: Int[Array | np.ndarray, " sessions"], batch: int) -> In
 
 
 def run_starts(first: Array) -> Int[Array, " batch"]:
-    """Return the start of the run that each position belongs to.
+    """Return the first position of each position's run; ``first`` ``[batch]`` marks starts of runs.
 
-    Args:
-        first: ``[batch]`` bool, where a run starts; true at position 0.
+    The first position must be marked.
     """
+    # A cumulative maximum carries the last marked position on.
     return jax.lax.cummax(jnp.where(first, jnp.arange(len(first)), 0))
 
 
 def differs_from_previous(x: Array) -> Array:
-    """Return ``[batch]`` bool: where a value differs from the one before; true at position 0."""
+    """Return ``[batch]`` bool: whether a value differs from the one before; true at position 0."""
     return jnp.concatenate([jnp.ones(1, bool), x[1:] != x[:-1]])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sorted:
-    """The samples of a batch, sorted by session and within it by a key.
+    """The samples of a batch, sorted by session and within a session by a key.
 
     Attributes:
-        order: ``[batch]`` positions in the batch.
-        session: ``[batch]`` number of the session, counted from 0; ``batch`` where left out.
-        start: ``[batch]`` start of the session.
-        tie: ``[batch]`` number of the run of equal keys.
-        tie_start: ``[batch]`` start of that run.
+        order: Position of each sorted sample in the batch.
+        session: Number of its session, from 0; ``batch`` if the sample is left out.
+        start: Sorted position where its session starts.
+        tie: Number of its run of equal keys.
+        tie_start: Sorted position where that run starts.
     """
 
     order: Int[Array, " batch"]
@@ -67,14 +67,15 @@ class Sorted:
 def sort_sessions(
     key: Float[Array, " batch"], sessions: Int[Array, " batch"], kept: Bool[Array, " batch"]
 ) -> Sorted:
-    """Sort the samples that are kept by session and key; the others come last."""
-    # A sort takes sessions of any number and length in static shapes.
+    """Sort samples by session and key; samples that are not kept come last."""
+    # A sort has static shapes, whatever the number and the lengths of the sessions.
     order = jnp.lexsort((key, sessions, ~kept))
     kept, ids, key = kept[order], sessions[order], key[order]
     new_session = differs_from_previous(ids) | differs_from_previous(kept)
     new_key = new_session | differs_from_previous(key)
     return Sorted(
         order,
+        # JAX's segment sums drop the number `batch`, which is outside of the segments.
         jnp.where(kept, jnp.cumsum(new_session) - 1, len(key)),
         run_starts(new_session),
         jnp.cumsum(new_key) - 1,
@@ -85,21 +86,20 @@ def sort_sessions(
 def rank_in_session(
     scores: Float[Array, " batch"], sessions: Int[Array, " batch"]
 ) -> Int[Array, " batch"]:
-    """Count the samples of the same session with a higher score; equal scores share a rank."""
+    """Return each sample's number of samples in its session with a higher score, ``[batch]``."""
     order = jnp.lexsort((-scores, sessions))
     new_session = differs_from_previous(sessions[order])
     new_score = new_session | differs_from_previous(scores[order])
+    # The rank is the distance from the session's start to the start of the run of equal scores.
     ranks = run_starts(new_score) - run_starts(new_session)
     return jnp.zeros_like(ranks).at[order].set(ranks)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionMetric(SumMetric):
-    """A metric of sessions, whose samples lie in one batch.
+    """A metric of sessions; all samples of a session are in one batch.
 
-    Attributes:
-        sessions: Name under which `update` gets the session of each sample, ``[batch]`` or
-            ``[tasks, batch]`` int32.
+    ``sessions`` is the name of the session numbers among the inputs of `update`.
     """
 
     sessions: str = "session"
@@ -111,17 +111,17 @@ class SessionMetric(SumMetric):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionRecall(SessionMetric):
-    """The share of the positive samples ranked high in their session (``recall_session_level``).
+    """The share of the positive samples that rank high in their session (``recall_session_level``).
 
-    A sample is taken for positive if fewer than ``top`` samples of its session, within the batch,
-    have a higher prediction. No value without positives. Under ``compat="torchrec"`` samples of
-    weight 0 take a rank too.
+    A sample ranks high if fewer than ``top`` samples of its session have a higher prediction.
+    Without positive samples the value is undefined. Under ``compat="torchrec"`` samples of weight 0
+    take a rank, too.
 
     Attributes:
-        top: How many ranks count.
-        rank_labels: Whether samples are positive whose label ranks below ``top``, instead of the
-            samples of label 1.
-        sessions: Name under which `update` gets the session of each sample, ``[batch]`` or
+        top: Number of high ranks.
+        rank_labels: False: samples of label 1 are positive. True: a sample is positive if fewer
+            than ``top`` samples of its session have a higher label.
+        sessions: Name of the session numbers among the inputs of `update`, ``[batch]`` or
             ``[tasks, batch]`` int32.
 
     Example:
@@ -153,6 +153,7 @@ class SessionRecall(SessionMetric):
         sessions = batch.inputs[self.sessions]
 
         def on_top(scores: Float[Array, "tasks batch"]) -> Float[Array, "tasks batch"]:
+            # Padding must take no rank of a sample.
             if self.compat is None:
                 scores = jnp.where(batch.real, scores, -jnp.inf)
             return (jax.vmap(rank_in_session)(scores, sessions) < self.top).astype(jnp.float32)
@@ -173,9 +174,9 @@ class SessionRecall(SessionMetric):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionPrecision(SessionRecall):
-    """The share of positive samples among those ranked high in their session.
+    """The share of positive samples among the samples that rank high in their session.
 
-    Reported as ``precision_session_level``; ranks and options as in `SessionRecall`.
+    Reports ``precision_session_level``. Ranks and options are as in `SessionRecall`.
     """
 
     name: ClassVar[str] = "precision_session_level"
@@ -189,19 +190,21 @@ class SessionPrecision(SessionRecall):
 class GroupedAUC(SessionMetric):
     """The mean over sessions of the area under the ROC curve (``gauc``).
 
-    Sessions lie within one batch; those with samples of both labels count. Pairs weigh the product
-    of their weights, and equal predictions count one half. Zhou et al. 2018, "Deep interest network
-    for click-through rate prediction", section 6.2. ``gauc_num_samples`` is the number of sessions.
+    A session's samples are in one batch. Sessions with samples of both labels count. A pair weighs
+    the product of its two weights, and a pair of equal predictions counts one half. Zhou et al.
+    2018, "Deep interest network for click-through rate prediction", section 6.2.
+    ``gauc_num_samples`` is the number of sessions.
 
-    ``compat="torchrec"``: a positive does not rank above a negative of equal prediction that comes
-    later in the batch; sessions are left out if all predictions are equal, or if all are equal but
-    some are 0; and the mean is ``(sum + 1e-9) / (sessions + 2e-9)``, one half of no sessions.
+    Three things differ under ``compat="torchrec"``. A positive sample does not rank above a
+    negative sample of equal prediction that comes later in the batch. Sessions are left out if each
+    prediction equals the session's first, or is 0. The mean is ``(sum + 1e-9) / (sessions +
+    2e-9)``, which is one half without sessions.
 
     Attributes:
-        weighted_by: Weight of a session in the mean: the same for each, or the weight of its
-            samples, as in Zhou et al.
-        sessions: Name under which `update` gets the session of each sample, ``[batch]`` or
-            ``[tasks, batch]`` int32; `sessions_of` makes it of TorchRec's ``num_candidates``.
+        weighted_by: Weight of a session in the mean. "sessions": 1. "samples": the total weight of
+            its samples, as in Zhou et al.
+        sessions: Name of the session numbers among the inputs of `update`, ``[batch]`` or
+            ``[tasks, batch]`` int32; `sessions_of` makes them from TorchRec's ``num_candidates``.
     """
 
     weighted_by: Literal["sessions", "samples"] = "sessions"
@@ -238,7 +241,8 @@ def _areas(
     *,
     torchrec: bool = False,
 ) -> tuple[Float[Array, " sessions"], Float[Array, " sessions"], Bool[Array, " sessions"]]:
-    """Return each session's area under the ROC curve, its weight, and whether it is defined."""
+    """Return ``[sessions]`` areas under the ROC curve, weights, and whether each is defined."""
+    # A batch has at most as many sessions as samples, a static number. Further ones are undefined.
     samples = len(labels)
     ranked = sort_sessions(predictions, sessions, kept)
     positive = (weights * labels)[ranked.order]
@@ -248,9 +252,11 @@ def _areas(
         return jax.ops.segment_sum(x, ranked.session, samples)
 
     until = _cumulate(negative, ranked.start)
+    # Weight of the negative samples that rank below each sample.
     if torchrec:
         below = until
     else:
+        # Those before the run of equal predictions, and half of those within.
         tied = jax.ops.segment_sum(negative, ranked.tie, samples)[ranked.tie]
         below = (until - negative)[ranked.tie_start] + tied / 2
     positives, negatives = of_sessions(positive), of_sessions(negative)
@@ -266,20 +272,19 @@ def _areas(
 
 
 def _cumulate(x: Float[Array, " batch"], start: Int[Array, " batch"]) -> Float[Array, " batch"]:
-    """Return cumulative sums from the start of each session.
+    """Return cumulative sums from the start of each session, ``[batch]``."""
 
-    A difference of sums over the whole batch would lose the digits of a short session.
-    """
-
+    # Not a difference of sums over the whole batch: float32 would lose the digits of a short
+    # session at its end.
     def join(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
         return b[0], b[1] + jnp.where(a[0] == b[0], a[1], 0)
 
-    # In log(batch) passes, where a scan would take the samples one by one.
+    # log(batch) passes over the batch; a scan would take the samples one by one.
     return jax.lax.associative_scan(join, (start, x))[1]
 
 
 def _all_alike(predictions: Float[Array, " batch"], ranked: Sorted) -> Bool[Array, " sessions"]:
-    """Return the sessions in which each prediction equals that of the first sample, or 0."""
+    """Return ``[sessions]`` whether all predictions equal the session's first, or are 0."""
     samples = len(predictions)
     first = jax.ops.segment_min(ranked.order, ranked.session, samples)
     of_first = predictions[jnp.clip(first, 0, samples - 1)][
@@ -292,18 +297,18 @@ def _all_alike(predictions: Float[Array, " batch"], ranked: Sorted) -> Bool[Arra
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UserAUC(SumMetric):
-    """The area under the ROC curve of each user, and its means over users (``uauc``, ``wuauc``).
+    """Means over users of the area under the ROC curve (``uauc``, ``wuauc``).
 
-    A user's samples lie within one batch; users with samples of both labels count. Pairs weigh the
-    product of their weights, and equal predictions count one half. Users have equal weights in
-    ``uauc``, and the weight of their samples in ``wuauc``: Zhou et al. 2018, "Deep interest network
-    for click-through rate prediction", section 6.2. ``uauc_num_users`` counts the users of each
-    batch. For users whose samples come in several batches see `AUC` with ``groups``.
+    A user's samples are in one batch; if they come in several batches, take `AUC` with ``groups``.
+    Users with samples of both labels count. A pair weighs the product of its two weights, and a
+    pair of equal predictions counts one half. Users have equal weights in ``uauc``, and the total
+    weight of their samples in ``wuauc``: Zhou et al. 2018, "Deep interest network for click-through
+    rate prediction", section 6.2. ``uauc_num_users`` adds up the users of the batches.
 
-    ``compat`` must be None: TorchRec rounds predictions to 1e-4 and less as it sorts them.
+    ``compat`` must be None: TorchRec's sort rounds predictions to 1e-4 or less.
 
     Attributes:
-        users: Name under which `update` gets the user of each sample, ``[batch]`` or
+        users: Name of the user numbers among the inputs of `update`, ``[batch]`` or
             ``[tasks, batch]`` int32.
 
     Example:

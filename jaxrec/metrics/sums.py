@@ -1,4 +1,4 @@
-"""Sums over samples on the device: of all batches, exactly, and of the last batches."""
+"""Sums over samples on the device: exact sums over all batches, and sums of the last batches."""
 
 from __future__ import annotations
 
@@ -14,24 +14,21 @@ from jaxtyping import Array, Bool, Float, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Total:
-    """A running sum as two float32 numbers: the sum and its rounding error.
+    """A running sum ``high + low`` of two float32 arrays: the rounded sum and its rounding error.
 
-    A plain float32 sum of ones stops at 16,777,216. Here the rounding error of each addition is
-    found exactly and kept (Knuth, "The Art of Computer Programming", volume 2, section 4.2.2,
-    theorem B; Dekker 1971, "A floating-point technique for extending the available precision"), so
-    that an addition is off by about 2^-48 of the sum, and not by 2^-24.
-
-    Attributes:
-        high: Any shape, the sum, rounded.
-        low: The same shape, the rounding error: the sum is ``high + low``.
+    An addition is off by about 2^-48 of the sum, where float32 is off by 2^-24 (Knuth, "The Art of
+    Computer Programming", volume 2, section 4.2.2, theorem B; Dekker 1971, "A floating-point
+    technique for extending the available precision").
     """
+
+    # A plain float32 sum of ones stops at 16,777,216, and JAX has no float64 by default.
 
     high: Float[Array, "*shape"]
     low: Float[Array, "*shape"]
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...]) -> Total:
-        """Return a sum of zero terms."""
+        # Two arrays, not one twice: a step that donates the state must not get a buffer twice.
         return cls(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
 
     def __add__(self, other: Total | Float[Array, "*shape"]) -> Total:
@@ -46,6 +43,7 @@ class Total:
 
     def on_host(self) -> Float[np.ndarray, "*shape"]:
         """Return the sum in float64; wait for the device."""
+        # One transfer for both.
         high, low = jax.device_get((self.high, self.low))
         return np.asarray(np.float64(high) + np.float64(low))
 
@@ -53,16 +51,16 @@ class Total:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class BatchWindow:
-    """A ring of the sums of the last batches, task by task.
-
-    Which of them count is settled when the window is read: nothing is subtracted, so batches
-    that left the window leave no rounding errors behind.
+    """A ring buffer of the sums of the last batches.
 
     Attributes:
-        sums: By name ``[slots, tasks, ...]`` float32, the sums of one batch a slot.
-        sizes: ``[slots, tasks]`` int32, samples of each of these batches; 0 in unused slots.
-        steps: ``[tasks]`` int32, batches so far. Batch ``i`` is in slot ``i % slots``.
+        sums: ``[slots, tasks, ...]`` float32 by name; each slot has the sums of one batch.
+        sizes: ``[slots, tasks]`` int32, number of samples of each batch; 0 in unused slots.
+        steps: ``[tasks]`` int32, number of batches so far. Batch ``i`` is in slot ``i % slots``.
     """
+
+    # The window is summed when it is read, and batches that leave it are not subtracted from a
+    # running sum: their rounding errors would stay.
 
     sums: dict[str, Float[Array, "slots tasks ..."]]
     sizes: Int[Array, "slots tasks"]
@@ -70,7 +68,7 @@ class BatchWindow:
 
     @classmethod
     def empty(cls, slots: int, shapes: Mapping[str, tuple[int, ...]], tasks: int) -> BatchWindow:
-        """Return a window without batches, for sums of the given shapes ``[tasks, ...]``."""
+        """Return an empty window for sums of the given shapes ``[tasks, ...]``."""
         return cls(
             {name: jnp.zeros((slots, *shape), jnp.float32) for name, shape in shapes.items()},
             jnp.zeros((slots, tasks), jnp.int32),
@@ -83,15 +81,9 @@ class BatchWindow:
         sizes: Int[Array, " tasks"],
         counts: Bool[Array, " tasks"],
     ) -> BatchWindow:
-        """Add a batch to the window, in place of the oldest.
-
-        Args:
-            sums: Sums of the batch.
-            sizes: Samples of the batch.
-            counts: False where a task leaves this batch out; its window stays as it is.
-        """
+        """Add a batch in place of the oldest, for the tasks that it ``counts`` for."""
         tasks = jnp.arange(len(self.steps))
-        # A slot beyond the last writes nothing.
+        # mode="drop" ignores the slot beyond the last.
         slot = jnp.where(counts, self.steps % len(self.sizes), len(self.sizes))
         return BatchWindow(
             {
@@ -103,7 +95,7 @@ class BatchWindow:
         )
 
     def merge(self, other: BatchWindow) -> BatchWindow:
-        """Merge two windows: their newest batches become one, and so on back in time."""
+        """Merge two windows: add up their newest batches, the batches before, and so on."""
         slots, tasks = self.sizes.shape
         steps = jnp.maximum(self.steps, other.steps)
 
@@ -114,18 +106,18 @@ class BatchWindow:
             )
             return BatchWindow(ring, sizes, steps)
 
-        # Devices that took the same steps have the batches of one step in one slot.
+        # Devices that took the same steps have the batches of a step in the same slot. Otherwise
+        # the ring of the device with fewer steps is turned on.
         a, b = aligned(self), aligned(other)
         return BatchWindow(
             {name: a.sums[name] + b.sums[name] for name in a.sums}, a.sizes + b.sizes, steps
         )
 
     def on_host(self, samples: int) -> dict[str, Float[np.ndarray, "tasks ..."]]:
-        """Return the sums over the last batches, in float64; wait for the device.
+        """Return the sums over the newest batches, ``[tasks, ...]`` float64; wait for the device.
 
-        Args:
-            samples: As many of the newest batches are taken as have, together, no more samples
-                than this; the newest one always.
+        The newest batch counts, and the batches before as long as all have up to ``samples``
+        samples.
         """
         window = jax.device_get(self)
         slots, tasks = window.sizes.shape

@@ -1,4 +1,4 @@
-"""Numbers of training itself: outputs and scalars of the model, and samples per second."""
+"""Metrics of training itself: samples per second, and outputs and scalars of the model."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ MAX_WINDOW_SECONDS = 2 * 60 * 60
 class Throughput:
     """Samples per second since the start, in the last seconds, and since the last restart.
 
-    The first steps, which compile, are left out. `update` is called once a step, on the host.
+    Call `update` once a step, on the host. Rates leave out the first steps, which compile. A run
+    that is continued from a checkpoint is a new attempt.
 
     Attributes:
-        window_seconds: Length of the window; two hours at most.
-        warmup_steps: Steps at the start of each attempt that count samples but no time, 1 or more.
-        clock: Seconds, monotonic.
+        window_seconds: Length of the window; values above two hours are lowered to two hours.
+        warmup_steps: Number of steps at the start of each attempt that rates leave out, 1 or more.
+        clock: Function that returns monotonic seconds.
 
     Example:
         >>> seconds = iter([0.0, 1.0, 3.0])
@@ -65,8 +66,9 @@ class Throughput:
         """Count one step.
 
         Args:
-            samples: Samples of the step, on all devices and processes together.
+            samples: Number of samples of the step on all devices and processes.
         """
+        # A step's time is the difference of two calls: the first step of an attempt has none.
         now = self.clock()
         self._steps += 1
         self._total += samples
@@ -85,10 +87,11 @@ class Throughput:
         self._previous = now
 
     def compute(self) -> dict[str, float]:
-        """Return ``throughput/total_examples`` and ``attempt_examples``.
+        """Return the numbers of samples and the rates, with "throughput/" before each name.
 
-        After the warm-up, also ``lifetime_throughput``, ``window_throughput`` and
-        ``attempt_throughput``, in examples per second.
+        The names are ``total_examples`` and ``attempt_examples``, and after the warm-up
+        ``lifetime_throughput``, ``window_throughput`` and ``attempt_throughput`` in samples per
+        second.
         """
         values = {
             "total_examples": float(self._total),
@@ -96,6 +99,7 @@ class Throughput:
         }
         if self._attempt_seconds > 0:
             in_window = sum(samples for _, samples in self._window)
+            # Summed anew: the running sum of `update` gathers rounding errors.
             seconds = math.fsum(seconds for seconds, _ in self._window)
             values["lifetime_throughput"] = (self._total - self._warmup) / self._seconds
             values["window_throughput"] = in_window / seconds if seconds > 0 else 0.0
@@ -109,8 +113,8 @@ class Throughput:
         return {"total": self._total, "warmup": self._warmup, "seconds": self._seconds}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Continue from a checkpoint: a new attempt, with a warm-up of its own."""
-        # The time that the job was away must not count as time of training.
+        """Continue from a checkpoint: start a new attempt, with its own warm-up."""
+        # The time between the attempts must not count as time of training.
         self.__post_init__()
         self._total, self._warmup = int(state["total"]), int(state["warmup"])
         self._seconds = float(state["seconds"])
@@ -119,10 +123,11 @@ class Throughput:
 def tower_qps(processes: Sequence[Throughput]) -> float:
     """Return the samples per second of several processes together (TorchRec's ``tower_qps``).
 
-    All samples over the longest time; NaN while none is past its warm-up.
+    It is the samples of all processes over the longest time of one. NaN: all processes are in their
+    warm-up.
 
     Args:
-        processes: The counters, gathered.
+        processes: The `Throughput` of each process, gathered in one.
 
     Example:
         >>> tower_qps([])
@@ -138,12 +143,12 @@ def tower_qps(processes: Sequence[Throughput]) -> float:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Latest:
-    """The newest values.
+    """The sums of the newest batch.
 
     Attributes:
-        values: By name ``[tasks]`` float32, summed over the samples that have a weight.
+        values: ``[tasks]`` float32 by name, summed over the samples of a weight other than 0.
         samples: ``[tasks]`` float32, number of these samples.
-        steps: Int32, updates so far.
+        steps: Int32, number of updates so far.
     """
 
     values: dict[str, Float[Array, " tasks"]]
@@ -153,15 +158,15 @@ class Latest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputMetric(Metric[Latest]):
-    """The newest batch means of arrays that the model outputs, one value per name.
+    """The mean over the newest batch of each named output of the model (``output_`` and the name).
 
-    The mean takes the samples with a weight other than 0; without such samples it is undefined.
-
-    TorchRec's ``output`` metric, with ``latest_imp`` and ``total_latest_imp`` for names. Merging
-    keeps the newer of two states, or adds the two if they are of the same step.
+    The mean takes the samples whose weight is not 0, and is undefined without such samples. This is
+    TorchRec's ``output`` metric, which has the names ``latest_imp`` and ``total_latest_imp``.
+    Merging keeps the newer of two states, or adds up two states of the same step.
 
     Attributes:
-        outputs: Names under which `update` gets the arrays, ``[batch]`` or ``[tasks, batch]``.
+        outputs: Names of the arrays among the inputs of `update`, ``[batch]`` or
+            ``[tasks, batch]``.
     """
 
     outputs: tuple[str, ...]
@@ -208,11 +213,10 @@ class OutputMetric(Metric[Latest]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScalarMetric(SumMetric):
-    """The mean of a number that is given as the label (``scalar``): a loss, a learning rate.
+    """The mean of a number that is given as the label (``scalar``), such as a loss.
 
-    Over the batches of the lifetime and of the window, each counting once. Samples of weight 0 are
-    left out; other weights do not matter. ``compat="torchrec"`` gives the newest number for the
-    lifetime's.
+    It is the mean over batches of each batch's mean. Samples of weight 0 are left out; other
+    weights do not matter. Under ``compat="torchrec"`` the lifetime value is the newest number.
     """
 
     name: ClassVar[str] = "scalar"
@@ -233,5 +237,6 @@ class ScalarMetric(SumMetric):
                 raise ValueError(
                     "ScalarMetric: compat='torchrec' reports the newest; give it a window"
                 )
+            # A window of one sample has the newest batch alone, whatever its size.
             values["lifetime_scalar"] = self.values(state.window.on_host(1))[self.name]
         return values

@@ -1,4 +1,4 @@
-"""Writers of metric values: to the console, files and TensorBoard, at once or in a thread."""
+"""Writers of metric values to the console, files and TensorBoard, at once or in a thread."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from rich.console import Console
 
 
 class Writer(Protocol):
-    """The interface of writers: takes the values of a step."""
+    """The interface of writers."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the values by name."""
+        """Write the values of a step, by name."""
 
     def close(self) -> None:
-        """Write out buffered values; the writer must not be used afterwards."""
+        """Write out buffered values. The writer must not be used afterwards."""
 
 
 class ConsoleWriter:
-    """One line per step on the console.
+    """Writer of one line per step on the console.
 
     Args:
-        console: Where to; None: standard output.
-        names: Values to show, in order; None: all.
+        console: Console to write to; None: standard output.
+        names: Names of the values to show, in order; None: all.
 
     Example:
         >>> ConsoleWriter().write(7, {"click/window_ne": 0.81234, "click/window_auc": 0.75})
@@ -44,7 +44,7 @@ class ConsoleWriter:
         self._names = names
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Show the values by name."""
+        # Values of the first steps may be missing, such as a throughput during warm-up.
         names = values if self._names is None else [n for n in self._names if n in values]
         shown = "".join(f"  {name} {_short(values[name])}" for name in names)
         self._console.print(f"step {step:,}{shown}", markup=False)
@@ -58,31 +58,30 @@ def _short(value: float) -> str:
 
 
 class _LineWriter:
-    """Adds lines to a file, whose directory is made."""
+    """Appends lines to a file; makes its directory."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self._path = pathlib.Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a", newline="")  # noqa: SIM115 - `close` closes it
-        # A killed run may have left half a line.
+        # A killed run may have left half a line: the next must not continue it.
         with open(path, "rb") as existing:
             if existing.seek(0, os.SEEK_END):
                 existing.seek(-1, os.SEEK_END)
                 self._file.write("" if existing.read(1) == b"\n" else "\n")
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
 class JSONLinesWriter(_LineWriter):
-    """A file with one JSON object per line: ``step``, ``time`` (seconds since 1970) and the values.
+    """Writer of one JSON object per line: ``step``, ``time`` in seconds since 1970, and the values.
 
-    NaN and infinite values are written as null. Each line is on its way to the disk when `write`
-    returns, so that a killed run loses none; lines are added to a file that is there.
+    NaN and infinite values are written as null. `write` flushes each line, so that a killed run
+    loses none. Lines are appended to an existing file.
 
     Args:
-        path: The file; its directory is made.
+        path: The file. Its directory is made if needed.
 
     Raises:
         OSError: The file cannot be written.
@@ -97,21 +96,19 @@ class JSONLinesWriter(_LineWriter):
     """
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a line."""
-        # JSON has no NaN: strict readers refuse the word that Python writes.
+        # JSON has no NaN: strict readers refuse the word that Python writes for it.
         record = {"step": step, "time": _now(), **{n: _finite(x) for n, x in values.items()}}
         self._file.write(json.dumps(record, default=float, allow_nan=False) + "\n")
         self._file.flush()
 
 
 class CSVWriter(_LineWriter):
-    """A table: ``step``, ``time`` in seconds since 1970, and a column for each value.
+    """Writer of a table: ``step``, ``time`` in seconds since 1970, and a column for each value.
 
-    The first step that is written sets the columns. If the file exists, lines are added to it and
-    its columns stay.
+    The first step sets the columns. Rows are appended to an existing file, whose columns stay.
 
     Args:
-        path: The file; its directory is made.
+        path: The file. Its directory is made if needed.
 
     Raises:
         OSError: The file cannot be written.
@@ -133,10 +130,10 @@ class CSVWriter(_LineWriter):
             self._columns = header[2:]
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a row; values that are missing leave their columns empty."""
+        """Append a row; columns of missing values stay empty."""
         rows = csv.writer(self._file, lineterminator="\n")
         if self._columns is None:
-            # A table cannot get a column later without being written anew.
+            # The header is fixed now: a later column would mean writing the whole file anew.
             self._columns = list(values)
             rows.writerow(["step", "time", *self._columns])
         unknown = [name for name in values if name not in self._columns]
@@ -150,11 +147,11 @@ class CSVWriter(_LineWriter):
 
 
 class TensorBoardWriter:
-    """Scalars for TensorBoard; needs the extra ``jaxrec[tensorboard]``.
+    """Writer of scalars for TensorBoard; needs the extra ``jaxrec[tensorboard]``.
 
     Args:
-        directory: Where the event files go; it is made.
-        **options: As for `tensorboardX.SummaryWriter`.
+        directory: Directory of the event files, which is made if needed.
+        **options: Options of `tensorboardX.SummaryWriter`.
 
     Raises:
         ImportError: tensorboardX is not installed.
@@ -170,17 +167,15 @@ class TensorBoardWriter:
         self._writer = tensorboardX.SummaryWriter(os.fspath(directory), **options)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add one point to each value's curve."""
         for name, value in values.items():
             self._writer.add_scalar(name, float(value), step)
 
     def close(self) -> None:
-        """Write out buffered values."""
         self._writer.close()
 
 
 class Writers:
-    """Several writers as one, closed at the end of a ``with``.
+    """Several writers as one, which its ``with`` block closes.
 
     Example:
         >>> with Writers(ConsoleWriter()) as writers:
@@ -192,12 +187,11 @@ class Writers:
         self._writers = writers
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass the values to each writer."""
         for writer in self._writers:
             writer.write(step, values)
 
     def close(self) -> None:
-        """Close each writer, also where another fails."""
+        """Close each writer, also if another fails."""
         with contextlib.ExitStack() as stack:
             for writer in self._writers:
                 stack.callback(writer.close)
@@ -224,17 +218,16 @@ class BackgroundWriter:
     """Computes and writes values in one thread, in the order of the calls of `write`.
 
     `jaxrec.train.WriteMetrics` gives it a function that computes the metrics from a copy of their
-    state, so that the sorts of AUC and other work on the host run beside the next steps. NumPy
-    releases Python's lock while it sorts. Values are those that training would wait for.
+    state. The sorts of AUC and other work on the host then run during the next steps.
 
-    If a computation or a write fails, the next call of `write`, `wait` or `close` raises its error
-    in the thread that calls, and later values are not written. Values that wait when training is
-    interrupted are written before `close` returns, and before Python ends.
+    If a computation or a write fails, the next call of `write`, `wait` or `close` raises its error,
+    and later values are not written. After an interrupt, waiting values are written before `close`
+    returns and before Python ends.
 
     Args:
         writer: The writer of the values; `close` closes it.
-        max_waiting: Largest number of calls that may wait. One more waits for the oldest, which
-            bounds the memory of the copied states.
+        max_waiting: Largest number of waiting calls. The next call blocks until the oldest is done,
+            which bounds the memory of the copied states.
 
     Raises:
         ValueError: ``max_waiting`` is below 1.
@@ -253,17 +246,18 @@ class BackgroundWriter:
         if max_waiting < 1:
             raise ValueError(f"max_waiting is {max_waiting}; it must be 1 or more")
         self._writer, self._max_waiting = writer, max_waiting
-        # Its thread completes what waits before Python ends, also after an interrupt.
+        # Python waits for the threads of an executor before it ends, also after an interrupt. NumPy
+        # releases Python's lock while it sorts, so that one thread beside training is enough.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
         self._waiting: collections.deque[Future[None]] = collections.deque()
         self._has_failed = self._is_closed = False
 
     def write(self, step: int, values: Values) -> None:
-        """Write values later.
+        """Write the values of a step later.
 
         Args:
-            step: The step.
-            values: The values by name, or a function that returns them. The thread calls it.
+            step: Number of the step.
+            values: The values by name, or a function that returns them, which the thread calls.
 
         Raises:
             ValueError: The writer is closed.
@@ -309,6 +303,6 @@ class BackgroundWriter:
             raise
 
     def _finish_first(self) -> None:
-        # An interrupt of the wait leaves the call in the queue.
+        # First wait, then remove: an interrupt during the wait leaves the call in the queue.
         self._waiting[0].exception()
         self._waiting.popleft().result()

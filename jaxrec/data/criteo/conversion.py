@@ -41,7 +41,7 @@ SUMMARY_FILE = "summary.json"
 RAW_DIRECTORY = "raw"
 MAPS_DIRECTORY = "maps"
 
-# Number of ids of a column that are counted at once.
+# Number of ids of a column that are counted at once: fewer make more sorts, more take more memory.
 COUNTED_IDS = 1 << 22
 
 
@@ -52,10 +52,10 @@ class Summary:
     Attributes:
         rows: Number of rows of all Parquet files.
         bad_lines: Number of malformed lines, which were left out.
-        smallest: The smallest count of each text file, by the file's name.
-        table_rows: Number of rows of the table of each column of ids; empty for raw ids.
-        sources: Bytes of each text file, by its name; None if an earlier version of jaxrec
-            converted it.
+        smallest: Smallest count of each text file, by the file's name.
+        table_rows: Number of rows of each of the 26 tables; empty for raw ids.
+        sources: Bytes of each text file, by its name; None: an earlier version of jaxrec converted
+            it.
     """
 
     rows: int
@@ -87,17 +87,10 @@ def convert(
 ) -> Summary:
     """Convert a log to Parquet files, or continue a conversion that was stopped.
 
-    Each Parquet file gets its name when it is complete. Memory does not depend on the size of the
+    Each Parquet file gets its name once it is complete. Memory does not depend on the size of the
     log: it is about 40 MB per thread and, for contiguous ids, 24 bytes for each distinct id of the
-    largest column.
-
-    Args:
-        source: A text file, plain or gzip, or a directory of text files.
-        output: Directory of the Parquet files, which is made if needed.
-        conversion: The options.
-        threads: Number of threads that parse; None: one per core.
-        progress: Function of the bytes read so far and of all bytes.
-        report: Function of each bad line that is left out.
+    largest column. ``progress`` gets the bytes read so far and the total; ``report`` gets each
+    malformed line that is left out.
     """
     files, output = source_files(source), pathlib.Path(output)
     sizes = {file.name: file.stat().st_size for file in files}
@@ -107,7 +100,7 @@ def convert(
         same_conversion(earlier, conversion, output)
         _same_sources(summary.sources or dict.fromkeys(summary.smallest), sizes, output)
         return summary
-    # Contiguous ids are numbered when all have been counted.
+    # Contiguous ids are numbered once all are counted; until then the files have raw ids.
     parts = output / RAW_DIRECTORY if conversion.ids == "contiguous" else output
     parts.mkdir(parents=True, exist_ok=True)
     _same_parts(parts, files)
@@ -119,7 +112,7 @@ def convert(
             before += file.stat().st_size
     progress(total, total)
     made = [read_part(path) for path in sorted(parts.glob("*.parquet"))]
-    # Of the files rather than of this run, which may have made only the last ones.
+    # Counted from the files: an earlier run, which was stopped, may have made the first of them.
     rows = sum(part.rows for part in made)
     if rows == 0:
         raise DataError(f"{source}: it has no rows")
@@ -132,6 +125,8 @@ def convert(
     bad_lines = sum(part.bad_lines for part in made)
     summary = Summary(rows, bad_lines, smallest, table_rows, dict(sizes))
     content = {"conversion": as_json(conversion), **dataclasses.asdict(summary)}
+    # The summary marks the conversion as complete. Only then may the files with raw ids go: a run
+    # that is stopped before needs them.
     with write_atomically(output / SUMMARY_FILE) as unfinished:
         unfinished.write_text(json.dumps(content, indent=2) + "\n")
     if conversion.ids == "contiguous":
@@ -150,6 +145,7 @@ def _same_sources(
     made: Mapping[str, int | None], wanted: Mapping[str, int], output: pathlib.Path
 ) -> None:
     """Raise `DataError` if the names or sizes of source files differ."""
+    # Names and sizes: reading a terabyte to compare contents would take as long as converting it.
     if set(made) == set(wanted) and all(made[name] in (None, wanted[name]) for name in made):
         return
     raise DataError(
@@ -181,12 +177,11 @@ def _same_parts(output: pathlib.Path, files: Sequence[pathlib.Path]) -> None:
 
 
 def read_summary(output: str | os.PathLike[str]) -> Summary:
-    """Read the summary of a conversion."""
     return _read_summary(pathlib.Path(output))[1]
 
 
 def files_of_sources(output: str | os.PathLike[str]) -> dict[str, tuple[pathlib.Path, ...]]:
-    """Return the Parquet files of each text file of a conversion, in order, by the text's name."""
+    """Return the Parquet files of each text file of a conversion, in order."""
     output = pathlib.Path(output)
     return {
         name: tuple(sorted(output.glob(f"{glob.escape(_prefix(name, index))}-*.parquet")))
@@ -214,6 +209,7 @@ def _convert_file(
     report: Callable[[BadLine], None],
 ) -> Iterator[int]:
     """Write the missing Parquet files of a text file; yield the number of bytes read so far."""
+    # Files of a stopped run come first: their metadata say where the text goes on.
     made: list[Part] = []
     while (path := _part_path(output, file, index, len(made))).exists():
         part = read_part(path)
@@ -229,7 +225,8 @@ def _convert_file(
     def parse(block: Block) -> tuple[Block, RawClicks]:
         return block, parse_lines(block, file, skip=skip)
 
-    # Enough blocks that no thread waits for the writer, and few enough that memory stays small.
+    # One block for each thread and two to spare: no thread waits for the writer, and memory stays
+    # small.
     parsed = ordered_map(parse, blocks, pool, ahead=2 + (os.cpu_count() or 1))
     pending = next(parsed, None)
     if pending is None and not made:
@@ -248,7 +245,8 @@ def _convert_file(
                 pending = next(parsed, None)
                 if pending is None:
                     break
-            # The metadata say where the text goes on: a run that is stopped begins there.
+            # The block after the last one is parsed already: only this tells whether the text ends
+            # here.
             made.append(writer.finish(last=pending is None))
 
 
@@ -261,10 +259,8 @@ def _prefix(name: str, index: int) -> str:
 
 
 def _renumber(raw: pathlib.Path, output: pathlib.Path, conversion: Conversion) -> tuple[int, ...]:
-    """Copy Parquet files with row numbers in place of raw ids; return the rows of each table.
-
-    ``output / "maps"`` gets the maps of the columns. Existing files are not written again.
-    """
+    """Copy Parquet files with row numbers in place of raw ids; return the rows of each table."""
+    # Existing maps and files are from a run that was stopped, and complete: they stay.
     paths = sorted(raw.glob("*.parquet"))
     (output / MAPS_DIRECTORY).mkdir(exist_ok=True)
     maps = {}

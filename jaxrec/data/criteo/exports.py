@@ -1,4 +1,4 @@
-"""Converted click logs as arrays of TorchRec, of MLPerf's multi-hot data, and as records."""
+"""Writers of converted click logs: TorchRec's npy files, MLPerf's multi-hot data and records."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from jaxrec.files.atomic import write_atomically
 
 Counts = Literal["log", "log_above_smallest", "raw"]
 
-# Dense features of counts and of the smallest count of their text file.
+# Functions of counts and of the smallest count of their text file, which return dense features.
 _TRANSFORMS = {
     "log": lambda counts, smallest: log_counts(counts),
     "log_above_smallest": log_counts_above,
@@ -65,25 +65,26 @@ def write_npy(
 ) -> list[DayFiles]:
     """Write a converted log as TorchRec's npy files, three for each text file.
 
-    ``day_0_labels.npy``, ``day_0_dense.npy`` and ``day_0_sparse.npy`` of the text file ``day_0``:
-    the files of TorchRec's ``BinaryCriteoUtils``, which ``InMemoryBinaryCriteoIterDataPipe`` and
-    `NpyGroups` read. Memory does not grow with the log.
+    The text file ``day_0`` becomes ``day_0_labels.npy``, ``day_0_dense.npy`` and
+    ``day_0_sparse.npy``, as TorchRec's ``BinaryCriteoUtils`` writes them.
+    ``InMemoryBinaryCriteoIterDataPipe`` and `NpyGroups` read these files. Memory does not grow with
+    the log.
 
     Args:
         source: Directory of the Parquet files of ``jaxrec data criteo``.
         output: Directory of the files, which is made if needed; existing files are replaced.
-        counts: "log": ``log(x + 3)``, as MLPerf's DLRM v2 has it; "log_above_smallest":
-            ``log(x - smallest + 2)`` with the smallest count of the text file, as TorchRec's
-            ``tsv_to_npys``; "raw": the counts as they are, float32.
+        counts: Transform of the counts. "log": ``log(x + 3)``, as in MLPerf's DLRM v2.
+            "log_above_smallest": ``log(x - smallest + 2)`` with the smallest count of the text
+            file, as in TorchRec's ``tsv_to_npys``. "raw": the counts as float32.
 
     Returns:
-        The files, one `DayFiles` for each text file. Ids are int32, or int64 where the log was
+        The files, one `DayFiles` for each text file. Ids are int32, or int64 if the log was
         converted with ``--ids raw``.
 
     Raises:
         OSError: A file cannot be read or written.
         DataError: The directory holds no complete conversion.
-        ValueError: An unknown ``counts``.
+        ValueError: ``counts`` is unknown.
 
     Example:
         >>> files = write_npy("OUTPUT", "npy")  # doctest: +SKIP
@@ -107,24 +108,24 @@ def write_multi_hot(
     *,
     counts: str = "log",
 ) -> list[DayFiles]:
-    """Write a converted log with several ids for each id, as MLPerf's multi-hot data set.
+    """Write a converted log with several ids in place of each id, as MLPerf's multi-hot data set.
 
     ``day_0_sparse_multi_hot.npz`` has an array ``[rows, size]`` int32 for each feature, named "0"
-    to "25", as ``materialize_synthetic_multihot_dataset.py`` of facebookresearch/dlrm writes it;
-    labels and dense features are those of `write_npy`. Ids are taken modulo the rows of their
-    tables first. Memory does not grow with the log. TorchRec's reader of the reference, or
+    to "25", as ``materialize_synthetic_multihot_dataset.py`` of facebookresearch/dlrm writes it.
+    Labels and dense features are the files of `write_npy`. Ids are first taken modulo the rows of
+    their tables. Memory does not grow with the log. The reader of facebookresearch/dlrm, and
     `NpyGroups` with `npz_members`, read the files.
 
     Args:
         source, output, counts: As for `write_npy`.
-        multi_hot: The ids for each id; with one size and one table for each of the 26 features.
+        multi_hot: The ids that replace each id, with 26 features.
 
     Returns:
         The files, one `DayFiles` for each text file.
 
     Raises:
         OSError, DataError: As `write_npy`.
-        ValueError: ``multi_hot`` has another number of features, or an unknown ``counts``.
+        ValueError: ``multi_hot`` has not 26 features, or ``counts`` is unknown.
     """
     _check_counts(counts)
     if len(multi_hot.keys) != len(CATEGORICAL_NAMES):
@@ -145,10 +146,10 @@ def write_multi_hot(
 
 
 def write_records(source: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
-    """Write a converted log as one file of records, MLPerf's binary format of its first DLRM.
+    """Write a converted log as one file of records, the binary format of MLPerf's DLRM v1.
 
-    `RecordGroups` describes and reads the format. Negative counts become 0, as in the reference's
-    preprocessing, whose reader takes ``log(x + 1)``. Memory does not grow with the log.
+    `RecordGroups` describes and reads the format. Negative counts become 0, as in the preprocessing
+    of facebookresearch/dlrm, whose reader takes ``log(x + 1)``. Memory does not grow with the log.
 
     Args:
         source: Directory of the Parquet files of ``jaxrec data criteo``.
@@ -159,8 +160,8 @@ def write_records(source: str | os.PathLike[str], path: str | os.PathLike[str]) 
 
     Raises:
         OSError: A file cannot be read or written.
-        DataError: The directory holds no complete conversion, or one with raw ids, which do not
-            fit int32.
+        DataError: The directory holds no complete conversion, or its ids are raw: these do not fit
+            int32.
     """
     rows = 0
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -184,10 +185,10 @@ def write_records(source: str | os.PathLike[str], path: str | os.PathLike[str]) 
 class RecordGroups:
     """Rows of a binary file of records: label, 13 counts and 26 ids, each int32.
 
-    The format of ``train_data.bin`` of MLPerf's DLRM v1 (``numpy_to_binary`` in
-    ``data_loader_terabyte.py`` of facebookresearch/dlrm), which has no header. The columns have the
-    names of `jaxrec data criteo`: ``label``, ``int_0`` to ``int_12``, ``cat_0`` to ``cat_25``. The
-    file is memory-mapped. `jaxrec.data.write_records` writes such files.
+    This is the format of ``train_data.bin`` of MLPerf's DLRM v1 (``numpy_to_binary`` in
+    ``data_loader_terabyte.py`` of facebookresearch/dlrm), and has no header. The columns are named
+    as by ``jaxrec data criteo``: ``label``, ``int_0`` to ``int_12``, ``cat_0`` to ``cat_25``. The
+    file is memory-mapped. `write_records` writes such files.
 
     Attributes:
         path: The file.
@@ -237,14 +238,9 @@ class RecordGroups:
 
 @dataclasses.dataclass(frozen=True)
 class _Day:
-    """The Parquet files of one text file.
+    """The Parquet files of one text file, whose name is without ``.gz``.
 
-    Attributes:
-        name: Name of the text file, without ``.gz``.
-        paths: The files, in order.
-        rows: Number of their rows.
-        smallest: Smallest count of the text file.
-        has_raw_ids: Whether ids are those of the log.
+    ``smallest`` is the smallest count of the text file.
     """
 
     name: str
@@ -264,7 +260,7 @@ def _days(source: str | os.PathLike[str]) -> list[_Day]:
     smallest = read_summary(source).smallest
     days = []
     for name, paths in files_of_sources(source).items():
-        # npy files begin with their shape: the rows are counted before the first is written.
+        # npy files begin with their shape: the rows are counted before the first row is written.
         metadata = [pq.read_metadata(path) for path in paths]
         kind = metadata[0].schema.to_arrow_schema().field(CATEGORICAL_NAMES[0]).type
         rows = sum(each.num_rows for each in metadata)
@@ -307,7 +303,7 @@ def _write_labels_and_dense(
 def _array(
     path: pathlib.Path, shape: tuple[int, ...], dtype: np.typing.DTypeLike
 ) -> Iterator[np.ndarray]:
-    """Make an npy file; the block fills its array."""
+    """Make an npy file; the ``with`` block fills its array ``[*shape]``."""
     with write_atomically(path) as unfinished:
         array = np.lib.format.open_memmap(unfinished, "w+", np.dtype(dtype), shape)
         yield array
@@ -320,7 +316,7 @@ def _columns(table: pa.Table, names: Sequence[str]) -> Integer[np.ndarray, "rows
 
 
 def _bags(day: _Day, name: str, multi_hot: MultiHot, feature: int) -> Iterator[np.ndarray]:
-    """Yield the ids of a feature's samples, row group by row group."""
+    """Yield the ids of a feature, ``[rows, size]`` for each row group."""
     rows, table_rows = multi_hot.tables[feature], multi_hot.table_rows[feature]
     for table in day.tables([name]):
         ids = table_ids(table[name].to_numpy()[:, None], (table_rows,))[:, 0]

@@ -23,23 +23,25 @@ from jaxrec.data.transforms import (
     table_ids,
 )
 
+# Bytes of text that are parsed at once; about 30,000 rows.
 BLOCK_BYTES = 1 << 23
 
 
 @dataclasses.dataclass(frozen=True)
 class CriteoFile:
-    """A click log in Criteo's format: label, 13 integers and 26 hexadecimal ids a line.
+    """A click log in Criteo's format, plain or compressed by gzip.
 
-    `parse_lines` describes a line. Counts become ``log(x + 3)`` (`log_counts`),
-    ids are taken modulo the rows of their tables (`table_ids`), or stay as they are. The file may
-    be compressed by gzip.
+    A line is a label, 13 integer counts and 26 hexadecimal ids, separated by tabs. A missing value
+    is an empty field, and is read as 0. Counts become ``log(x + 3)``. Ids are taken modulo the rows
+    of their tables, or stay as they are.
 
     Attributes:
         path: The file.
         table_rows: Number of rows of each of the 26 tables.
-        bad_rows: "fail" at a malformed line, or "skip" and count it (`bad_lines`). To count rows,
-            "skip" parses the whole file, "fail" only counts lines.
-        id_bits: 32: ids are row indices. 64: ids are raw, int64 in `Clicks`; a missing id is id 0.
+        bad_rows: "fail" at a malformed line, or "skip" and count it (`bad_lines`). With "skip",
+            `num_rows` parses the whole file; with "fail" it only counts lines.
+        id_bits: 32: ids are row indices, int32. 64: ids are raw, int64.
+        num_dense: Number of dense features, 13.
 
     Raises:
         ValueError: The number of tables is not 26, a table has no rows, or ``id_bits`` is neither
@@ -110,7 +112,8 @@ class CriteoFile:
         for block in blocks_of_lines(pathlib.Path(self.path), BLOCK_BYTES):
             if first >= stop:
                 return
-            # Lines before `start` are only counted, unless bad ones among them are no rows.
+            # Lines before `start` are only counted. With "skip" they are parsed, since malformed
+            # lines do not count.
             rows = block.count
             if first + rows > start or self.bad_rows == "skip":
                 raw = self._parse(block)
@@ -120,14 +123,14 @@ class CriteoFile:
             first += rows
 
     def check(self, start: int) -> None:
-        """Parse the rows from ``start`` on; rows that are left out by "skip" are fine.
+        """Check that all lines from row ``start`` on are well-formed; with "skip" do nothing.
 
         Raises:
             OSError: The file cannot be read.
             DataError: A line from ``start`` on is malformed.
         """
         if self.bad_rows == "skip":
-            return  # all lines are parsed to count them
+            return  # malformed lines are left out, and counting rows has parsed all lines
         for block in blocks_of_lines(pathlib.Path(self.path), BLOCK_BYTES):
             if block.first + block.count > start:
                 for bad in parse_lines(block, pathlib.Path(self.path), skip=True).bad:
@@ -146,10 +149,7 @@ class CriteoFile:
 def criteo_schema(table_rows: Sequence[int], *, is_dynamic: bool = False) -> Schema:
     """Return the schema of the Parquet files that `jaxrec data criteo` writes.
 
-    Args:
-        table_rows: Number of rows of the 26 tables.
-        is_dynamic: Whether the tables have open vocabularies; otherwise ids are taken modulo their
-            rows.
+    Ids are taken modulo ``table_rows``, or with ``is_dynamic`` the tables have open vocabularies.
     """
     encoding: Literal["dynamic", "modulo"] = "dynamic" if is_dynamic else "modulo"
     return Schema(

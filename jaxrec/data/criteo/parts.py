@@ -19,7 +19,7 @@ from jaxrec.data.files import DataError
 from jaxrec.data.parquet import open_parquet
 from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES, LABEL, NUM_CATEGORICAL
 
-# Number of blocks of text in a row group.
+# Number of blocks of 2 MB of text in a row group.
 GROUP_BLOCKS = 8
 
 # Number of bad lines that a file's metadata list; all are counted.
@@ -41,9 +41,8 @@ class Conversion:
             fewer than ``threshold`` appearances; ``maps/`` holds the row numbers. "raw": uint32,
             the id itself. A missing id is id 0.
         table_rows: For "hash": number of rows of the tables, one number for all or one for each.
-        threshold: For "contiguous": number of appearances from which an id has its own row.
-        bad_rows: "fail" at the first malformed line, or "skip", count and report malformed lines.
-        compression: Compression of the Parquet files.
+        threshold: For "contiguous": smallest number of appearances of an id with its own row.
+        bad_rows: "fail" at the first malformed line, or "skip" and count malformed lines.
     """
 
     ids: Literal["hash", "contiguous", "raw"] = "hash"
@@ -70,7 +69,7 @@ class Conversion:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Metadata of a Parquet file: its range of the text, and its conversion.
+    """Metadata of a Parquet file: its range of the text, and the options of the conversion.
 
     Attributes:
         source: Name of the text file.
@@ -78,12 +77,11 @@ class Part:
         read: Number of bytes on disk, possibly compressed, up to there.
         lines: Number of lines of the text up to there.
         rows: Number of rows of this Parquet file.
-        smallest: Smallest count of this file; TorchRec's preprocessing uses that of a text file.
-        bad_lines: Number of lines that were left out.
-        bad: The first of these lines.
+        smallest: Smallest count of this Parquet file.
+        bad_lines: Number of malformed lines, which were left out.
+        bad: The first malformed lines.
         last: Whether this file holds the end of the text.
-        conversion: The options of the conversion.
-        source_bytes: Size of the text file; None if an earlier version of jaxrec converted it.
+        source_bytes: Size of the text file; None: an earlier version of jaxrec converted it.
     """
 
     source: str
@@ -111,17 +109,18 @@ def same_conversion(made: dict[str, Any], wanted: Conversion, path: pathlib.Path
 
 def as_json(conversion: Conversion) -> dict[str, Any]:
     """Return the options as JSON values."""
+    # There and back: tuples become lists, as in the metadata that they are compared with.
     return json.loads(json.dumps(dataclasses.asdict(conversion)))
 
 
 def is_part(path: pathlib.Path) -> bool:
-    """Return whether `convert` wrote a Parquet file."""
+    """Return whether a Parquet file was written by ``jaxrec data criteo``."""
     with open_parquet(path) as file:
         return _METADATA_KEY in (file.metadata.metadata or {})
 
 
 def read_part(path: pathlib.Path) -> Part:
-    """Read the metadata of a Parquet file that `convert` wrote."""
+    """Read the metadata of a Parquet file of ``jaxrec data criteo``."""
     with open_parquet(path) as file:
         metadata = file.metadata.metadata or {}
     if _METADATA_KEY not in metadata:
@@ -131,14 +130,15 @@ def read_part(path: pathlib.Path) -> Part:
 
 
 class PartWriter:
-    """Writes one Parquet file; closed at the end of its ``with`` block.
+    """Writer of one Parquet file, which its ``with`` block closes.
 
-    A thread writes one row group while the next is gathered: `add` and `finish` raise its errors.
+    A thread writes one row group while the next is gathered; `add` and `finish` raise its errors.
     """
 
     def __init__(self, path: pathlib.Path, source: pathlib.Path, conversion: Conversion):
         self._source, self._conversion = source, conversion
         self._source_bytes = source.stat().st_size
+        # Contiguous ids are raw here; `_renumber` replaces them.
         ids = pa.uint32() if conversion.ids != "hash" else pa.int32()
         types = [(LABEL, pa.int32())]
         types += [(name, pa.int32()) for name in DENSE_NAMES]
@@ -154,7 +154,6 @@ class PartWriter:
         self._bad: list[str] = []
 
     def add(self, block: Block, rows: RawClicks) -> None:
-        """Add a block of lines and its rows."""
         self._group.append(rows)
         self._rows += len(rows)
         self._bad_lines += len(rows.bad)
@@ -184,13 +183,13 @@ class PartWriter:
     def _columns(self, rows: RawClicks) -> list[np.ndarray]:
         ids = list(rows.hashes)
         if self._conversion.ids == "hash":
-            # The remainder: NumPy's division by a scalar is much faster than its modulo.
+            # A remainder by division: NumPy vectorizes the division by a scalar, and not `%`.
             tables = zip(ids, map(np.uint32, self._conversion.rows_of_tables), strict=True)
             ids = [(column - column // count * count).view(np.int32) for column, count in tables]
         return [rows.labels, *rows.counts, *ids]
 
     def finish(self, *, last: bool) -> Part:
-        """Write what is left of the file; ``last``: the text ends here."""
+        """Write the last row group and the metadata; ``last``: the text ends here."""
         if self._group:
             self._start_writing()
         self._wait()
@@ -203,6 +202,8 @@ class PartWriter:
             {_METADATA_KEY.decode(): json.dumps(dataclasses.asdict(part))}
         )
         self._writer.close()
+        # The file gets its name next: its content must be on the disk before, or a power failure
+        # leaves a complete name on an incomplete file.
         self._file.flush()
         os.fsync(self._file.fileno())
         return part
@@ -218,12 +219,10 @@ class PartWriter:
 
 
 def parquet_writer(file: Any, schema: pa.Schema, compression: str) -> pq.ParquetWriter:
-    """Return a writer for columns of integers that are read as a whole.
-
-    Columns have neither dictionaries nor statistics. Before compression the low bytes of all
-    numbers come first, then the next bytes (BYTE_STREAM_SPLIT): the high bytes are nearly all zero,
-    so that compression and decompression are faster. Pages have checksums, which jaxrec verifies.
-    """
+    """Return a Parquet writer for columns of integers that are read as a whole."""
+    # Hashed ids have too many values for dictionaries, and a reader of whole columns needs no
+    # statistics. BYTE_STREAM_SPLIT puts the low bytes of all numbers first, then the next bytes:
+    # the high bytes are nearly all zero, which makes compression and decompression faster.
     return pq.ParquetWriter(
         file,
         schema,

@@ -1,7 +1,7 @@
-"""The text of Criteo's click logs: lines to columns, and errors that name line and column.
+"""Parser of the text of Criteo's click logs, with errors that name the line and the column.
 
-A well-formed block is parsed by NumPy, all its fields at once. A block with anything else in it is
-examined line by line, which says what is wrong, and where.
+NumPy parses all fields of a well-formed block at once. Any other block is examined line by line to
+find the malformed lines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _WORD = 8
 # Bytes of text that are parsed at once: large enough for NumPy, small enough for caches.
 _PIECE_BYTES = 1 << 19
 
-# Arrow's view of a field and its separator: the size, then up to 12 characters in two words.
+# Arrow's view of a field and its separator, 16 bytes: the size, then up to 12 characters in two
+# words. Well-formed fields have at most 11 characters and a separator, so that a view holds them.
 _VIEW = np.dtype({"names": ["size", "word", "rest"], "formats": ["<i4", "<u8", "<u4"]})
 
 # Number of characters of -2147483648, the longest integer without leading zeros.
@@ -48,13 +49,7 @@ Columns: TypeAlias = tuple[
 
 @dataclasses.dataclass(frozen=True)
 class BadLine:
-    """A malformed line.
-
-    Attributes:
-        path: The file.
-        number: Number of the line, from 1.
-        problem: Text that describes the problem.
-    """
+    """A malformed line of a file; ``number`` counts from 1."""
 
     path: pathlib.Path
     number: int
@@ -70,9 +65,9 @@ class RawClicks:
 
     Attributes:
         labels: ``[rows]`` int32, 0 or 1.
-        counts: ``[13, rows]`` int32; missing ones are 0, as with TorchRec.
-        hashes: ``[26, rows]`` uint32; missing ones are 0, as with TorchRec.
-        bad: The malformed lines, which are left out.
+        counts: ``[13, rows]`` int32; a missing count is 0, as in TorchRec.
+        hashes: ``[26, rows]`` uint32; a missing id is 0, as in TorchRec.
+        bad: The malformed lines, which have no row.
     """
 
     labels: Int[np.ndarray, " rows"]
@@ -86,14 +81,13 @@ class RawClicks:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Some whole lines of a file.
+    """Some whole lines of a file, each with its newline.
 
     Attributes:
-        lines: The lines, each with its newline.
         first: Number of lines before the block.
         count: Number of lines of the block.
         end: Number of decompressed bytes of the file up to the end of the block.
-        read: Number of bytes on disk, possibly compressed, that were read.
+        read: Number of bytes of the file on disk, possibly compressed, that have been read.
     """
 
     lines: bytes | bytearray
@@ -108,15 +102,11 @@ def blocks_of_lines(
 ) -> Iterator[Block]:
     """Yield the lines of a file, plain or gzip, in blocks of about ``size`` bytes.
 
-    A missing newline at the end is added, and Windows' line ends are converted. Blank lines at the
-    end of the file are left out.
-
-    Args:
-        path: The file.
-        size: Number of bytes of a block, without the rest of its last line.
-        start: Number of decompressed bytes to skip: the ``end`` of an earlier block.
-        first: Number of lines to skip.
+    To go on after an earlier block, skip ``start`` decompressed bytes, its ``end``, and number the
+    lines from ``first``.
     """
+    # Editors and Windows change line ends and the end of a file: a missing last newline, "\r\n" and
+    # blank lines at the end are accepted.
     with open(path, "rb") as plain:
         file: Any = gzip.GzipFile(fileobj=plain) if is_compressed(path) else plain
         try:
@@ -124,7 +114,8 @@ def blocks_of_lines(
             end = start
             while lines := _read(file, size):
                 lines += file.readline()
-                # Only the last block may end with a blank line.
+                # A blank line inside of the file is an error, and must not end a block: only at the
+                # end of the last block it is left out.
                 while _ends_blank(lines) and (line := file.readline()):
                     lines += line
                 end += len(lines)
@@ -145,7 +136,8 @@ def blocks_of_lines(
 
 
 def _read(file: Any, size: int) -> bytearray:
-    """Read up to ``size`` bytes into an array that grows without a copy."""
+    """Read up to ``size`` bytes."""
+    # A bytearray, since the rest of the last line is appended to it: bytes would be copied.
     lines = bytearray(size)
     del lines[file.readinto(lines) :]
     return lines
@@ -156,15 +148,10 @@ def _ends_blank(lines: bytes | bytearray) -> bool:
 
 
 def parse_lines(block: Block, path: pathlib.Path, *, skip: bool = False) -> RawClicks:
-    """Parse the lines of a block.
+    """Parse the lines of a block; ``skip`` leaves out malformed lines and lists them in ``bad``.
 
     A line is a label, 13 integers and 26 hexadecimal ids, separated by tabs. A missing value is an
     empty field. Integers may end in ``.0``, as pandas writes columns with missing values.
-
-    Args:
-        block: The lines.
-        path: The lines' file, for errors.
-        skip: Whether to leave out malformed lines and list them in ``bad``.
     """
     columns = parse_fields(block.lines, block.count)
     bad: list[BadLine] = []
@@ -178,7 +165,7 @@ def parse_lines(block: Block, path: pathlib.Path, *, skip: bool = False) -> RawC
 
 
 def _examined(block: bytes, path: pathlib.Path, first: int) -> tuple[list[bytes], list[BadLine]]:
-    """Check lines one by one; return the good ones, as `parse_fields` takes them, and the bad."""
+    """Check lines one by one; return the good ones, rewritten for `parse_fields`, and the bad."""
     good, bad = [], []
     for number, line in enumerate(block.split(b"\n")[:-1], start=first + 1):
         fields = line.removesuffix(b"\r").split(b"\t")
@@ -212,7 +199,7 @@ def _problem(fields: Sequence[bytes]) -> str | None:
 
 
 def _expected(column: int, field: bytes) -> str | None:
-    """Return a text of what was expected of a field; None if the field is valid."""
+    """Return a text that says what a field must be; None if the field is valid."""
     if column == 0:
         return None if field in (b"0", b"1") else "a label is 0 or 1"
     if column > NUM_DENSE:
@@ -224,14 +211,14 @@ def _expected(column: int, field: bytes) -> str | None:
 
 
 def _integer(field: bytes) -> int | None:
-    """Parse an integer of 32 bits; return None if the field is not one."""
+    """Parse an integer of 32 bits; return None if the field has none."""
     match = _INTEGER.fullmatch(field)
     number = None if match is None else int(match[1] + match[2])
     return number if number is not None and -(2**31) <= number < 2**31 else None
 
 
 def parse_fields(lines: bytes | bytearray, rows: int) -> Columns | None:
-    """Parse ``rows`` well-formed lines, each with its newline; return None for others.
+    """Parse ``rows`` well-formed lines; return None if one is not well-formed.
 
     A well-formed line is a label, 13 integers of 32 bits in up to 11 characters and 26 ids of eight
     hexadecimal digits, separated by tabs. A missing integer or id is an empty field.
@@ -256,17 +243,18 @@ def parse_fields(lines: bytes | bytearray, rows: int) -> Columns | None:
 
 
 def _views(lines: bytes | bytearray, start: int, stop: int) -> np.ndarray | None:
-    """Return the fields of the lines ``[start, stop)``; None if a line lacks fields.
+    """Return the fields ``[rows, 40]`` of the bytes ``[start, stop)``, each a `_VIEW`.
 
-    Returns:
-        ``[rows, 40]`` structures of `_VIEW`.
+    None: a line has not 40 fields.
     """
     characters = np.frombuffer(lines, np.uint8, stop - start, start)
     # Arrow's cast to views copies the start of each field into 16 bytes of its own. NumPy then has
     # aligned words to compute with, however long the fields are.
+    # Tab is 9 and newline 10: one unsigned comparison finds both, as smaller bytes wrap around.
     ends = np.flatnonzero(characters - np.uint8(ord("\t")) <= ord("\n") - ord("\t"))
     if len(ends) % COLUMNS or not (characters[ends[COLUMNS - 1 :: COLUMNS]] == ord("\n")).all():
         return None
+    # A field includes its separator: its size is the number of its characters and 1.
     offsets = np.zeros(len(ends) + 1, np.int32)
     offsets[1:] = ends + 1
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(characters)]
@@ -277,8 +265,9 @@ def _views(lines: bytes | bytearray, start: int, stop: int) -> np.ndarray | None
 def _parse_views(
     views: np.ndarray, labels: np.ndarray, counts: np.ndarray, hashes: np.ndarray
 ) -> bool:
-    """Parse ``[rows, 40]`` fields into columns; return whether they are well-formed."""
+    """Parse fields ``[rows, 40]`` into the columns; return whether they are well-formed."""
     of_labels, of_counts, of_hashes = np.split(views, (1, 1 + NUM_DENSE), axis=1)
+    # The lowest byte of the word is the first character. Size 2: one digit and the separator.
     values = of_labels["word"][:, 0].astype(np.uint8) - np.uint8(ord("0"))
     if not (of_labels["size"] == 2).all() or not (values <= 1).all():
         return False
@@ -290,7 +279,8 @@ def _parse_views(
     counts[:] = numbers.T
 
     lengths = of_hashes["size"] - 1
-    if np.bitwise_or.reduce(lengths, axis=None) & ~HEX_DIGITS:  # 0 or 8
+    # The union of the bits of all lengths has no other bit than that of 8: all are 0 or 8.
+    if np.bitwise_or.reduce(lengths, axis=None) & ~HEX_DIGITS:
         return False
     words = of_hashes["word"].copy()
     np.copyto(words, _repeated(b"0"), where=lengths == 0)
@@ -305,10 +295,9 @@ def _repeated(character: bytes) -> np.uint64:
 
 
 def _integers(fields: np.ndarray) -> Int[np.ndarray, "*shape"] | None:
-    """Parse ``[*shape]`` views; an empty field is 0.
+    """Parse fields ``[*shape]``; an empty field is 0.
 
-    Returns:
-        The numbers; None if a field is not an integer of 32 bits in up to 11 characters.
+    None: a field is not an integer of 32 bits in up to 11 characters.
     """
     words, lengths = fields["word"].copy(), fields["size"] - 1
     negative = np.nonzero(words.astype(np.uint8) == ord("-"))
@@ -317,6 +306,7 @@ def _integers(fields: np.ndarray) -> Int[np.ndarray, "*shape"] | None:
     rest = lengths[long] - _WORD
     if (lengths[negative] == 1).any() or (rest > _LONGEST - _WORD).any():
         return None
+    # A zero in the place of the sign, so that the digits parse as they stand.
     words[negative] ^= np.uint64(ord("-") ^ ord("0"))
     heads, tails = words[long], fields["rest"][long].astype(np.uint64)
     if not (
@@ -334,14 +324,15 @@ def _integers(fields: np.ndarray) -> Int[np.ndarray, "*shape"] | None:
 def _parse_decimals(
     words: UInt64[np.ndarray, "*shape"], lengths: Int[np.ndarray, "*shape"]
 ) -> bool:
-    """Parse the first characters of each word, in place; return whether all are digits.
+    """Parse the first ``lengths`` characters of each word, in place; return whether all are digits.
 
     A length of 0, or of more than a word, gives 0.
     """
+    # Eight characters at once, as bytes of a 64-bit integer.
     words ^= _repeated(b"0")
     # Move the last character to the highest byte; zeros fill the word.
     words <<= ((_WORD - lengths) * 8).astype(np.uint64)
-    # A byte above 9 carries into its high half, or has one.
+    # Adding 6 carries a byte of 10 to 15 into its high half; a byte above has a high half already.
     wrong = (words + _repeated(b"\x06")) | words
     if np.bitwise_or.reduce(wrong, axis=None) & _repeated(b"\xf0"):
         return False
@@ -365,8 +356,10 @@ def _parse_hexadecimals(words: UInt64[np.ndarray, "*shape"]) -> bool:
 
 def _join_digits(words: UInt64[np.ndarray, "*shape"], base: int) -> None:
     """Replace the eight digits in the bytes of each word by their number, in place."""
+    # Three steps join 8 digits to 4 numbers, to 2, to 1, as in simdjson's parser of integers.
     for bits in (8, 16, 32):
-        # Each lane holds two digits of the base, the first in the low half.
+        # Each lane holds two digits of the base, the first in the low half. The product's high half
+        # is first * base + second.
         lanes = words.view(f"<u{bits // 4}")
         lanes *= lanes.dtype.type(base << bits | 1)
         lanes >>= lanes.dtype.type(bits)
