@@ -122,6 +122,7 @@ class LowRankCrossNet(nnx.Module):
                 **types,
             )
 
+        # Equation 2 has one bias, after the second product.
         self.down = nnx.List(
             linear(in_features, low_rank, use_bias=False) for _ in range(num_layers)
         )
@@ -174,6 +175,7 @@ class VectorCrossNet(nnx.Module):
         _check_sizes(in_features=in_features, num_layers=num_layers)
         self.compat = compat
         self.dtype = dtype
+        # Glorot's initializer needs fans, so a vector is drawn as a matrix of one column.
         self.kernels = nnx.List(
             nnx.Param(_glorot(rngs.params(), (in_features, 1), param_dtype)[:, 0])
             for _ in range(num_layers)

@@ -167,6 +167,7 @@ class DeepFM(ClickModel):
         self.linear = LinearPart(
             linear, num_dense=num_dense, dtype=logit_dtype, param_dtype=param_dtype, rngs=rngs
         )
+        # With this standard deviation an embedding's squared norm is 1 on average.
         self.dense_embeddings = nnx.data(
             nnx.Param(
                 nnx.initializers.normal(self.dim**-0.5)(
@@ -177,6 +178,7 @@ class DeepFM(ClickModel):
             else None
         )
         self.interaction = FactorizationMachine()
+        # The last layer is a head of its own, since it computes in the logits' type.
         self.deep = MLP(
             (num_features(embeddings) + num_dense) * self.dim,
             deep_layer_sizes[:-1],

@@ -163,6 +163,7 @@ class InteractionProjectionArch(nnx.Module):
                     f"branch {name} of the interaction ends with a multiple of the vectors' width, "
                     f"{dim}; got branch{name}_layer_sizes={tuple(sizes)}"
                 )
+        # Both branches see the dense vector too, hence one vector more than sparse features.
         columns = (num_sparse_features + 1) * dim
         self.branch1 = MLP(columns, branch1_layer_sizes, **types)
         self.branch2 = MLP(columns, branch2_layer_sizes, **types)
@@ -277,6 +278,7 @@ class DLRM(ClickModel):
         self, dense: Float[AnyArray, "batch num_dense"], embedded: Float[Array, "batch columns"]
     ) -> Float[Array, " batch"]:
         check_dense(dense, self.num_dense, embedded.shape[0])
+        # All tables have one width, so the pooled columns are the features' vectors side by side.
         sparse = embedded.reshape(embedded.shape[0], -1, self.dim)
         vectors = promote(self.dtype, self.bottom(dense), sparse)
         return self.top(self.interaction(*vectors))[:, 0]
@@ -331,7 +333,7 @@ class DLRM_DCN(DLRM):
 
 
 class DLRM_Projection(DLRM):
-    """A `DLRM` in which two sets of projections interact, which takes fewer products than all pairs.
+    """A `DLRM` in which two sets of projections interact, with fewer products than all pairs.
 
     TorchRec's model of that name; see `InteractionProjectionArch`.
 

@@ -251,6 +251,7 @@ class RowOfBags:
             values = dense_to_jagged(rows[:, first : first + largest], offsets, capacity)
             weights = None
             if self.is_weighted:
+                # All weights lie behind all values, in the same order.
                 first += starts[-1] - count
                 weights = dense_to_jagged(rows[:, first : first + largest], offsets, capacity)
                 weights = jax.lax.bitcast_convert_type(weights, jnp.float32)
