@@ -1,4 +1,4 @@
-"""Factorization machines, and models that put one beside a deep network."""
+"""Factorization machines, and models of a factorization machine and a deep network."""
 
 from __future__ import annotations
 

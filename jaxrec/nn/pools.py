@@ -80,7 +80,7 @@ class TensorPool(nnx.Module):
     __call__ = lookup
 
     def update(self, ids: Index, values: Shaped[Array | np.ndarray, "batch dim"]) -> None:
-        """Set the rows of ids, in place where the module is donated; works under jit.
+        """Set the rows of ids, in place if the module is donated; works under jit.
 
         Args:
             ids: ``[batch]`` integers. If an id is repeated, its last row is kept. Under jit an id
@@ -181,7 +181,7 @@ class KeyedJaggedTensorPool(nnx.Module):
     __call__ = lookup
 
     def update(self, ids: Index, values: KeyedJaggedArray) -> None:
-        """Set the bags of ids, in place where the module is donated; works under jit.
+        """Set the bags of ids, in place if the module is donated; works under jit.
 
         Args:
             ids: As for `TensorPool.update`.

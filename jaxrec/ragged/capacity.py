@@ -202,8 +202,8 @@ class CapacityMemory:
         headroom = min(1.0, _FIRST_HEADROOM * 4 ** (count - 1)) if count else 0.0
         size = []
         for key, needed, bags, before in zip(keys, demand, lengths, last, strict=True):
-            # If a first size from known moments was too small, they did not describe this run; the
-            # batch at hand does.
+            # A first size from known moments was too small if there are others, so the moments did
+            # not describe this run. This batch's lengths do.
             is_known = key in self.lengths and not count
             moments = self.lengths[key] if is_known else LengthMoments.of(bags)
             is_fixed = not moments.variance and (is_known or bags.size >= _MULTIPLE)
@@ -259,7 +259,7 @@ class CapacityMemory:
             ) from None
         return memory
 
-    # A lock cannot be pickled, and batches with a memory go to data workers.
+    # A lock cannot be pickled, and batches carry their memory from data workers.
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_lock"}
 

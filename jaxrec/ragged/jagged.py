@@ -142,12 +142,12 @@ class JaggedArray:
 
     @property
     def capacity(self) -> int:
-        """Length of ``values``, padding included; over a mesh, of each device's."""
+        """Length of ``values`` with padding; on a mesh, per device."""
         return self.values.shape[self.lengths.ndim - 1]
 
     @property
     def batch_size(self) -> int:
-        """Number of rows; over a mesh, of each device's."""
+        """Number of rows; on a mesh, per device."""
         return self.lengths.shape[-1]
 
     @property
@@ -158,7 +158,7 @@ class JaggedArray:
 
     @property
     def segment_ids(self) -> Int32[Array, " capacity"]:
-        """The row of each element; ``batch_size`` at padding."""
+        """Row of each element; ``batch_size`` at padding."""
         return segment_ids(self.offsets, self.capacity)
 
     def to_lists(self) -> list[list[Any]]:

@@ -166,7 +166,7 @@ class KeyedJaggedArray(KeyedConstructors):
 
     @property
     def batch_size(self) -> int:
-        """Number of samples in the batch; over a mesh, of each device."""
+        """Number of samples in the batch; on a mesh, per device."""
         if self.inverse_indices is not None:
             return self.inverse_indices.shape[-1]
         return max(self.strides, default=0)
@@ -190,12 +190,12 @@ class KeyedJaggedArray(KeyedConstructors):
 
     @property
     def offset_per_key(self) -> Int32[AnyArray, " offsets"]:
-        """``[keys + 1]``: the start of each key's ids, padding left out."""
+        """``[keys + 1]``: where each key's ids begin, as if without padding; then the total."""
         return self.offsets[np.cumsum((0, *self.strides))]
 
     @property
     def segment_ids(self) -> Int32[Array, " capacity"]:
-        """The bag of each value, counted through all keys; ``sum(strides)`` at padding."""
+        """Bag of each value, numbered over all keys; ``sum(strides)`` at padding."""
         require_one_batch(self.lengths, "segment_ids")
         return bag_ids(self.lengths, self.strides, self.capacities)
 
