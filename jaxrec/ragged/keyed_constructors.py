@@ -194,7 +194,7 @@ class KeyedConstructors:
         strides: Sequence[int] | None = None,
         **options: Unpack[PackOptions],
     ) -> Batch:
-        """Make a batch like `from_lengths`, from ``[sum(strides) + 1]`` offsets, ascending from 0."""
+        """Make a batch like `from_lengths`, from ``[sum(strides) + 1]`` offsets that begin at 0."""
         keys = columns.feature_names(keys)
         lengths = columns.lengths_of_offsets(keys, offsets, strides)
         return cls.from_lengths(keys, values, lengths, weights, strides, **options)
