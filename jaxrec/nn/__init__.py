@@ -1,4 +1,4 @@
-"""Modules and models of recommender systems, as Flax NNX modules."""
+"""Layers, losses and models of recommender systems, as Flax NNX modules."""
 
 from jaxrec._public import public_names as _public_names
 from jaxrec.nn.chunks import sum_in_chunks as sum_in_chunks

@@ -1,4 +1,4 @@
-"""Sums over samples that are computed, with their gradients, some samples at a time."""
+"""`sum_in_chunks`: a sum over samples, computed with its gradients a few samples at a time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from jaxrec.embed.collection import TableVariable
 from jaxrec.embed.taps import Tap
 from jaxrec.mesh.pool_rows import RowsVariable
 
-# Samples of a chunk for each core of a CPU, as measured with two cores (docs/performance.md).
+# Samples of a chunk per core of a CPU, measured with two cores (docs/performance.md).
 _SAMPLES_PER_CORE = 512
 
-# A batch of fewer chunks is computed at once.
+# A batch that would have fewer chunks is computed at once: the loop would cost more than it saves.
 _FEWEST_CHUNKS = 4
 
 
@@ -29,36 +29,36 @@ def sum_in_chunks(
 ) -> tuple[Float[Array, ""], Any]:
     """Sum the losses of a batch's samples, and differentiate the sum, chunk by chunk.
 
-    The layers of a chunk run forward and backward before the next chunk begins, so that their
+    The layers run forward and backward for one chunk before the next chunk begins. So their
     activations stay in a CPU's caches, and only those of one chunk take memory. The sum and its
-    gradients are those of ``losses`` of the whole batch, up to the rounding of sums. Embeddings are
-    looked up for the whole batch before, and their results are among ``arrays``.
+    gradients equal those of ``losses`` of the whole batch, up to the rounding of sums. Look
+    embeddings up for the whole batch before, and pass them among ``arrays``.
 
     `jax.grad` and `jax.hessian` differentiate the sum; `jax.jvp` and `jax.linearize` alone raise a
     TypeError.
 
-    A chunk's samples are spread evenly over the batch, so that each device of a mesh has its part
-    of every chunk where the number of devices divides ``samples``.
+    A chunk's samples are spread evenly over the batch. So each device of a mesh has its part of
+    every chunk if the number of devices divides ``samples``.
 
     Args:
-        losses: Called as ``losses(module, *arrays)`` with some samples of the arrays. Returns their
-            losses ``[n]``, or a pair of these and outputs, a pytree of arrays ``[n, ...]``, which
-            are not differentiated. A sample's losses and outputs depend on no other sample.
+        losses: Function ``losses(module, *arrays)`` of some samples of the arrays. It returns their
+            losses ``[n]``, or a pair of losses and outputs. Outputs are a pytree of arrays
+            ``[n, ...]`` and are not differentiated. The results of a sample must not depend on
+            other samples.
         module: The layers; the sum is differentiated with respect to its variables.
         arrays: Pytrees of arrays ``[batch, ...]``. The sum is differentiated with respect to the
             floats among them.
-        samples: Samples of a chunk, a divisor of the batch. None: in a process that has one device,
-            a CPU, up to 512 for each of its cores if the batch has four such chunks; else all, and
-            where ``losses`` changes variables of the module.
+        samples: Samples of a chunk, a divisor of the batch. None: in a process whose only device is
+            a CPU, up to 512 per core if the batch has at least four such chunks; otherwise the
+            whole batch, as also if ``losses`` changes variables of the module.
 
     Returns:
-        The sum, float32 if the losses are narrower; and the outputs of the whole batch, None if
-        there are none.
+        The sum, float32 if the losses are narrower; and the outputs of the whole batch, or None.
 
     Raises:
-        ValueError: The arrays have different numbers of samples, which ``samples`` does not divide;
-            ``losses`` returns other shapes; or, with ``samples``, it changes variables of the
-            module, as dropout and batch normalization in training do.
+        ValueError: The arrays differ in their number of samples, or ``samples`` does not divide it;
+            ``losses`` returns other shapes; or ``samples`` is given and ``losses`` changes
+            variables of the module, as dropout and batch normalization do in training.
 
     Example:
         >>> import optax
@@ -73,7 +73,8 @@ def sum_in_chunks(
         True
     """
     batch = _batch_size(arrays)
-    # Tables are read before: the loop over chunks must not carry them.
+    # Tables are held outside of the loop over chunks, which must not carry them from trip to trip.
+    # Their rows were read before.
     graph, *states = nnx.split(module, nnx.Any(Tap, TableVariable, RowsVariable), ...)
     held, state = states
 
@@ -105,6 +106,7 @@ class _ChangedVariableError(ValueError):
     """The losses change variables of the module."""
 
 
+# Tracing alone finds this out: a changed variable holds another tracer object.
 def _changes_variables(call: Callable[..., Any], state: Any, arrays: Any) -> bool:
     try:
         jax.eval_shape(call, state, arrays)
@@ -117,7 +119,7 @@ def _changes_variables(call: Callable[..., Any], state: Any, arrays: Any) -> boo
 def _in_chunks(
     call: Callable[..., Any], chunks: int, state: Any, arrays: Any
 ) -> tuple[Float[Array, ""], Any]:
-    """Return the sum over all chunks, and the outputs."""
+    """Return the sum over all chunks, and the outputs, where no derivative is asked for."""
     cut = _cut(arrays, chunks)
 
     def one(total: Array, chunk: Array) -> tuple[Array, Any]:
@@ -132,9 +134,10 @@ def _in_chunks(
 def _forward(
     call: Callable[..., Any], chunks: int, state: Any, arrays: Any
 ) -> tuple[tuple[Float[Array, ""], Any], Any]:
-    """Return the sum and the outputs; and the gradients, None for what has none."""
-    # Gradients are computed here, not in the backward pass: a chunk's activations are still in the
-    # cache, and need not be kept. The sum is linear in its cotangent, so `_backward` only scales.
+    """Return the sum and the outputs, and as residuals the gradients (None without one)."""
+    # Gradients are computed here, not in the backward pass, while a chunk's activations are still
+    # in the cache. They need not be kept: the gradient of a sum is a factor times these, so
+    # `_backward` only scales.
     (state, arrays), is_wanted = _values_and_flags((state, arrays))
     cut = _cut(arrays, chunks)
     leaves, structure = jax.tree.flatten((state, cut))
@@ -157,6 +160,8 @@ def _forward(
     def one(carry: tuple[Array, list[Array]], chunk: Array) -> Any:
         total, sums = carry
         (more, outputs), gradients = differentiate(*chunk_leaves(chunk))
+        # Gradients of the module's variables add up over chunks. Those of the arrays belong to a
+        # chunk's samples, and are written at its place.
         sums = [
             x + gradient
             if number < in_state
@@ -170,7 +175,7 @@ def _forward(
     zeros = [
         jnp.zeros_like(leaf, jnp.promote_types(gradient.dtype, jnp.float32))
         if number < in_state
-        # It lies as the leaf does; XLA folds the choice.
+        # Zeros with the sharding of the leaf, which `jnp.zeros` would not have. XLA folds `where`.
         else jnp.where(False, leaf, 0).astype(gradient.dtype)
         for number, (leaf, gradient) in enumerate(zip(whole, forms, strict=True))
     ]
@@ -188,7 +193,7 @@ def _forward(
 def _backward(
     call: Callable[..., Any], chunks: int, gradients: Any, cotangents: Any
 ) -> tuple[Any, Any]:
-    factor, _ = cotangents  # Outputs are not differentiated.
+    factor, _ = cotangents  # outputs are not differentiated
     if isinstance(factor, SymbolicZero):
         return None, None
     state, arrays = jax.tree.map(lambda x: (x * factor).astype(x.dtype), gradients)
@@ -199,7 +204,7 @@ _in_chunks.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _values_and_flags(tree: Any) -> tuple[Any, list[bool]]:
-    """Return the values, and for each leaf whether a derivative with respect to it is wanted."""
+    """Return the values of leaves, and whether a derivative with respect to each is wanted."""
     leaves, structure = jax.tree.flatten(tree)
     flags = [leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact) for leaf in leaves]
     return jax.tree.unflatten(structure, [leaf.value for leaf in leaves]), flags
@@ -207,7 +212,7 @@ def _values_and_flags(tree: Any) -> tuple[Any, list[bool]]:
 
 def _cut(arrays: Any, chunks: int) -> Any:
     """Return arrays ``[batch, ...]`` as ``[samples, chunks, ...]``."""
-    # A chunk takes every n-th sample: contiguous chunks would each lie on one device of a mesh.
+    # A chunk takes every n-th sample. Contiguous chunks would each lie on one device of a mesh.
     return jax.tree.map(lambda x: jnp.reshape(x, (-1, chunks, *jnp.shape(x)[1:])), arrays)
 
 
@@ -240,10 +245,12 @@ def _usual_chunks(batch: int) -> int:
     fewest = -(-batch // (_SAMPLES_PER_CORE * _cores()))
     if fewest < _FEWEST_CHUNKS:
         return 1
+    # The number must divide the batch; chunks of less than half the size would not pay.
     return next((n for n in range(fewest, 2 * fewest + 1) if batch % n == 0), 1)
 
 
 def _cores() -> int:
+    # In a container the process may have fewer cores than the machine.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -260,7 +267,7 @@ def _batch_size(arrays: Any) -> int:
 
 
 def _summed(returned: Any, samples: int) -> tuple[Array, Any]:
-    """Return the sum of what a loss function returned, and its outputs."""
+    """Return the sum of a loss function's losses, and its outputs, checked."""
     losses, outputs = returned if isinstance(returned, tuple) else (returned, None)
     if jnp.shape(losses) != (samples,):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What models of clicks share: a lookup, then layers; sizes of tables, checks of dense features."""
+"""Base class of click models (a lookup, then layers), and checks of their sizes and inputs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from jaxrec.ragged.arrays import AnyArray
 
 
 class ClickModel(nnx.Module):
-    """A model of two halves: `lookup` reads the tables, `logits` computes the rest.
+    """A model of two halves: `lookup` reads the tables, `logits` computes the rest."""
 
-    They are methods of their own because only the second half can be cut by samples: a lookup
-    serves the whole batch, and `sum_in_chunks` runs the layers over some of its results at a time.
-    """
-
+    # The halves are two methods because only the second can be cut by samples. One lookup serves
+    # the whole batch, and `sum_in_chunks` then runs the layers over a few samples at a time.
     embeddings: EmbeddingBagCollection
 
     def __call__(
@@ -40,8 +38,8 @@ class ClickModel(nnx.Module):
             ``[batch]`` logits: the log-odds of a click.
 
         Raises:
-            ValueError: ``dense`` is missing, or has another number of columns, or of samples than
-                the ids.
+            ValueError: ``dense`` is missing, has another number of columns, or has another number
+                of samples than the ids.
         """
         return self.logits(dense, self.lookup(features))
 
@@ -50,14 +48,14 @@ class ClickModel(nnx.Module):
         return jnp.asarray(self.embeddings(features).values)
 
     def look_up(self, features: KeyedJaggedArray) -> Any:
-        """Return `lookup` of a batch, with a `DeprecationWarning`: its name in earlier versions."""
+        """Call `lookup`, with a `DeprecationWarning`: this is its name in earlier versions."""
         warnings.warn(
             f"{type(self).__name__}.look_up is called lookup now", DeprecationWarning, stacklevel=2
         )
         return self.lookup(features)
 
     def logits(self, dense: Any, embedded: Any) -> Float[Array, " batch"]:
-        """Return the logits of samples whose embeddings are looked up.
+        """Return the logits of samples from the result of `lookup`.
 
         Args:
             dense: ``[batch, num_dense]`` dense features; None if the model has none.
@@ -70,7 +68,7 @@ class ClickModel(nnx.Module):
 
 
 def check_dense(dense: Any, num_dense: int, samples: int) -> None:
-    """Raise a ValueError unless dense features are ``[samples, num_dense]``, with None for none."""
+    """Require dense features of ``[samples, num_dense]``; None stands for no columns."""
     shape: tuple[int, ...] = (samples, 0) if dense is None else tuple(np.shape(dense))
     if len(shape) != 2:
         raise ValueError(
@@ -95,7 +93,7 @@ def with_dense(
     num_dense: int,
     dtype: DTypeLike | None,
 ) -> Float[Array, "batch all_columns"]:
-    """Concatenate checked dense features and pooled embeddings, in one type."""
+    """Check dense features, and concatenate them and pooled embeddings in one type."""
     check_dense(dense, num_dense, pooled.shape[0])
     if dense is None:
         return jnp.asarray(pooled)
@@ -103,14 +101,14 @@ def with_dense(
 
 
 def check_logit_layer(name: str, layer_sizes: Sequence[int]) -> None:
-    """Raise a ValueError if the sizes of layers, the argument ``name``, do not end with 1."""
+    """Require layer sizes that end with 1; errors call them ``name``."""
     if not layer_sizes or layer_sizes[-1] != 1:
         raise ValueError(f"{name} ends with 1, the column of the logit; got {tuple(layer_sizes)}")
 
 
 def common_width(model: str, tables: Sequence[TableConfig]) -> int:
-    """Return the width of all tables; raise a ValueError if they differ."""
-    # The error names every width, since the odd one out is rarely the first.
+    """Return the width of all tables, which must be the same."""
+    # The error lists every width: the table that differs is rarely the first.
     widths = {table.name: table.embedding_dim for table in tables}
     if len(set(widths.values())) != 1:
         raise ValueError(f"{model}'s tables are of one width, embedding_dim; got {widths}")
@@ -118,7 +116,8 @@ def common_width(model: str, tables: Sequence[TableConfig]) -> int:
 
 
 def num_features(embeddings: EmbeddingBagCollection) -> int:
-    """Return the number of blocks of the pooled output: one for each feature of each table."""
+    """Return the number of blocks in the pooled output, one per feature of each table."""
+    # A table that several features read has several blocks.
     return sum(len(table.feature_names) for table in embeddings.configs)
 
 

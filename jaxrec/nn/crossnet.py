@@ -1,7 +1,7 @@
-"""Cross networks, whose explicit feature crosses grow by a degree each layer, and DCN V2.
+"""Cross networks, which multiply features explicitly, and the model DCN V2.
 
-All networks take ``x_0`` of ``[batch, in_features]`` and give ``[batch, in_features]``. ``x_l`` is
-the input of layer ``l``, ``*`` the elementwise product.
+All networks map ``x_0``, ``[batch, in_features]``, to the same shape. In their formulas ``x_l`` is
+the input of layer ``l`` and ``*`` the elementwise product.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class CrossNet(nnx.Module):
     def __call__(self, x: Float[AnyArray, "batch columns"]) -> Float[Array, "batch columns"]:
         """Map ``[batch, in_features]`` to the same shape."""
         first = x = jnp.asarray(x)
-        # Each layer multiplies by the input once more and keeps what it had: after l layers there
-        # are products of up to l + 1 features.
+        # Each layer multiplies by the input once more and adds its own input. So after l layers
+        # there are products of up to l + 1 features.
         for layer in self.layers:
             out = layer(x)
             x = first.astype(out.dtype) * out + x.astype(out.dtype)
@@ -85,7 +85,7 @@ class LowRankCrossNet(nnx.Module):
     Args:
         in_features: Columns of the input.
         num_layers: Number of layers.
-        low_rank: Rows of ``V_l``, columns of ``W_l``.
+        low_rank: Number of rows of ``V_l`` and of columns of ``W_l``.
         dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
         param_dtype: Type of the parameters.
         rngs: Gives the random keys of the kernels' first values (Glorot's normal).
@@ -122,6 +122,7 @@ class LowRankCrossNet(nnx.Module):
                 **types,
             )
 
+        # Equation 2 has one bias, after the second product.
         self.down = nnx.List(
             linear(in_features, low_rank, use_bias=False) for _ in range(num_layers)
         )
@@ -140,14 +141,14 @@ class VectorCrossNet(nnx.Module):
     """Cross layers of rank one: ``x_{l+1} = x_0 * (w_l . x_l + b_l) + x_l``.
 
     A `CrossNet` whose matrices have equal rows ``w_l``: Wang et al. 2021 (arXiv:2008.13535),
-    equation 1 with ``W_l = 1 w_l^T``, as TorchRec documents it. TorchRec computes the layer
-    of the first paper (Wang et al. 2017, "Deep & cross network for ad click predictions",
-    arXiv:1708.05123, equation 3), ``x_{l+1} = x_0 (w_l . x_l) + b_l + x_l``: ``compat="torchrec"``.
+    equation 1 with ``W_l = 1 w_l^T``, as in TorchRec's documentation. TorchRec's code computes
+    another layer, that of Wang et al. 2017, "Deep & cross network for ad click predictions"
+    (arXiv:1708.05123), equation 3: ``x_{l+1} = x_0 (w_l . x_l) + b_l + x_l``.
 
     Args:
         in_features: Columns of the input.
         num_layers: Number of layers.
-        compat: "torchrec" adds the bias outside of the product with ``x_0``.
+        compat: "torchrec" computes the layer of TorchRec's code.
         dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
         param_dtype: Type of the parameters.
         rngs: Gives the random keys of the kernels' first values (Glorot's normal).
@@ -174,6 +175,7 @@ class VectorCrossNet(nnx.Module):
         _check_sizes(in_features=in_features, num_layers=num_layers)
         self.compat = compat
         self.dtype = dtype
+        # Glorot's initializer needs fans, so a vector is drawn as a matrix of one column.
         self.kernels = nnx.List(
             nnx.Param(_glorot(rngs.params(), (in_features, 1), param_dtype)[:, 0])
             for _ in range(num_layers)
@@ -199,16 +201,16 @@ class LowRankMixtureCrossNet(nnx.Module):
     """Cross layers that mix low-rank experts, with a nonlinearity in the low-rank space.
 
     ``x_{l+1} = sum_i G_i(x_l) E_i(x_l) + x_l`` with the experts
-    ``E_i(x_l) = x_0 * (U_i g(C_i g(V_i x_l)) + b_l)``. The gates ``G`` are a softmax over experts
-    of the dot products of ``x_l`` with one vector an expert, the same vectors in all layers; a
+    ``E_i(x_l) = x_0 * (U_i g(C_i g(V_i x_l)) + b_l)``. Each expert has a gate vector, the same in
+    all layers. The gates ``G`` are a softmax over the experts of its dot products with ``x_l``. A
     single expert has no gate. Wang et al. 2021 (arXiv:2008.13535), equations 3 and 4.
 
     Args:
         in_features: Columns of the input.
         num_layers: Number of layers.
         num_experts: Number of experts of each layer.
-        low_rank: Columns of ``U_i``, rows of ``V_i``, both of ``C_i``.
-        activation: ``g``.
+        low_rank: Number of columns of ``U_i``, of rows of ``V_i``, and of both of ``C_i``.
+        activation: The function ``g``.
         dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
         param_dtype: Type of the parameters.
         rngs: Gives the random keys of the kernels' first values (Glorot's normal).
@@ -244,7 +246,8 @@ class LowRankMixtureCrossNet(nnx.Module):
         )
         self.activation = activation
         self.dtype = dtype
-        # The initializer takes the fans of one expert's matrix.
+        # The expert axis is a batch axis for the initializer: fans are those of one expert's
+        # matrix.
         draw = nnx.initializers.glorot_normal(in_axis=2, out_axis=1, batch_axis=0)
 
         def draw_layers(*shape: int) -> list[nnx.Param]:
@@ -269,7 +272,7 @@ class LowRankMixtureCrossNet(nnx.Module):
             first, x, up, inner, down, bias = promote(
                 self.dtype, first, x, *(parameter[...] for parameter in layer)
             )
-            # All experts at once: a loop over them would be as many small products.
+            # One product for all experts. A loop over experts would make many small products.
             low = self.activation(jnp.einsum("bn,ern->ber", x, down))
             low = self.activation(jnp.einsum("ber,esr->bes", low, inner))
             experts = first[:, None] * (jnp.einsum("ber,enr->ben", low, up) + bias[None, None])
@@ -283,14 +286,14 @@ class LowRankMixtureCrossNet(nnx.Module):
 
 
 class DCNv2(ClickModel):
-    """Predicts clicks by a cross network and a deep network, one after the other or side by side.
+    """Predicts clicks with a cross network and a deep network, one after the other or in parallel.
 
     Wang et al. 2021, "DCN V2: Improved deep & cross network and practical lessons for web-scale
     learning to rank systems" (arXiv:2008.13535), figure 1. Embeddings may differ in width.
 
     Args:
         embeddings: The tables.
-        num_dense: Number of dense features, which stand in front of the embeddings.
+        num_dense: Number of dense features, the first columns of the input.
         cross_layers: Layers of the cross network.
         low_rank: Rank of its matrices; None: full (equation 1). With a rank the layers are
             mixtures of ``num_experts`` low-rank experts (equation 4).
@@ -299,13 +302,13 @@ class DCNv2(ClickModel):
         structure: "stacked": the deep network sees the cross network's output. "parallel": both see
             the input, and the logit is a linear function of both outputs.
         dtype: Type that the dense part computes in; None: float32, unless inputs are wider.
-        logit_dtype: Type that the last layer computes in and the logits have; None: ``dtype``.
+        logit_dtype: Type of the last layer's arithmetic and of the logits; None: ``dtype``.
         param_dtype: Type of the dense parameters.
         rngs: Gives the random keys of first values.
 
     Raises:
-        ValueError: A size is below 1, the structure is neither of the two, or there are several
-            experts of full rank.
+        ValueError: A size is below 1, ``structure`` is unknown, or ``num_experts`` is given without
+            ``low_rank``.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Factorization machines, and models that put one beside a deep network."""
+"""Factorization machines, and models of a factorization machine and a deep network."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from jaxrec.ragged.arrays import AnyArray
 def flatten_embeddings(
     embeddings: Sequence[Float[AnyArray, "batch *_"]],
 ) -> Float[Array, "batch columns"]:
-    """Concatenate embeddings of ``[batch, ...]``, flattened, into one ``[batch, columns]``.
+    """Flatten embeddings of ``[batch, ...]`` and concatenate them to ``[batch, columns]``.
 
-    An `MLP` of it is TorchRec's DeepFM module, the deep half of that model.
+    An `MLP` of the result is TorchRec's DeepFM module.
 
     Raises:
-        ValueError: There are none.
+        ValueError: ``embeddings`` is empty.
 
     Example:
         >>> import jax.numpy as jnp
@@ -47,15 +47,15 @@ def flatten_embeddings(
 
 
 class FactorizationMachine(nnx.Module):
-    """The sum over all pairs of features of the dot products of their embeddings.
+    """Sum of the dot products of all pairs of embeddings.
 
     ``sum_{i<j} v_i . v_j``, computed as ``sum_d ((sum_i v_id)^2 - sum_i v_id^2) / 2``: Rendle 2010,
     "Factorization machines" (ICDM), lemma 3.1, and Guo et al. 2017, "DeepFM: A
     factorization-machine based neural network for CTR prediction" (arXiv:1703.04247), equation 2.
 
     Args:
-        compat: "torchrec" takes every number of the inputs for a feature of one dimension, as
-            TorchRec's module does: ``((sum x)^2 - sum x^2) / 2`` over all of them.
+        compat: "torchrec" treats every number of the inputs as a feature of width 1, as TorchRec's
+            module does: ``((sum x)^2 - sum x^2) / 2`` over all numbers.
 
     Example:
         >>> import jax.numpy as jnp
@@ -75,21 +75,21 @@ class FactorizationMachine(nnx.Module):
         """Return the second-order term of each sample.
 
         Args:
-            embeddings: Arrays of ``[batch, dim]``, one feature, or ``[batch, features, dim]``.
+            embeddings: Arrays of ``[batch, dim]`` (one feature) or ``[batch, features, dim]``. With
+                ``compat="torchrec"`` arrays of any widths and ranks.
 
         Returns:
-            ``[batch, 1]``; sums are taken in float32 or wider.
+            ``[batch, 1]``; sums are computed in float32 or wider.
 
         Raises:
-            ValueError: There are none, or they differ in ``dim`` (with ``compat="torchrec"`` they
-                may, and have any rank).
+            ValueError: ``embeddings`` is empty, or the arrays differ in ``dim``.
         """
         if self.compat == "torchrec":
             vectors = flatten_embeddings(embeddings)[:, :, None]
         else:
             vectors = _stack(embeddings)
-        # The square of the sum has every pair twice and the squares once, so n^2 products become
-        # two sums. Their difference is small beside them, which is why 16 bits are not enough.
+        # The square of the sum has every pair twice and every square once. So two sums replace n^2
+        # products. Their difference is much smaller than they are, and 16 bits would lose it.
         wide = vectors.astype(jnp.promote_types(vectors.dtype, jnp.float32))
         total = wide.sum(axis=1)
         pairs = (total * total - (wide * wide).sum(axis=1)) / 2
@@ -110,28 +110,28 @@ def _stack(embeddings: Sequence[Float[AnyArray, "batch *_"]]) -> Float[Array, "b
 
 
 class DeepFM(ClickModel):
-    """Predicts clicks by a factorization machine and a deep network over the same embeddings.
+    """Predicts clicks with a factorization machine and a deep network over the same embeddings.
 
     ``logit = linear(x) + sum_{i<j} v_i . v_j + MLP(v_1, ..., v_n)``: Guo et al. 2017, "DeepFM: A
     factorization-machine based neural network for CTR prediction" (arXiv:1703.04247), equations 1
-    to 4. A dense feature is a field whose embedding is scaled by its value.
+    to 4. A dense feature has an embedding too, which is multiplied by its value.
 
-    TorchRec's module of the same name is the deep network alone: `MLP` over `flatten_embeddings`.
+    TorchRec's module of the same name is only the deep network: `MLP` over `flatten_embeddings`.
 
     Args:
-        embeddings: The tables of the fields' embeddings ``v``, all of one width, ``dim``.
+        embeddings: Tables of the embeddings ``v``, all of one width, ``dim``.
         linear: Tables of width 1 for the same features: the weights of the linear part.
         num_dense: Number of dense features.
-        deep_layer_sizes: Layers of the deep network; the last is 1.
+        deep_layer_sizes: Layers of the deep network, at least two; the last is 1.
         dropout_rate: Share of the deep network's hidden units that is dropped in training.
         dtype: Type that the dense part computes in; None: float32, unless inputs are wider.
-        logit_dtype: Type of the logits and of the terms that they are the sum of; None: ``dtype``.
+        logit_dtype: Type of the logits and of the three terms; None: ``dtype``.
         param_dtype: Type of the dense parameters.
         rngs: Gives the random keys of first values, and of dropout.
 
     Raises:
         ValueError: Tables differ in width, a table of the linear part is wider than 1, or the deep
-            network does not end with 1.
+            network does not end with 1 or has no hidden layer.
 
     Example:
         >>> import jaxrec
@@ -167,6 +167,7 @@ class DeepFM(ClickModel):
         self.linear = LinearPart(
             linear, num_dense=num_dense, dtype=logit_dtype, param_dtype=param_dtype, rngs=rngs
         )
+        # With this standard deviation an embedding's squared norm is 1 on average.
         self.dense_embeddings = nnx.data(
             nnx.Param(
                 nnx.initializers.normal(self.dim**-0.5)(
@@ -177,6 +178,7 @@ class DeepFM(ClickModel):
             else None
         )
         self.interaction = FactorizationMachine()
+        # The last layer is a head of its own, since it computes in the logits' type.
         self.deep = MLP(
             (num_features(embeddings) + num_dense) * self.dim,
             deep_layer_sizes[:-1],
@@ -204,12 +206,13 @@ class DeepFM(ClickModel):
     ) -> Float[Array, " batch"]:
         weights, pooled = embedded
         linear = self.linear.logits(dense, weights)
-        # Tables of one width: the pooled columns are the fields' vectors side by side.
+        # All tables have one width, so the pooled columns are the features' vectors side by side.
         fields = pooled.reshape(pooled.shape[0], -1, self.dim)
         if self.dense_embeddings is not None:
             values, vectors, fields = promote(self.dtype, dense, self.dense_embeddings[...], fields)
             fields = jnp.concatenate([fields, values[:, :, None] * vectors[None]], axis=1)
         deep = self.head(self.deep(flatten_embeddings([fields])))[:, 0]
+        # The machine's sums can be large and cancel, so they are computed in the logits' type.
         (fields,) = promote(self.logit_dtype, fields)
         return linear + self.interaction([fields])[:, 0] + deep
 
@@ -221,9 +224,9 @@ def _relu_and_dropout(rate: float, rngs: nnx.Rngs) -> Callable[[Array], Array]:
 
 
 class FMInteractionArch(nnx.Module):
-    """The dense vector, a deep network over all vectors, and their factorization machine.
+    """Concatenates the dense vector, a deep network's output and a factorization machine's.
 
-    TorchRec's module of that name, with which `SimpleDeepFMNN` combines a sample's vectors.
+    Both see all vectors. TorchRec's module of that name, the interaction of `SimpleDeepFMNN`.
 
     Args:
         in_features: Columns of all vectors together, the dense one included.
@@ -274,17 +277,16 @@ class SimpleDeepFMNN(ClickModel):
     """Predicts clicks from dense features and bags of ids, with a factorization machine.
 
     TorchRec's model of that name: two layers embed the dense features, `FMInteractionArch` combines
-    them with the tables' vectors, and one layer makes a logit of it. Guo et al. 2017
-    (arXiv:1703.04247) is its source; `DeepFM` follows the paper.
+    them with the tables' vectors, and one layer computes the logit. It is a variant of Guo et al.
+    2017 (arXiv:1703.04247); `DeepFM` is the paper's model.
 
     Args:
         embeddings: The tables, all of one width, ``dim``.
         num_dense: Number of dense features.
         hidden_layer_size: Columns of the first dense layer; the second has ``dim``.
         deep_fm_dimension: Columns of the deep network's output.
-        compat: "torchrec" takes the factorization machine over flattened numbers (see
-            `FactorizationMachine`), and returns probabilities, as TorchRec's model does although
-            it documents logits.
+        compat: "torchrec" makes the model return probabilities, as TorchRec's does although it
+            documents logits, and is passed to `FactorizationMachine`.
         dtype: Type that the dense part computes in; None: float32, unless inputs are wider.
         param_dtype: Type of the dense parameters.
         rngs: Gives the random keys of first values.

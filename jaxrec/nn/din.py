@@ -1,4 +1,4 @@
-"""Deep interest networks: a history weighed by its relevance to the target."""
+"""Deep interest networks, which weigh a history by its relevance to the target."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from jaxrec.ragged.offsets import without_padding
 
 
 class TargetAttention(nnx.Module):
-    """A sum of a history's elements, each weighed by its relevance to the sample's target.
+    """Sums a history's elements, each weighed by its relevance to the sample's target.
 
-    ``sum_j a(e_j, t) e_j`` with ``a`` an MLP of ``[e_j, t, e_j - t, e_j * t]``. Weights are not
-    normalised, which keeps the intensity of an interest: Zhou et al. 2018 (arXiv:1706.06978),
-    equation 3 and figure 2, with the elementwise product in place of the outer one, as in the
-    authors' code. Histories are ragged and stay so.
+    ``sum_j a(e_j, t) e_j``, where ``a`` is an MLP of ``[e_j, t, e_j - t, e_j * t]``. Weights are
+    not normalised, so the sum keeps the intensity of an interest. Zhou et al. 2018
+    (arXiv:1706.06978), equation 3 and figure 2, with the elementwise product in place of the outer
+    one, as in the authors' code. Histories are not padded.
 
     Args:
         dim: Columns of elements and targets.
-        layer_sizes: Columns of each layer of ``a``; the last is 1.
-        activation: Activation of each layer but the last; it must treat each element by itself.
+        layer_sizes: Columns of each layer of ``a``, at least two layers; the last is 1.
+        activation: Activation of each layer but the last. It must treat each element of a history
+            alone, which `Dice` in training does not.
         dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
         param_dtype: Type of the parameters.
         rngs: Gives the random keys of first values.
@@ -83,8 +84,8 @@ def _spread(
     lengths: Array, target: Float[Array, "rows dim"], values: Float[Array, "capacity dim"]
 ) -> Float[Array, "capacity dim"]:
     """Return the target of each element's row; zeros at padding."""
-    # Histories are not padded: a row of 3 items costs 3, beside one of 300. The targets are brought
-    # to the items by a gather, and the items' sums back to the rows by a segment sum.
+    # Histories are not padded, so a row of 3 items costs as much as 3 items, whatever the longest
+    # row is. A gather brings targets to items, and a segment sum brings items back to rows.
     rows = segment_ids(complete_cumsum(lengths), values.shape[0])
     return target.at[rows].get(mode="fill", fill_value=0)
 
@@ -96,17 +97,17 @@ def _total(lengths: Array, values: Float[Array, "capacity dim"]) -> Float[Array,
 
 
 class DIN(nnx.Module):
-    """Predicts clicks on a target from a history, attended to by the target.
+    """Predicts clicks on a target item from a history of items.
 
     Zhou et al. 2018, "Deep interest network for click-through rate prediction" (arXiv:1706.06978).
-    Several features of an item (its id, its shop, its category) stand side by side in the history
-    as in the target.
+    An item may have several features (its id, its shop, its category), whose embeddings stand side
+    by side in the history as in the target.
 
     Args:
-        items: Tables that read the histories and the targets, a history and its target usually the
+        items: Tables of the histories and the targets; a history and its target usually read the
             same table.
-        pairs: For each feature with histories the feature with the targets, one id a sample. The
-            histories of a sample are of one length.
+        pairs: Name of the target feature, with one id per sample, for each history feature. All
+            histories of a sample have the same length.
         profile: Tables of the sample's other features, pooled; None: no such features.
         num_dense: Number of dense features.
         attention_layer_sizes: Layers of the `TargetAttention`; the last is 1.
@@ -117,7 +118,8 @@ class DIN(nnx.Module):
         rngs: Gives the random keys of first values.
 
     Raises:
-        ValueError: There are no pairs, or no table reads one of their features.
+        ValueError: ``pairs`` is empty, no table reads one of its features, histories and targets
+            differ in width, or a network does not end with 1 or has no hidden layer.
 
     Example:
         >>> import jaxrec
@@ -184,8 +186,7 @@ class DIN(nnx.Module):
             ``[batch]`` logits: the log-odds of a click on the target.
 
         Raises:
-            ValueError: Histories of one sample have different capacities, or ``dense`` has another
-                number of columns.
+            ValueError: Histories have different capacities, or ``dense`` has another shape.
         """
         embedded = self.items(features)
         histories = [embedded[history] for history, _ in self.pairs]
@@ -195,6 +196,7 @@ class DIN(nnx.Module):
                 f"histories have one length and one capacity, got values of {shapes}; give the "
                 "batch's constructor capacities="
             )
+        # A target feature has one id per sample: its last state is its embedding.
         target = jnp.concatenate([last_states(embedded[name]) for _, name in self.pairs], axis=-1)
         values = jnp.concatenate([column.values for column in histories], axis=-1)
         interest = self.attention(JaggedArray(values, histories[0].lengths), target)

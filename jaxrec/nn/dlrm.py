@@ -1,4 +1,4 @@
-"""The deep learning recommendation model, and three ways in which its vectors interact."""
+"""The deep learning recommendation model (DLRM), and three interactions of its vectors."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from jaxrec.ragged.arrays import AnyArray
 
 
 class DotInteraction(nnx.Module):
-    """The dense vector beside the dot products of all pairs of vectors, itself among them.
+    """Concatenates the dense vector and the dot products of all pairs of vectors.
 
-    TorchRec's InteractionArch; the interaction of Naumov et al. 2019, "Deep learning recommendation
-    model for personalization and recommendation systems" (arXiv:1906.00091), section 2.1.4.
+    The dense vector is one of the vectors. TorchRec's InteractionArch; Naumov et al. 2019, "Deep
+    learning recommendation model for personalization and recommendation systems"
+    (arXiv:1906.00091), section 2.1.4.
 
     Example:
         >>> import jax.numpy as jnp
@@ -55,7 +56,7 @@ class DotInteraction(nnx.Module):
 
     @staticmethod
     def out_features(features: int, dim: int) -> int:
-        """Return the number of output columns for sparse features of a dimension."""
+        """Return the number of output columns for ``features`` sparse features of width ``dim``."""
         return dim + features * (features + 1) // 2
 
 
@@ -71,7 +72,7 @@ class InteractionDCNArch(nnx.Module):
         num_sparse_features: Number of sparse features.
         dim: Width of the vectors.
         num_layers: Layers of the `LowRankCrossNet`.
-        low_rank: Its rank.
+        low_rank: Rank of its matrices.
         dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
         param_dtype: Type of the parameters.
         rngs: Gives the random keys of the kernels' first values.
@@ -115,25 +116,25 @@ class InteractionDCNArch(nnx.Module):
 
 
 class InteractionProjectionArch(nnx.Module):
-    """Dot products of two sets of projections of a sample's vectors, beside the dense vector.
+    """Concatenates the dense vector and the dot products of two sets of projections.
 
     Two MLPs see all vectors side by side. The first gives ``n`` vectors of ``dim``, the second a
-    matrix of ``dim`` rows and ``m`` columns; their product has ``n * m`` numbers, where the dot
-    products of all pairs of 26 features would have 351. TorchRec's module of that name; Naumov et
-    al. 2019 (arXiv:1906.00091), section 2.1.4, whose pairs it compresses.
+    matrix of ``dim`` rows and ``m`` columns. Their product has ``n * m`` numbers; all pairs of 26
+    features and the dense vector would have 351. TorchRec's module of that name, a compression of
+    the interaction of Naumov et al. 2019 (arXiv:1906.00091), section 2.1.4.
 
     Args:
         num_sparse_features: Number of sparse features.
         dim: Width of the vectors.
         branch1_layer_sizes: Layers of the first MLP; the last is ``n * dim``.
-        branch2_layer_sizes: Layers of the second; the last is ``dim * m``. Its output is read row
-            by row of the matrix, as in TorchRec.
+        branch2_layer_sizes: Layers of the second MLP; the last is ``dim * m``. Its output is the
+            matrix row by row, as in TorchRec.
         dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
         param_dtype: Type of the parameters.
         rngs: Gives the random keys of the kernels' first values.
 
     Raises:
-        ValueError: The size of a last layer is not a multiple of ``dim``.
+        ValueError: A last layer's size is not a multiple of ``dim``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -162,6 +163,7 @@ class InteractionProjectionArch(nnx.Module):
                     f"branch {name} of the interaction ends with a multiple of the vectors' width, "
                     f"{dim}; got branch{name}_layer_sizes={tuple(sizes)}"
                 )
+        # Both branches see the dense vector too, hence one vector more than sparse features.
         columns = (num_sparse_features + 1) * dim
         self.branch1 = MLP(columns, branch1_layer_sizes, **types)
         self.branch2 = MLP(columns, branch2_layer_sizes, **types)
@@ -198,9 +200,9 @@ class DLRMOptions(TypedDict, total=False):
 class DLRM(ClickModel):
     """Predicts clicks from dense features and bags of ids.
 
-    A bottom MLP embeds the dense features as one more vector beside the tables' vectors, dot
-    products of all pairs of vectors let them interact, and a top MLP computes the logit. Naumov et
-    al. 2019, "Deep learning recommendation model for personalization and recommendation systems"
+    A bottom MLP embeds the dense features as one more vector beside the tables' vectors. The
+    vectors interact by dot products of all pairs, and a top MLP computes the logit. Naumov et al.
+    2019, "Deep learning recommendation model for personalization and recommendation systems"
     (arXiv:1906.00091), figure 1; TorchRec's DLRM.
 
     Args:
@@ -208,17 +210,16 @@ class DLRM(ClickModel):
         num_dense: Number of dense features.
         bottom_layer_sizes: Layers of the bottom MLP; the last is ``dim``.
         top_layer_sizes: Layers of the top MLP; the last is 1.
-        interaction: How the vectors interact: a function of the dense vector, ``[batch, dim]``, and
-            the pooled embeddings, ``[batch, features, dim]``, that returns ``[batch, columns]``.
-            None: `DotInteraction`.
+        interaction: Function from the dense vector, ``[batch, dim]``, and the pooled embeddings,
+            ``[batch, features, dim]``, to ``[batch, columns]``. None: `DotInteraction`.
         dtype: Type that the MLPs and the interaction compute in; None: float32, unless inputs are
             wider.
-        logit_dtype: Type that the last layer computes in and the logits have; None: ``dtype``.
+        logit_dtype: Type of the last layer's arithmetic and of the logits; None: ``dtype``.
         param_dtype: Type of the MLPs' parameters.
         rngs: Gives the random keys of the MLPs' first values.
 
     Raises:
-        ValueError: The tables differ in width, or an MLP ends with another size than it should.
+        ValueError: The tables differ in width, or an MLP does not end with the size given above.
 
     Example:
         >>> import jax.numpy as jnp
@@ -260,8 +261,8 @@ class DLRM(ClickModel):
         self.embeddings = embeddings
         self.bottom = MLP(num_dense, bottom_layer_sizes, **types)
         self.interaction = DotInteraction() if interaction is None else interaction
-        # The width of the top MLP is asked of the interaction, which may be any function of the
-        # user.
+        # The interaction may be any function of the user, so its output's width is found by tracing
+        # it once; `eval_shape` computes nothing.
         interactions = jax.eval_shape(
             self.interaction, jnp.zeros((1, dim)), jnp.zeros((1, num_features(embeddings), dim))
         )
@@ -277,6 +278,7 @@ class DLRM(ClickModel):
         self, dense: Float[AnyArray, "batch num_dense"], embedded: Float[Array, "batch columns"]
     ) -> Float[Array, " batch"]:
         check_dense(dense, self.num_dense, embedded.shape[0])
+        # All tables have one width, so the pooled columns are the features' vectors side by side.
         sparse = embedded.reshape(embedded.shape[0], -1, self.dim)
         vectors = promote(self.dtype, self.bottom(dense), sparse)
         return self.top(self.interaction(*vectors))[:, 0]
@@ -285,17 +287,19 @@ class DLRM(ClickModel):
 class DLRM_DCN(DLRM):
     """A `DLRM` whose vectors interact in a low-rank cross network.
 
-    MLPerf's DLRM-DCNv2 (3 layers of rank 512, width 128) and TorchRec's model of that name; Wang et
-    al. 2021, "DCN V2" (arXiv:2008.13535), over Naumov et al. 2019 (arXiv:1906.00091).
+    TorchRec's model of that name, and MLPerf's DLRM-DCNv2 (3 layers of rank 512, width 128). DLRM
+    is by Naumov et al. 2019 (arXiv:1906.00091), the cross network by Wang et al. 2021, "DCN V2"
+    (arXiv:2008.13535).
 
     Args:
         embeddings: The tables, all of one width, ``dim``.
         dcn_num_layers: Layers of the cross network.
-        dcn_low_rank_dim: Its rank.
-        options: Of `DLRM`, all but the interaction; types and ``rngs`` are the cross network's too.
+        dcn_low_rank_dim: Rank of the cross network.
+        options: Arguments of `DLRM` except ``interaction``; types and ``rngs`` are also the cross
+            network's.
 
     Raises:
-        ValueError: The tables differ in width, or a size is another than it should be.
+        ValueError: The tables differ in width, or a size is not as in `DLRM`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -329,7 +333,7 @@ class DLRM_DCN(DLRM):
 
 
 class DLRM_Projection(DLRM):
-    """A `DLRM` in which two sets of projections of the vectors interact, fewer than all pairs.
+    """A `DLRM` in which two sets of projections interact, with fewer products than all pairs.
 
     TorchRec's model of that name; see `InteractionProjectionArch`.
 
@@ -337,11 +341,13 @@ class DLRM_Projection(DLRM):
         embeddings: The tables, all of one width, ``dim``.
         interaction_branch1_layer_sizes: Layers of the first projection; the last is a multiple of
             ``dim``.
-        interaction_branch2_layer_sizes: Layers of the second; likewise.
-        options: Of `DLRM`, all but the interaction; types and ``rngs`` are the projections' too.
+        interaction_branch2_layer_sizes: Layers of the second projection; the last is a multiple of
+            ``dim``.
+        options: Arguments of `DLRM` except ``interaction``; types and ``rngs`` are also the
+            projections'.
 
     Raises:
-        ValueError: The tables differ in width, or a size is another than it should be.
+        ValueError: The tables differ in width, or a size is not as above or as in `DLRM`.
 
     Example:
         >>> import jax.numpy as jnp

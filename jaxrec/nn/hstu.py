@@ -1,4 +1,4 @@
-"""Hierarchical sequential transduction units."""
+"""HSTU: hierarchical sequential transduction units, and the model made of them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class HSTUBlock(nnx.Module):
     Args:
         dim: Columns of input and output.
         num_heads: Number of heads.
-        max_length: Length of the longest sequence. Each position up to it has its own bias, and the
+        max_length: Length of the longest sequence. Each distance below it has its own bias, and the
             attention is divided by it.
         qk_dim: Columns of a head's queries and keys; None: ``dim / num_heads``.
-        value_dim: Columns of a head's values and gates; None: the same.
-        time_buckets: Buckets of the bias for time, see `time_bucket`; 0: no such bias.
+        value_dim: Columns of a head's values and gates; None: ``dim / num_heads``.
+        time_buckets: Buckets of the bias for time, see `time_bucket`; 0: no bias.
         dropout_rate: Share of the gated output that is dropped in training.
         block_size: See `hstu_attention`.
         dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
@@ -105,12 +105,13 @@ class HSTUBlock(nnx.Module):
         Args:
             states: ``[capacity, dim]``.
             lengths: ``[rows]``.
-            timestamps: ``[capacity]`` integers, the elements' times, if there is a bias for them.
+            timestamps: ``[capacity]`` integers, the elements' times; needed with ``time_buckets``.
 
         Raises:
-            ValueError: Timestamps are missing, or given without a bias for them.
+            ValueError: Timestamps are missing, or given without ``time_buckets``.
         """
         (states,) = promote(self.dtype, without_padding(states, complete_cumsum(lengths)))
+        # One product for all four projections; the split follows the paper's order U, V, Q, K.
         mixed = nnx.silu(self.inputs(self.norm(states)))
         values, queries = self.num_heads * self.value_dim, self.num_heads * self.qk_dim
         gate, value, query, key = jnp.split(
@@ -128,7 +129,7 @@ class HSTUBlock(nnx.Module):
             timestamps=timestamps,
             block_size=self.block_size,
         )
-        # Without a softmax the sum grows with the length of the row, so it is normalised before the
+        # Without a softmax the sum grows with the length of the row, so a norm comes before the
         # gate.
         gated = self.attended_norm(attended.reshape(gate.shape)) * gate
         return states + self.out(self.dropout(gated))
@@ -141,12 +142,12 @@ class HSTU(SequenceModel):
     for generative recommendations" (arXiv:2402.17152): a stack of `HSTUBlock`. Used like `SASRec`.
 
     Args:
-        items: Tables; one reads the history, and with it whatever else the loss and the evaluation
-            need embedded: the items that follow, negatives, candidates.
+        items: Tables. One table reads the history, and also the other features with items, such as
+            next items, negatives and candidates.
         num_heads: Heads of each `HSTUBlock`.
         qk_dim: Columns of a head's queries and keys; None: the items' width over ``num_heads``.
-        value_dim: Columns of a head's values and gates; None: the same.
-        time_buckets: Buckets of the bias for time, see `time_bucket`; 0: no such bias.
+        value_dim: Columns of a head's values and gates; None: the items' width over ``num_heads``.
+        time_buckets: Buckets of the bias for time, see `time_bucket`; 0: no bias.
         options: See `SequenceOptions`.
 
     Raises:
@@ -186,21 +187,20 @@ class HSTU(SequenceModel):
     def __call__(
         self, features: KeyedJaggedArray, timestamps: AnyArray | None = None
     ) -> dict[str, JaggedArray]:
-        """Return the state after each item of each sequence, beside other features' embeddings.
+        """Return the states of the history's items, and the embeddings of other features.
 
         Args:
             features: The batch.
-            timestamps: ``[capacity]`` integers, the time of each of the history's items where there
-                are ``time_buckets``; laid out as ``features[history].values``.
+            timestamps: ``[capacity]`` integers, the time of each item in
+                ``features[history].values``; needed with ``time_buckets``.
 
         Returns:
-            The result of the collection, with the states in place of the history's embeddings:
-            ``[capacity, dim]`` values. The state of position ``i`` knows the items up to it.
+            The result of the collection, with states, ``[capacity, dim]``, in place of the
+            history's embeddings. The state at position ``i`` depends on the items up to ``i``.
 
         Raises:
-            ValueError: Timestamps are missing or given without ``time_buckets``; or a sequence is
-                longer than ``max_length`` (seen outside of `jax.jit`; inside, the states past it
-                become NaN).
+            ValueError: Timestamps are missing, or given without ``time_buckets``; or a sequence is
+                longer than ``max_length``. Under jit the states past it become NaN instead.
         """
 
         def encode(history: JaggedArray) -> Array:

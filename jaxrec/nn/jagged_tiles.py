@@ -1,11 +1,10 @@
-"""Pairwise work over ragged rows, tile by tile, in memory that grows with their length alone.
+"""Pairwise work within ragged rows, tile by tile, in memory that is linear in their length.
 
 The elements of a ragged array stand one after the other and are cut into blocks of equal size. A
-*tile* is a pair of blocks, of queries and of keys, in which some query and some key belong to the
-same row. Row lengths decide which tiles there are: about ``sum(length^2) / block^2``, where padding
-rows to the longest would have ``rows * longest^2 / block^2``. A loop takes a fixed number of tiles
-at once, so nothing of the size of all pairs ever exists, in the forward pass or in the backward
-pass, which makes the tiles again.
+*tile* is a block of queries and a block of keys that share at least one row. There are about
+``sum(length^2) / block^2`` tiles; rows padded to the longest would make
+``rows * longest^2 / block^2``. A loop computes a fixed number of tiles at once, and the backward
+pass computes them again, so no array has the size of all pairs.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ from jaxtyping import Array, Bool, Int32, Shaped
 
 from jaxrec.ragged import complete_cumsum, segment_ids
 
-# Number of pairs per trip of the loop, over all heads.
+# Pairs per trip of the loop, over all heads: 2 MiB of float32 scores.
 PAIRS_AT_ONCE = 1 << 19
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TilePlan:
-    """The tiles of a ragged array, and the order in which they are done.
-
-    In step ``t`` each block of queries meets the block of keys ``t`` positions before the last
-    block that it meets. Blocks of queries are ordered by their number of steps, largest first: the
-    first ``active[t]`` have work in step ``t``, and are done a few at a time, each once.
+    """The tiles of a ragged array, and their order.
 
     Attributes:
-        segments: ``[blocks, block]`` the row of each element; the number of rows at padding.
-        order: ``[blocks]`` blocks of queries, by the number of blocks of keys they meet, largest
-            first.
-        last: ``[blocks]`` the last block of keys that each block of queries meets.
+        segments: ``[blocks, block]`` row of each element; ``num_rows`` at padding.
+        order: ``[blocks]`` blocks of queries by their number of tiles, largest first.
+        last: ``[blocks]`` last block of keys of each block of queries.
         active: ``[blocks + 1]`` number of blocks of queries with a tile in each step.
         chunks: ``[blocks + 1]`` number of trips of the loop in each step.
         steps: Number of steps.
-        marks: What tiles know of each element, such as its time: a pytree of ``[blocks, block]``.
+        marks: Facts of elements for the tiles, such as times: a pytree of ``[blocks, block]``.
         num_rows: Number of rows.
-        at_once: Number of tiles of a trip.
+        at_once: Number of tiles in a trip.
         causal: Whether a query sees only keys up to its own position.
     """
+
+    # In step t each block of queries meets the block of keys t places before its last one. As the
+    # queries are ordered by their number of tiles, exactly the first active[t] have work in step t.
+    # A step visits each of them once, so its trips can add to the queries' results without
+    # collisions.
 
     segments: Int32[Array, "*devices blocks block"]
     order: Int32[Array, "*devices blocks"]
@@ -73,12 +72,11 @@ class Tiles:
     """Tiles of one step.
 
     Attributes:
-        queries: ``[tiles]`` blocks of queries, each once; the number of blocks where there is no
-            tile.
+        queries: ``[tiles]`` blocks of queries, all different; the number of blocks for no tile.
         keys: ``[tiles]`` blocks of keys.
         mask: ``[tiles, block, block]`` whether the query (second axis) sees the key (third).
         marks: Marks of the queries and of the keys, pytrees of ``[tiles, block]``.
-        distance: ``[tiles or 1, block, block]`` places from key to query.
+        distance: ``[tiles or 1, block, block]`` positions from key to query.
     """
 
     queries: Int32[Array, " tiles"]
@@ -98,9 +96,9 @@ def plan_tiles(
     causal: bool,
 ) -> TilePlan:
     """Return the tiles of a ragged array of ``capacity`` elements."""
-    # Rows lie one behind the other, so the blocks of keys that a block of queries meets are
-    # consecutive: those from the start of its first row to its own diagonal, or to the end of its
-    # last row. Their number is all that the loop must know of a block.
+    # Rows lie one after the other, so the blocks of keys that a block of queries meets are
+    # consecutive. They begin at the start of its first row, and end at its own diagonal (causal) or
+    # at the end of its last row. The loop needs only their last one and their number.
     num_blocks = max(1, -(-capacity // block))
     offsets = jnp.asarray(complete_cumsum(lengths))
     segments = segment_ids(offsets, num_blocks * block)
@@ -111,7 +109,7 @@ def plan_tiles(
         last = jnp.arange(num_blocks, dtype=jnp.int32)
     else:
         last = (offsets[segments[final] + 1] - 1) // block
-    counts = jnp.where(first < offsets[-1], last - starts + 1, 0)
+    counts = jnp.where(first < offsets[-1], last - starts + 1, 0)  # none in blocks of padding
     order = jnp.argsort(-counts).astype(jnp.int32)
     # active[t] blocks have more than t tiles.
     histogram = jnp.zeros(num_blocks + 2, jnp.int32).at[counts].add(1)
@@ -134,21 +132,19 @@ def plan_tiles(
 def blocks_of(
     array: Shaped[Array, "capacity *element"], num_blocks: int, block: int
 ) -> Shaped[Array, "{num_blocks} {block} *element"]:
-    """Cut an array into blocks, with zeros at its end."""
+    """Cut an array into blocks; the last one is padded with zeros."""
     missing = num_blocks * block - array.shape[0]
     padded = jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
     return padded.reshape(num_blocks, block, *array.shape[1:])
 
 
 def over_devices(function: Callable[..., Any], plan: TilePlan, shared: Any, *arrays: Any) -> Any:
-    """Call ``function(plan, shared, *arrays)`` with one batch, or with that of each device.
-
-    All devices make the trips that the one with most of them makes, so that they stay in step.
-    """
+    """Call ``function(plan, shared, *arrays)`` with one batch, or with the batch of each device."""
     if plan.order.ndim == 1:
         return function(plan, shared, *arrays)
-    # A device whose trips are done goes on with tiles that do not exist, which add nothing. Under
-    # `jax.vmap` a loop of a length of its own for each device would run all lanes to the longest.
+    # All devices make as many trips as the busiest. A device without tiles left goes on with empty
+    # ones, which add nothing. Under `jax.vmap` loops of different lengths would run to the longest
+    # too, and select the old or the new carry in every trip.
     together = dataclasses.replace(plan, chunks=plan.chunks.max(0), steps=plan.steps.max())
     axes = dataclasses.replace(jax.tree.map(lambda _: 0, together), chunks=None, steps=None)
     in_axes = (axes, None, *(0 for _ in arrays))
@@ -156,7 +152,7 @@ def over_devices(function: Callable[..., Any], plan: TilePlan, shared: Any, *arr
 
 
 def loop(plan: TilePlan, body: Callable[[Tiles, Any], Any], carry: Any) -> Any:
-    """Run ``carry = body(tiles, carry)`` over all tiles, each query block once per trip."""
+    """Run ``carry = body(tiles, carry)`` over all tiles; a trip has a block of queries once."""
 
     def step(t: Array, carry: Any) -> Any:
         def trip(c: Array, carry: Any) -> Any:
@@ -174,7 +170,8 @@ def _tiles(plan: TilePlan, t: Array, c: Array) -> Tiles:
     keys = plan.last[queries] - t
     within = jnp.arange(plan.block, dtype=jnp.int32)
     offset = within[:, None] - within[None, :]
-    # In a causal plan all tiles of a step lie equally far from the diagonal.
+    # In a causal plan each last block is the diagonal's, so all tiles of a step are t blocks away
+    # from it, and one distance serves for all.
     apart = t[None] if plan.causal else queries - keys
     distance = (apart * plan.block)[:, None, None] + offset[None]
     mask = _mask(plan, queries, keys, exists, distance)
@@ -189,10 +186,10 @@ def _mask(
     exists: Bool[Array, " tiles"],
     distance: Int32[Array, "_ block block"],
 ) -> Bool[Array, "tiles block block"]:
-    """Return which queries see which keys: those of their row, in a causal plan not after them."""
-    # The only place that decides it element by element. A mask that depends on more than rows and
-    # distance brings it as marks; one that empties whole tiles also shortens the plan, in
-    # `plan_tiles`, since a masked tile costs as much as another.
+    """Return which keys each query sees: those of its row, in a causal plan up to itself."""
+    # This is the only place that decides per element. A mask that needs more than rows and distance
+    # gets it through marks. A mask that empties whole tiles should also shorten the plan in
+    # `plan_tiles`, since a masked tile costs as much as any other.
     rows, columns = plan.segments[queries][:, :, None], plan.segments[keys][:, None, :]
     mask = (rows == columns) & (rows < plan.num_rows) & exists[:, None, None]
     return mask & (distance >= 0) if plan.causal else mask
@@ -209,19 +206,11 @@ def _sum_tiles(
     queries: Any,
     keys: Any,
 ) -> Any:
-    """Sum, for each block of queries, the contributions of its tiles.
+    """Sum ``tile(shared, queries, keys, tiles)`` over the tiles of each block of queries.
 
-    Args:
-        tile: ``tile(shared, queries, keys, tiles)``, the contributions of blocks of keys to blocks
-            ``[tiles, block, ...]`` of queries: arrays of ``[tiles, block, ...]``.
-        plan: The tiles.
-        shared: Arrays that every tile sees, such as a bias.
-        queries: Arrays of ``[blocks, block, ...]``.
-        keys: Arrays of ``[blocks, block, ...]``.
-
-    Returns:
-        Arrays of ``[blocks, block, ...]``; differentiable in ``shared``, ``queries`` and ``keys``,
-        in reverse mode and in forward mode over it.
+    ``queries``, ``keys`` and results are arrays of ``[blocks, block, ...]``; ``tile`` takes and
+    returns ``[tiles, block, ...]``, and sees ``shared`` whole. Differentiable in reverse mode, and
+    in forward mode over it.
     """
 
     def contributions(tiles: Tiles) -> Any:
@@ -232,8 +221,8 @@ def _sum_tiles(
     return loop(plan, lambda tiles, out: _add(out, tiles.queries, contributions(tiles)), zeros)
 
 
-# Reverse mode of the loop itself would keep every tile of the forward pass, which is the matrix of
-# all pairs again. The backward pass makes a tile anew and differentiates it alone.
+# Reverse mode through the loop would keep every tile of the forward pass, and together they are the
+# matrix of all pairs. So the backward pass computes each tile again and differentiates it alone.
 def _forward(tile, plan, shared, queries, keys):
     return _sum_tiles(tile, plan, shared, queries, keys), (plan, shared, queries, keys)
 
@@ -264,6 +253,7 @@ sum_tiles = jax.custom_vjp(_sum_tiles, nondiff_argnums=(0,))
 sum_tiles.defvjp(_forward, _backward)
 
 
+# The block number past the last one stands for no tile: it reads zeros here, and `_add` drops it.
 def _take(arrays: Any, blocks: Int32[Array, " tiles"]) -> Any:
     return jax.tree.map(lambda array: array.at[blocks].get(mode="fill", fill_value=0), arrays)
 

@@ -1,4 +1,4 @@
-"""Stacks of dense layers, and their activations."""
+"""Dense layers (`MLP`, `Perceptron`) and their activations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_activation(
     param_dtype: DTypeLike,
     rngs: nnx.Rngs,
 ) -> Callable[[Array], Array]:
-    """Return the activation behind a layer of ``size`` columns; a ValueError says their names."""
+    """Return the activation of a layer of ``size`` columns."""
     if activation == "swish_layernorm":
         return SwishLayerNorm(size, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
     if activation == "dice":
@@ -131,8 +131,8 @@ class MLP(nnx.Module):
                 "an MLP has at least one layer, and each a size of 1 or more; "
                 f"got in_features={in_features}, layer_sizes={tuple(layer_sizes)}"
             )
-        # A head may compute in float32 above layers of bfloat16, whose 8 bits hide small changes of
-        # a logit.
+        # A head may compute in float32 over layers of bfloat16: 8 bits of precision hide small
+        # changes of a logit.
         dtypes = [dtype] * (len(layer_sizes) - 1) + [
             dtype if output_dtype is None else output_dtype
         ]
@@ -149,6 +149,7 @@ class MLP(nnx.Module):
             for i in range(len(layer_sizes))
         )
         activated = sizes[1:] if activation_on_last else sizes[1:-1]
+        # One activation per layer, since "dice" and "swish_layernorm" have parameters.
         self.activations = nnx.List(
             make_activation(activation, size, dtype=dtypes[i], param_dtype=param_dtype, rngs=rngs)
             for i, size in enumerate(activated)
@@ -173,7 +174,7 @@ class SwishLayerNorm(nnx.Module):
     (arXiv:1710.05941), with a layer norm (Ba et al. 2016, arXiv:1607.06450) inside of the gate.
 
     Args:
-        shape: Sizes of the last axes, which are normalised together; a number is one axis.
+        shape: Sizes of the last axes, which are normalised together; a number means one axis.
         epsilon: Added to the variance.
         dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
         param_dtype: Type of the parameters.
@@ -204,13 +205,13 @@ class SwishLayerNorm(nnx.Module):
         """Map ``[..., *shape]`` to the same shape.
 
         Raises:
-            ValueError: The last axes have other sizes.
+            ValueError: The last axes of ``x`` have other sizes.
         """
         rank = len(self.shape)
         if x.shape[x.ndim - rank :] != self.shape:
             raise ValueError(f"the last axes are {self.shape}, but the input is {x.shape}")
         x, scale, bias = promote(self.dtype, x, self.scale[...], self.bias[...])
-        # Moments need more than 16 bits of precision.
+        # Means of many numbers lose their digits in 16 bits.
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         axes = tuple(range(-rank, 0))
         centred = wide - wide.mean(axes, keepdims=True)
@@ -225,8 +226,8 @@ class Dice(nnx.Module):
     """``p(s) s + (1 - p(s)) a s`` with ``p(s) = sigmoid((s - E[s]) / sqrt(Var[s] + epsilon))``.
 
     Zhou et al. 2018, "Deep interest network for click-through rate prediction" (arXiv:1706.06978),
-    equation 4. Mean and variance are the batch's in training, and running averages of them after
-    ``model.eval()``.
+    equation 4. Mean and variance are those of the batch in training, and their running averages
+    after ``model.eval()``.
 
     Args:
         size: Columns.
@@ -252,6 +253,7 @@ class Dice(nnx.Module):
     ):
         types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.slopes = nnx.Param(jnp.zeros(size, param_dtype))
+        # The paper's gate is normalised without a scale and a bias.
         self.normal = nnx.BatchNorm(size, use_bias=False, use_scale=False, epsilon=epsilon, **types)
         self.dtype = dtype
 

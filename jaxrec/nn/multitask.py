@@ -1,4 +1,4 @@
-"""Several tasks over shared experts."""
+"""Models of several tasks over shared experts: MMoE and PLE."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxrec.ragged.arrays import AnyArray
 
 
 class Gate(nnx.Module):
-    """A mixture of experts: their outputs, weighed by a softmax of a linear function of the input.
+    """Mixes experts: a softmax of a linear function of the input weighs their outputs.
 
     Args:
         in_features: Columns of the input.
@@ -56,7 +56,7 @@ class Gate(nnx.Module):
 
 
 class MMoE(nnx.Module):
-    """A logit for each task, from a mixture of shared experts of its own.
+    """Computes a logit per task: each task has its own mixture of shared experts, and a tower.
 
     Ma et al. 2018, "Modeling task relationships in multi-task learning with multi-gate
     mixture-of-experts" (KDD), equations 6 and 7: ``tower_k(sum_i softmax(W_k x)_i expert_i(x))``.
@@ -111,6 +111,7 @@ class MMoE(nnx.Module):
 
     def __call__(self, x: Float[AnyArray, "batch columns"]) -> Float[Array, "batch tasks"]:
         """Map ``[batch, in_features]`` to ``[batch, num_tasks]`` logits."""
+        # Each expert runs once, for all tasks.
         experts = jnp.stack([expert(x) for expert in self.experts], axis=1)
         logits = [
             tower(gate(x, experts)) for gate, tower in zip(self.gates, self.towers, strict=True)
@@ -119,10 +120,9 @@ class MMoE(nnx.Module):
 
 
 class ExtractionLayer(nnx.Module):
-    """Experts of each task and shared ones, and a gate for each task over its own and the shared.
+    """One level of `PLE`: each task mixes its own experts and the shared experts.
 
-    One level of progressive layered extraction: Tang et al. 2020 (RecSys), section 4.2, equations 3
-    and 6.
+    Tang et al. 2020 (RecSys), section 4.2, equations 3 and 6.
 
     Args:
         in_features: Columns of each input.
@@ -130,7 +130,8 @@ class ExtractionLayer(nnx.Module):
         task_experts: Experts of each task.
         shared_experts: Experts that all tasks share.
         expert_layer_sizes: Layers of each expert.
-        gate_shared: Whether the shared part has a gate too, over all experts, for a next level.
+        gate_shared: Whether there is a further gate, over all experts, for the shared input of a
+            next level.
         dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
         param_dtype: Type of the parameters.
         rngs: Gives the random keys of first values.
@@ -184,10 +185,10 @@ class ExtractionLayer(nnx.Module):
         """Return the mixtures of a batch.
 
         Args:
-            inputs: ``[batch, in_features]`` of each task, then of the shared experts.
+            inputs: ``[batch, in_features]`` for each task, then for the shared experts.
 
         Returns:
-            ``[batch, dim]`` of each task, then of the shared part if it has a gate.
+            ``[batch, dim]`` for each task, then for the shared experts if ``gate_shared``.
         """
         outputs = [
             jnp.stack([expert(x) for expert in group], axis=1)
@@ -196,16 +197,17 @@ class ExtractionLayer(nnx.Module):
         *of_tasks, shared = outputs
         seen = [jnp.concatenate([own, shared], axis=1) for own in of_tasks]
         seen.append(jnp.concatenate(outputs, axis=1))
+        # `strict=False` drops the shared part where it has no gate.
         return [
             gate(x, experts) for gate, x, experts in zip(self.gates, inputs, seen, strict=False)
         ]
 
 
 class PLE(nnx.Module):
-    """A logit for each task, from levels of task-specific and shared experts.
+    """Computes a logit per task, from levels of task-specific and shared experts.
 
     Tang et al. 2020, "Progressive layered extraction (PLE): A novel multi-task learning model for
-    personalized recommendations" (RecSys), section 4; with one level its CGC model.
+    personalized recommendations" (RecSys), section 4; with one level the paper's CGC model.
 
     Args:
         in_features: Columns of the input, such as pooled embeddings side by side.
@@ -268,8 +270,8 @@ class PLE(nnx.Module):
 
     def __call__(self, x: Float[AnyArray, "batch columns"]) -> Float[Array, "batch tasks"]:
         """Map ``[batch, in_features]`` to ``[batch, num_tasks]`` logits."""
-        # All experts and gates of the first level see the input; those of later levels see the
-        # mixture of their own task, and shared experts that of all tasks.
+        # The first level sees only the input. In later levels a task's experts and gate see the
+        # task's mixture, and the shared experts see the mixture of all experts.
         states = [jnp.asarray(x)] * (self.num_tasks + 1)
         for level in self.levels:
             states = level(states)

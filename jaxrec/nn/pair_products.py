@@ -1,10 +1,9 @@
-"""Dot products of all pairs of a sample's vectors, which native kernels compute and differentiate.
+"""Dot products of all pairs of a sample's vectors, computed and differentiated by native kernels.
 
-Their derivatives are two functions, each linear in each of its arrays: `pair_tangents` gives the
-tangents of the products from those of the vectors, and `pair_gradients` the gradients of the
-vectors from those of the products. The transposes of both are these two again. They are primitives
-of JAX, so that forward mode, reverse mode and any mixture of the two reach the native kernel; a
-`jax.custom_vjp` would have no forward mode.
+The derivatives are two bilinear functions. `pair_tangents` maps vectors' tangents to products'
+tangents, and `pair_gradients` maps products' gradients to vectors' gradients; each is a transpose
+of the other. They are JAX primitives, so that forward mode, reverse mode and mixtures of both reach
+the native kernel. `jax.custom_vjp` would have no forward mode.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from jaxrec.embed.kernels import reference
 def pairwise_dots(vectors: Float[Array, "batch vectors dim"]) -> Float[Array, "batch pairs"]:
     """Return the dot products of all pairs of a sample's vectors.
 
-    Training steps compute them, and their gradients, by the native kernels where those take the
-    vectors: float32, on a CPU, in a process that has one device. All else is computed in XLA.
-    Forward mode, `jax.hessian` and `jax.linearize` work, too.
+    Training steps compute the products and their gradients with native kernels if the vectors are
+    float32, on a CPU, in a process with one device. XLA computes all other cases. Forward mode,
+    `jax.hessian` and `jax.linearize` work too.
 
     Args:
         vectors: ``[batch, n, dim]``.
@@ -38,7 +37,7 @@ def pairwise_dots(vectors: Float[Array, "batch vectors dim"]) -> Float[Array, "b
         ``[batch, n * (n - 1) / 2]``, the pairs in the order (0, 1), (0, 2), ..., (1, 2), ...
 
     Raises:
-        ValueError: The vectors have other than three dimensions.
+        ValueError: ``vectors`` does not have three axes.
 
     Example:
         >>> import jax.numpy as jnp
@@ -50,7 +49,9 @@ def pairwise_dots(vectors: Float[Array, "batch vectors dim"]) -> Float[Array, "b
 
 @jax.custom_jvp
 def _products(vectors: Float[Array, "batch vectors dim"]) -> Float[Array, "batch pairs"]:
-    """Return `pairwise_dots` of a training step; native calls have no derivatives of their own."""
+    """Compute `pairwise_dots` where it is differentiated."""
+    # `custom_jvp` calls this as the primal of `pairwise_dots`. It needs the rule too, for second
+    # derivatives: a native call has no derivatives of its own.
     return implementation().pair_products(vectors)
 
 
@@ -65,23 +66,23 @@ _products.defjvp(_products_and_tangents)
 
 
 def implementation() -> ModuleType:
-    """Return the module of the kernels: XLA alone can divide them over several devices."""
-    # Asked when a step is traced. A native call is opaque to XLA's partitioner, which would gather
-    # the whole batch on every device to make it.
+    """Return the module with the kernels: native for one device, XLA's for several."""
+    # A native call is opaque to XLA's partitioner, which would gather the whole batch on every
+    # device for it.
     return kernels if jax.device_count() == 1 else reference
 
 
 def pair_tangents(
     vectors: Float[Array, "*batch n dim"], tangents: Float[Array, "*batch n dim"]
 ) -> Float[Array, "*batch pairs"]:
-    """Return the tangents of the products of all pairs, given those of the vectors."""
+    """Map tangents of the vectors to tangents of the products of all pairs."""
     return _TANGENTS.bind(vectors, tangents)
 
 
 def pair_gradients(
     vectors: Float[Array, "*batch n dim"], gradients: Float[Array, "*batch pairs"]
 ) -> Float[Array, "*batch n dim"]:
-    """Return the gradients of the vectors, given those of the products of all pairs."""
+    """Map gradients of the products of all pairs to gradients of the vectors."""
     return _GRADIENTS.bind(vectors, gradients)
 
 
@@ -95,7 +96,7 @@ def _compute_gradients(vectors: Array, gradients: Array) -> Array:
 
 
 def _type_of_products(vectors: Any, _: Any) -> Any:
-    """Return the type of the products, from those of the operands."""
+    """Return the abstract type of the products, sharded like the vectors' batch."""
     *batch, n, _ = vectors.shape
     spec = PartitionSpec(*vectors.sharding.spec[:-2], None)
     sharding = NamedSharding(vectors.sharding.mesh, spec)
@@ -107,7 +108,7 @@ def _type_of_vectors(vectors: Any, _: Any) -> Any:
 
 
 def _define(name: str, compute: Callable[..., Array], type_of_result: Callable[..., Any]) -> Any:
-    """Return a primitive of two operands ``[batch, ...]``, which takes more axes in front."""
+    """Make a primitive of two operands ``[*axes, batch, ...]``."""
     primitive = Primitive(name)
 
     def run(vectors: Array, other: Array) -> Array:
@@ -116,6 +117,7 @@ def _define(name: str, compute: Callable[..., Array], type_of_result: Callable[.
             function = jax.vmap(function)
         return function(vectors, other)
 
+    # Under `jax.vmap` the mapped axis goes to the front and the primitive stays one call.
     def batch(axis: Any, operands: Any, axes: Any) -> tuple[Array, int | None]:
         if all(place is None for place in axes):
             return primitive.bind(*operands), None
@@ -135,7 +137,7 @@ def _define(name: str, compute: Callable[..., Array], type_of_result: Callable[.
 _TANGENTS = _define("pair_tangents", _compute_tangents, _type_of_products)
 _GRADIENTS = _define("pair_gradients", _compute_gradients, _type_of_vectors)
 
-# The transposes with respect to the first operand and to the second.
+# Each pair of rules is the transpose with respect to the first operand, then to the second.
 ad.defbilinear(
     _TANGENTS,
     lambda cotangent, _, tangents: pair_gradients(tangents, cotangent),

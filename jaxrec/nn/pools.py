@@ -1,4 +1,4 @@
-"""Pools: rows and ragged features by user id on the devices, which a training step updates."""
+"""Pools: rows, and ragged features, by user id. They lie on devices and training updates them."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ Index = Int[Array | np.ndarray, " batch"]
 
 
 class TensorPool(nnx.Module):
-    """Rows by id: vectors of users that a step computes, keeps and reads again.
+    """Rows by id, such as vectors of users that one step computes and later steps read.
 
-    TorchRec's module of that name. Rows start at zero. They are not parameters: no gradient flows
-    into them and no optimizer sees them. `jaxrec.shard` puts the rows of a model in equal shards
-    over its mesh, and checkpoints hold them.
+    TorchRec's module of that name. Rows start at zero. They are not parameters: they get no
+    gradient and no optimizer changes them. `jaxrec.shard` puts the rows in equal shards over the
+    model's mesh, and checkpoints save them.
 
     Args:
         pool_size: Number of ids. On a mesh a multiple of the number of devices.
         dim: Number of columns of a row.
         dtype: Type of the elements, of 1, 2 or 4 bytes.
-        mesh: The devices, to make the rows there; None: one device, or those of `jaxrec.shard`.
+        mesh: Devices to make the rows on; None: one device, or those of `jaxrec.shard`.
 
     Raises:
-        ValueError: A size is below 1, or ``pool_size`` does not divide by the devices.
-        TypeError: Elements of the type are larger.
+        ValueError: A size is below 1, or the number of devices does not divide ``pool_size``.
+        TypeError: Elements of ``dtype`` have more than 4 bytes.
 
     Example:
         >>> pool = TensorPool(pool_size=10, dim=2)
@@ -65,11 +65,11 @@ class TensorPool(nnx.Module):
         """Return the rows of ids; works under jit.
 
         Args:
-            ids: ``[batch]`` integers. Over a mesh their number divides by the devices, as that of
-                the samples of `jaxrec.mesh.shard_batch` does.
+            ids: ``[batch]`` integers. Over a mesh the number of devices must divide ``batch``, as
+                for `jaxrec.mesh.shard_batch`.
 
         Returns:
-            ``[batch, dim]``. Under jit, where no error can be raised, an id outside gives zeros.
+            ``[batch, dim]``. Under jit no error can be raised, and an id outside gives zeros.
 
         Raises:
             IndexError: An id is outside ``[0, pool_size)``.
@@ -80,11 +80,11 @@ class TensorPool(nnx.Module):
     __call__ = lookup
 
     def update(self, ids: Index, values: Shaped[Array | np.ndarray, "batch dim"]) -> None:
-        """Set the rows of ids, in place where the module is donated; works under jit.
+        """Set the rows of ids, in place if the module is donated; works under jit.
 
         Args:
-            ids: ``[batch]`` integers. Of an id that is repeated the last row counts. Under jit an
-                id outside is skipped: give -1 to padding.
+            ids: ``[batch]`` integers. If an id is repeated, its last row is kept. Under jit an id
+                outside is skipped; use -1 for padding.
             values: ``[batch, dim]``, converted to the pool's type.
 
         Raises:
@@ -101,23 +101,23 @@ class TensorPool(nnx.Module):
 
 
 class KeyedJaggedTensorPool(nnx.Module):
-    """Ragged features by id: histories of users on the devices, looked up as a batch.
+    """Ragged features by id, such as histories of users; a lookup returns them as a batch.
 
-    TorchRec's module of that name. Each id has a bag for each feature, which starts empty. A row
-    takes 4 bytes for each feature and 4 for each value that its bags have space for, 8 with
-    weights. The rows are not parameters, `jaxrec.shard` puts them over its mesh, and checkpoints
-    hold them, as those of `TensorPool`.
+    TorchRec's module of that name. Each id has a bag per feature, which starts empty. A row takes 4
+    bytes per feature and 4 bytes (8 with weights) per value that its bags have space for. Like the
+    rows of `TensorPool` they are not parameters, are sharded by `jaxrec.shard`, and are saved in
+    checkpoints.
 
     Args:
         pool_size: Number of ids. On a mesh a multiple of the number of devices.
-        feature_max_lengths: Largest length of a bag of each feature, by name.
+        feature_max_lengths: Largest number of values in a bag, by feature.
         values_dtype: "int32", or "float32" for values that are not ids.
         is_weighted: Whether each value has a weight.
         mesh: As for `TensorPool`.
 
     Raises:
-        ValueError: A size is below 1, there is no feature, or ``pool_size`` does not divide by the
-            devices.
+        ValueError: A size is below 1, there is no feature, ``values_dtype`` is another type, or the
+            number of devices does not divide ``pool_size``.
 
     Example:
         >>> pool = KeyedJaggedTensorPool(10, feature_max_lengths={"clicks": 3, "likes": 2})
@@ -158,7 +158,7 @@ class KeyedJaggedTensorPool(nnx.Module):
 
     @property
     def feature_max_lengths(self) -> dict[str, int]:
-        """Largest length of a bag of each feature."""
+        """Largest number of values in a bag, by feature."""
         return dict(self.row.lengths)
 
     def lookup(self, ids: Index) -> KeyedJaggedArray:
@@ -169,8 +169,8 @@ class KeyedJaggedTensorPool(nnx.Module):
 
         Returns:
             A batch of the features in the order of ``feature_max_lengths``, whose capacities hold
-            the longest bags. Over a mesh it has an axis over the devices, as `shard_batch` gives.
-            Under jit, where no error can be raised, an id outside gives empty bags.
+            the longest bags. Over a mesh it has an axis over the devices, as from `shard_batch`.
+            Under jit no error can be raised, and an id outside gives empty bags.
 
         Raises:
             IndexError: An id is outside ``[0, pool_size)``.
@@ -181,21 +181,21 @@ class KeyedJaggedTensorPool(nnx.Module):
     __call__ = lookup
 
     def update(self, ids: Index, values: KeyedJaggedArray) -> None:
-        """Set the bags of ids, in place where the module is donated; works under jit.
+        """Set the bags of ids, in place if the module is donated; works under jit.
 
         Args:
             ids: As for `TensorPool.update`.
-            values: A batch with a sample for each id, over a mesh as `shard_batch` gives it. Other
-                features than the pool's are left out. Under jit, where no error can be raised, a
-                bag that is too long becomes ids of -1, whose embeddings are NaN (numbers become
-                NaN).
+            values: A batch with one sample per id, over a mesh from `shard_batch`. Features that
+                the pool lacks are left out. Under jit no error can be raised. The values of a bag
+                that is too long then become -1, whose embedding is NaN, or NaN for floats.
 
         Raises:
             IndexError: An id is outside ``[0, pool_size)``.
             KeyError: The batch lacks a feature.
-            TypeError: Its values have another type.
-            ValueError: It has another number of samples, ``inverse_indices``, or no weights where
-                the pool has; or a bag is longer than its feature's largest length.
+            TypeError: The batch's values have another type than the pool's.
+            ValueError: The batch has another number of samples, has ``inverse_indices``, lacks
+                weights that the pool has, or has a bag longer than its feature allows; or only one
+                of pool and batch is on a mesh.
         """
         _check_ids(ids, self.pool_size)
         devices = 1 if self.pool.mesh is None else self.pool.mesh.size
@@ -205,26 +205,19 @@ class KeyedJaggedTensorPool(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class RowOfBags:
-    """Layout of the bags of an id in a row of 32-bit numbers: lengths, values, then weights.
+    """Layout of an id's bags in a row of 32-bit numbers: lengths, values, then weights."""
 
-    Attributes:
-        lengths: Name and largest length of a bag of each feature.
-        values_dtype: Type of the values.
-        is_weighted: Whether there are weights.
-    """
-
+    # Each feature's name and the largest length of its bags.
     lengths: tuple[tuple[str, int], ...]
     values_dtype: str
     is_weighted: bool
 
     @property
     def width(self) -> int:
-        """Number of columns of a row."""
         return len(self.lengths) + sum(n for _, n in self.lengths) * (2 if self.is_weighted else 1)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names of the features."""
         return tuple(key for key, _ in self.lengths)
 
     def pack(self, batch: KeyedJaggedArray) -> Int32[Array, "batch width"]:
@@ -233,6 +226,7 @@ class RowOfBags:
         for key, largest in self.lengths:
             column = batch[key]
             offsets, is_long = complete_cumsum(column.lengths), column.lengths > largest
+            # A cut history would train in silence, so all of a bag that is too long is marked bad.
             bad = BAD_ID if self.values_dtype == "int32" else jnp.nan
             dense = jagged_to_padded_dense(column.values, offsets, largest)
             dense = jnp.where(is_long[:, None], bad, dense).astype(self.values_dtype)
@@ -246,8 +240,8 @@ class RowOfBags:
 
     def unpack(self, rows: Int32[Array, "batch width"]) -> KeyedJaggedArray:
         """Return rows as a batch; traced."""
-        # Floats lie in the row by their bits: one int32 array holds lengths, ids and weights, and a
-        # lookup over a mesh sends one row where it would send three.
+        # A row keeps floats by their bits. So one int32 array holds lengths, ids and weights, and a
+        # lookup over a mesh sends one row, not three.
         count = len(self.lengths)
         starts = np.cumsum([count, *(n for _, n in self.lengths)])
         columns = {}
@@ -257,6 +251,7 @@ class RowOfBags:
             values = dense_to_jagged(rows[:, first : first + largest], offsets, capacity)
             weights = None
             if self.is_weighted:
+                # All weights lie behind all values, in the same order.
                 first += starts[-1] - count
                 weights = dense_to_jagged(rows[:, first : first + largest], offsets, capacity)
                 weights = jax.lax.bitcast_convert_type(weights, jnp.float32)
@@ -267,7 +262,7 @@ class RowOfBags:
     def check(
         self, batch: KeyedJaggedArray, samples: int, devices: int, *, is_on_mesh: bool
     ) -> None:
-        """Raise a KeyError or ValueError if `batch` does not have one bag for each of `samples`."""
+        """Require a batch with one bag per sample and feature that fits the rows."""
         if missing := [key for key in self.keys if key not in batch.keys]:
             raise KeyError(f"the batch lacks {missing}; its keys are {list(batch.keys)}")
         if batch.inverse_indices is not None:
@@ -300,7 +295,7 @@ class RowOfBags:
 
 
 def _check_ids(ids: Index, pool_size: int) -> None:
-    """Raise an IndexError for an id outside, where ids are known."""
+    """Refuse ids outside the pool; traced ones pass."""
     if isinstance(ids, jax.core.Tracer):
         return
     host = np.asarray(ids)

@@ -1,4 +1,4 @@
-"""Learned weights by the position of an id in its bag, and feature processors before a lookup."""
+"""Learned weights by an id's position in its bag, and lookups with feature processors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxrec.ragged.offsets import without_padding
 def positions_in_rows(column: JaggedArray) -> Int32[Array, "*devices capacity"]:
     """Return the position of each element in its row: 0, 1, 2, ...; 0 at padding.
 
-    Also of a column on a mesh, which has one more axis in front, over the devices.
+    A column on a mesh has one more axis in front, over the devices, and so has the result.
 
     Example:
         >>> positions_in_rows(JaggedArray.from_lists([[7, 8], [], [9]], capacity=4)).tolist()
@@ -54,15 +54,15 @@ class PositionWeightedModule(nnx.Module):
         """Return the column with the weights of its positions, times its own weights if any.
 
         Raises:
-            ValueError: A bag is longer than there are positions (seen outside of `jax.jit`; inside,
-                the weights of the ids that are too many are NaN).
+            ValueError: A bag is longer than ``max_feature_length``. Under jit the weights past it
+                become NaN instead.
         """
         return dataclasses.replace(column, weights=self.weights(column, "the column"))
 
     def weights(self, column: JaggedArray, name: str) -> Float[Array, "*devices capacity"]:
-        """Return the weights of a column's ids; ``name`` is the column's in errors."""
-        # Compiled code cannot raise an error, and a clipped position would train a wrong weight
-        # unseen. NaN reaches the loss, where someone looks.
+        """Return the weights of a column's ids; errors call the column ``name``."""
+        # Compiled code cannot raise an error. A clipped position would silently train a wrong
+        # weight; NaN reaches the loss, where it is seen.
         count = self.position_weight.shape[0]
         if not isinstance(column.lengths, jax.core.Tracer):
             longest = int(np.max(np.asarray(column.lengths), initial=0))
@@ -71,7 +71,6 @@ class PositionWeightedModule(nnx.Module):
                     f"{name} has a bag of {longest} ids, but position weights for {count}; cut the "
                     "bags or give a larger max_feature_length"
                 )
-        # The weight of a position past the last is NaN.
         weights = take(self.position_weight[...], positions_in_rows(column), fill_value=jnp.nan)
         if column.weights is None:
             return weights
@@ -81,13 +80,13 @@ class PositionWeightedModule(nnx.Module):
 class PositionWeightedModuleCollection(nnx.Module):
     """Weighs each id of a batch by a learned weight of its position in its bag, key by key.
 
-    A feature processor: a function from batch to batch that comes before a weighted lookup (see
+    A feature processor: a function from batch to batch that runs before a weighted lookup (see
     `FeatureProcessedEmbeddingBagCollection`). TorchRec's module of that name, and its
     PositionWeightedProcessor.
 
     Args:
-        max_feature_lengths: Number of positions by key. Ids of other keys have weight 1, or their
-            own if the batch has weights.
+        max_feature_lengths: Number of positions by key. Ids of other keys keep their weight, or get
+            weight 1 if the batch has no weights.
         param_dtype: Type of the weights; they start as ones.
 
     Example:
@@ -112,8 +111,8 @@ class PositionWeightedModuleCollection(nnx.Module):
 
         Raises:
             KeyError: The batch lacks a key.
-            ValueError: A bag is longer than there are positions (seen outside of `jax.jit`; inside,
-                the weights of the ids that are too many are NaN).
+            ValueError: A bag is longer than its key's number of positions. Under jit the weights
+                past it become NaN instead.
         """
         if missing := [key for key in self.position_weights if key not in features.keys]:
             raise KeyError(f"the batch lacks {missing}, which have position weights")
@@ -130,11 +129,12 @@ class PositionWeightedModuleCollection(nnx.Module):
 
 
 class FeatureProcessedEmbeddingBagCollection(nnx.Module):
-    """Feature processors, then a weighted lookup; TorchRec's module of that name.
+    """A weighted lookup after a feature processor; TorchRec's module of that name.
 
     Args:
         embeddings: A collection with ``is_weighted=True``.
-        processor: Gives the batch its weights, such as `PositionWeightedModuleCollection`.
+        processor: Function from batch to batch that sets the weights, such as
+            `PositionWeightedModuleCollection`.
 
     Raises:
         ValueError: The collection is not weighted.

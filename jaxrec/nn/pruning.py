@@ -1,4 +1,4 @@
-"""In-training embedding pruning: more ids than rows, and the rows go to the ids that are used."""
+"""In-training embedding pruning: tables with more ids than rows give rows to the ids used most."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ from jaxrec.ragged.offsets import without_padding
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Addresses:
-    """The row and the use count of each id of a table.
+    """The row and the decayed number of uses of each id, ``[num_ids]``.
 
-    Attributes:
-        rows: ``[num_ids]`` the row of each id; the table's last row for ids without a row.
-        uses: ``[num_ids]`` occurrences of each id, old ones counting less.
+    Ids without a row of their own have the table's last row.
     """
 
     rows: Int32[Array, " ids"]
@@ -34,17 +32,18 @@ class Addresses:
 
 
 class AddressVariable(nnx.Variable):
-    """Holds a table's `Addresses`."""
+    """Variable of a table's `Addresses`."""
 
 
 def first_addresses(num_ids: int, num_rows: int) -> Addresses:
-    """Return addresses with rows for the first ids, the shared last row for all others."""
+    """Return addresses that give rows to the first ids, and the shared last row to all others."""
     rows = jnp.minimum(jnp.arange(num_ids, dtype=jnp.int32), num_rows - 1)
     return Addresses(rows, jnp.zeros(num_ids, jnp.float32))
 
 
 def count_uses(addresses: Addresses, column: JaggedArray) -> Addresses:
-    """Add the occurrences of a column's ids; also of a column on a mesh."""
+    """Add the occurrences of a column's ids, also over a mesh."""
+    # Addresses are replicated, so over a mesh each device needs the counts of all devices.
     ids = jnp.asarray(column.values)
     ones = jnp.ones_like(ids, jnp.float32)
     occurs = without_padding(ones, complete_cumsum(column.lengths))
@@ -57,7 +56,7 @@ def count_uses(addresses: Addresses, column: JaggedArray) -> Addresses:
 
 
 def find_rows(addresses: Addresses, column: JaggedArray) -> Int32[Array, "*devices capacity"]:
-    """Return the row of each of a column's ids, `BAD_ID` of those outside; also on a mesh."""
+    """Return the row of each id of a column, `BAD_ID` for ids outside; also over a mesh."""
     ids = jnp.asarray(column.values)
     ids = jnp.where(ids < 0, addresses.rows.shape[0], ids)  # JAX counts negative ones from the end
     return take(addresses.rows, ids, fill_value=BAD_ID)
@@ -67,18 +66,12 @@ def find_rows(addresses: Addresses, column: JaggedArray) -> Int32[Array, "*devic
 def reassign(
     addresses: Addresses, num_rows: int, decay: float = 1.0
 ) -> tuple[Addresses, Bool[Array, " rows"]]:
-    """Give the rows to the ids that are used most; an id that keeps a row keeps the same one.
+    """Give rows to the ids used most; return new addresses, and which rows changed, ``[num_rows]``.
 
-    Among equally used ids, ids with a row come first, then lower ids.
-
-    Args:
-        addresses: Rows and uses so far.
-        num_rows: Number of rows of the table; the last is shared.
-        decay: Factor of the uses so far.
-
-    Returns:
-        The new addresses, and ``[num_rows]`` which rows have another id than before.
+    The last of ``num_rows`` rows is shared. ``decay`` multiplies the uses so far.
     """
+    # Among equally used ids those with a row come first, so that rows do not change in vain, then
+    # lower ids. An id that keeps a row keeps the same one: its embedding is not moved.
     rows, uses, shared = addresses.rows, addresses.uses, num_rows - 1
     has_row = rows != shared
     most_used = jnp.lexsort((~has_row, -uses))[:shared]
@@ -86,7 +79,7 @@ def reassign(
     stays, comes = gets_row & has_row, gets_row & ~has_row
     is_occupied = jnp.zeros(num_rows, bool).at[shared].set(True)
     is_occupied = is_occupied.at[jnp.where(stays, rows, num_rows)].set(True, mode="drop")
-    # The k-th newcomer gets the k-th free row; sorting is stable.
+    # The k-th newcomer gets the k-th free row. A stable sort puts the free rows first, in order.
     free_rows = jnp.argsort(is_occupied).astype(jnp.int32)
     place = jnp.cumsum(comes, dtype=jnp.int32) - 1
     new = jnp.where(comes, free_rows.at[place].get(mode="clip"), shared)
@@ -97,23 +90,24 @@ def reassign(
 class PrunedEmbeddings(nnx.Module):
     """Tables with fewer rows than ids: in training, rows go from unused ids to used ones.
 
-    In-training embedding pruning, as TorchRec's ITEPEmbeddingBagCollection and
-    ITEPEmbeddingCollection do it: the ids that occur most have rows of their own, and `prune`,
-    called every thousand steps or so, decides anew which those are. Unlike there, ids without a row
-    share the table's last row, which belongs to no id (in TorchRec they share the row of id 0), and
-    an id that gets a row starts with the values of the shared row (in TorchRec with zeros).
+    In-training embedding pruning, as in TorchRec's ITEPEmbeddingBagCollection and
+    ITEPEmbeddingCollection. The ids that occur most have their own rows. Call `prune` every
+    thousand steps or so to choose these ids again. There are two differences to TorchRec. Ids
+    without a row share the table's last row, which no id owns (in TorchRec the row of id 0). An id
+    that gets a row starts with the values of the shared row (in TorchRec with zeros).
 
     Args:
         embeddings: The tables, with as many rows as fit in memory.
-        num_ids: For each pruned table the number of its ids; more than its rows. Other tables are
-            not pruned.
+        num_ids: Number of ids of each pruned table, more than its rows. Other tables are not
+            pruned.
         decay: Factor of the counted uses at each `prune`, 0.98 in FBGEMM.
 
     Attributes:
-        addresses: For each pruned table its `Addresses`: 8 bytes an id, on every device of a mesh.
+        addresses: The `Addresses` of each pruned table: 8 bytes per id, on every device of a mesh.
 
     Raises:
-        ValueError: A table has no more ids than rows, fewer than two rows, or does not exist.
+        ValueError: A table does not exist, has fewer than two rows, or does not have more ids than
+            rows.
 
     Example:
         >>> import jaxrec
@@ -147,13 +141,14 @@ class PrunedEmbeddings(nnx.Module):
                 )
         self.embeddings = embeddings
         self.decay = decay
-        # The table of each feature whose table is pruned.
+        # Table name by feature, for pruned tables only.
         self.pruned = {
             feature: table.name
             for table in embeddings.configs
             if table.name in num_ids
             for feature in table.feature_names
         }
+        # Flax's `model.eval()` sets this, as it does for dropout; no uses are counted then.
         self.deterministic = False
         self.addresses = nnx.Dict(
             {
@@ -164,7 +159,7 @@ class PrunedEmbeddings(nnx.Module):
 
     @property
     def bounds(self) -> dict[str, int]:
-        """For each feature the number of its ids, the bound for packing."""
+        """Number of ids by feature, the ``bounds`` for packing."""
         own = {
             feature: self.addresses[table].get_value().rows.shape[0]
             for feature, table in self.pruned.items()
@@ -172,12 +167,11 @@ class PrunedEmbeddings(nnx.Module):
         return self.embeddings.bounds | own
 
     def __call__(self, features: KeyedJaggedArray) -> KeyedArray | dict[str, JaggedArray]:
-        """Look a batch up in the collection; in training, count its ids.
+        """Look a batch up in the collection, and in training count its ids.
 
         Raises:
-            ValueError: An id is outside ``num_ids`` (seen outside of `jax.jit`; inside, it makes
-                the result NaN).
-            KeyError: If the batch lacks a feature.
+            ValueError: An id is outside ``num_ids``. Under jit it makes the result NaN instead.
+            KeyError: The batch lacks a feature.
         """
         check_ids(features, self.bounds, always=False)
         values = []
@@ -194,11 +188,11 @@ class PrunedEmbeddings(nnx.Module):
     def prune(self) -> dict[str, int]:
         """Give rows to the ids used most; call it between steps, outside of compiled functions.
 
-        A row that changes hands starts as the shared row is, with fresh optimizer state. Only these
-        rows are written, and no table is copied.
+        A row that gets another id starts with the values of the shared row and new optimizer state.
+        Only such rows are written; no table is copied.
 
         Returns:
-            For each pruned table how many ids got a row that had none.
+            For each pruned table the number of ids that got a row.
         """
         tables = {table.name: table for table in self.embeddings.configs}
         admitted = {}
@@ -210,6 +204,7 @@ class PrunedEmbeddings(nnx.Module):
             admitted[name] = rows.size
             if not rows.size:
                 continue
+            # An id without a row trained the shared row, so its own row goes on from there.
             shared = self.embeddings.rows(name, [num_rows - 1])
             self.embeddings.load_rows(name, rows, shared.repeat(rows.size, axis=0))
             optimizer = self.embeddings.tables.get_value().rows_of(name, rows).optimizer

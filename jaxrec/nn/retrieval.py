@@ -1,4 +1,4 @@
-"""Losses that rank a positive above sampled negatives, and the two-tower model they train."""
+"""Retrieval: losses that rank a positive above negatives, and the two-tower model."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ def sampled_softmax_loss(
     negative_ids: Int[AnyArray, "*devices m"] | None = None,
     temperature: float = 1.0,
 ) -> Float[Array, "*devices n"]:
-    """Return the cross-entropy of each positive against itself and all of the sampled negatives.
+    """Return the cross-entropy of each positive among itself and the sampled negatives.
 
-    ``-log(exp(s_+) / (exp(s_+) + sum_j exp(s_j)))`` of ``s = query . candidate / temperature``.
-    With negatives drawn from a distribution ``q`` and ``log_q`` given, ``s - log q`` takes the
-    place of ``s``, which makes the expected gradient that of the softmax over all candidates:
-    Bengio and Senecal 2008, "Adaptive importance sampling to accelerate training of a neural
-    probabilistic language model"; Yi et al. 2019, "Sampling-bias-corrected neural modeling for
-    large corpus item recommendations", equation 3.
+    ``-log(exp(s_+) / (exp(s_+) + sum_j exp(s_j)))`` with ``s = query . candidate / temperature``.
+    If negatives are drawn from a distribution ``q``, give ``log_q``: ``s - log q`` then takes the
+    place of ``s``, and the gradient approximates that of the softmax over all candidates. Bengio
+    and Senecal 2008, "Adaptive importance sampling to accelerate training of a neural probabilistic
+    language model"; Yi et al. 2019, "Sampling-bias-corrected neural modeling for large corpus item
+    recommendations", equation 3.
 
     Args:
         queries: ``[n, dim]``.
-        positives: ``[n, dim]`` the candidate that belongs to each query.
+        positives: ``[n, dim]`` the positive candidate of each query.
         negatives: ``[m, dim]`` candidates that all queries share.
         positive_log_q: ``[n]`` logarithms of the positives' sampling probabilities; a constant may
             be added to all ``log_q``. None: not corrected.
-        negative_log_q: ``[m]`` the same of the negatives.
-        positive_ids: ``[n]`` ids of the positives; with ``negative_ids`` a negative that is a
-            query's own positive is left out for it.
+        negative_log_q: ``[m]`` the same for the negatives.
+        positive_ids: ``[n]`` ids of the positives. With ``negative_ids``, a query ignores negatives
+            with the id of its positive.
         negative_ids: ``[m]`` ids of the negatives.
-        temperature: Divides scores.
+        temperature: Divides the scores.
 
     Returns:
-        ``[n]`` losses, in float32 or wider. On a mesh all have one more axis in front.
+        ``[n]`` losses, in float32 or wider. On a mesh all arrays have one more axis in front.
 
     Raises:
         ValueError: Only one of the ``log_q`` or of the ids is given.
@@ -75,7 +75,7 @@ def sampled_softmax_loss(
         of_negatives = of_negatives - jnp.asarray(negative_log_q)[..., None, :]
     if positive_ids is not None and negative_ids is not None:
         same = jnp.asarray(positive_ids)[..., :, None] == jnp.asarray(negative_ids)[..., None, :]
-        # Left out by its weight in the sum and not by removal: shapes are static.
+        # Shapes are static, so a negative cannot be removed; its weight in the sum becomes zero.
         of_negatives = jnp.where(same, -jnp.inf, of_negatives)
     scores = jnp.concatenate([of_positives[..., None], of_negatives], axis=-1)
     return jax.nn.logsumexp(scores, axis=-1) - of_positives
@@ -92,21 +92,21 @@ def in_batch_softmax_loss(
 ) -> Float[Array, " batch"]:
     """Return the cross-entropy of each query's candidate among all candidates of the batch.
 
-    The other samples' candidates are the negatives. They occur as often as they are popular, which
-    ``log_q`` corrects: Yi et al. 2019, "Sampling-bias-corrected neural modeling for large corpus
-    item recommendations" (RecSys), equation 3.
+    The candidates of other samples are the negatives. Popular candidates are negatives more often,
+    which ``log_q`` corrects: Yi et al. 2019, "Sampling-bias-corrected neural modeling for large
+    corpus item recommendations" (RecSys), equation 3.
 
     Args:
         queries: ``[batch, dim]``.
-        candidates: ``[batch, dim]``; row ``b`` belongs to query ``b``.
+        candidates: ``[batch, dim]``; row ``b`` is the positive of query ``b``.
         log_q: ``[batch]`` logarithms of the candidates' shares of the data; a constant may be added
             to all. None: not corrected.
-        ids: ``[batch]`` ids of the candidates; other samples of a query's own candidate are left
-            out for it.
-        hard_negatives: ``[batch, k, dim]`` further negatives of each query, such as candidates that
-            rank high and are wrong. They stand in the softmax of their own query alone,
-            uncorrected, since their ``q`` is unknown.
-        temperature: Divides scores.
+        ids: ``[batch]`` ids of the candidates. A query ignores other samples' candidates with the
+            id of its own.
+        hard_negatives: ``[batch, k, dim]`` further negatives of each query, such as wrong
+            candidates that rank high. Only their own query's softmax has them, without correction,
+            since their ``q`` is unknown.
+        temperature: Divides the scores.
 
     Returns:
         ``[batch]`` losses, in float32 or wider. On a mesh the whole batch is in the softmax.
@@ -117,7 +117,8 @@ def in_batch_softmax_loss(
         >>> in_batch_softmax_loss(vectors, vectors).round(3).tolist()  # log(1 + 1/e)
         [0.313..., 0.313...]
     """
-    # Every device's queries meet every device's candidates.
+    # Every device's queries meet every device's candidates, so XLA has to gather the candidates:
+    # over Explicit axes JAX would refuse that product.
     losses = functools.partial(_in_batch_losses, temperature=temperature)
     return on_auto_axes(losses, queries, candidates, log_q, ids, hard_negatives)
 
@@ -135,6 +136,7 @@ def _in_batch_losses(
     scores = jnp.einsum("nd,md->nm", queries, candidates, preferred_element_type=wide) / temperature
     if log_q is not None:
         scores = scores - jnp.asarray(log_q)[None]
+    # Each query's own score. Below, equal ids are masked off the diagonal only.
     own = jnp.einsum("nd,nd->n", queries, candidates, preferred_element_type=wide) / temperature
     if log_q is not None:
         own = own - log_q
@@ -149,18 +151,18 @@ def _in_batch_losses(
 
 
 class TwoTower(nnx.Module):
-    """A tower for queries and one for candidates, whose outputs meet in a dot product alone.
+    """A tower for queries and a tower for candidates; a score is the dot product of their outputs.
 
-    Candidates' vectors can be computed ahead and searched by an index of nearest neighbours.
+    So candidates' vectors can be computed ahead and searched by an index of nearest neighbours.
     Covington et al. 2016, "Deep neural networks for YouTube recommendations" (RecSys); Yi et al.
     2019, "Sampling-bias-corrected neural modeling for large corpus item recommendations" (RecSys),
     section 4.
 
     Args:
-        query: From a batch to ``[batch, dim]``, such as `EmbeddingTower`.
-        candidate: Likewise, to the same width.
+        query: Function from a batch to ``[batch, dim]``, such as `EmbeddingTower`.
+        candidate: The same for candidates, with the same ``dim``.
         normalize: Whether vectors are scaled to length 1; use a temperature in the loss then. A
-            vector of zeros stays one.
+            vector of zeros stays zero.
 
     Example:
         >>> import jaxrec
@@ -206,7 +208,8 @@ class TwoTower(nnx.Module):
         if not self.normalize:
             return vectors
         wide = vectors.astype(jnp.promote_types(vectors.dtype, jnp.float32))
-        # A vector of zeros, of an empty bag say, has no direction: it stays, and has no gradient.
+        # A vector of zeros (of an empty bag, say) has no direction. It stays, and gets no gradient;
+        # the inner `where` keeps the square root's infinite one out.
         squares = (wide * wide).sum(axis=1, keepdims=True)
         length = jnp.sqrt(jnp.where(squares > 0, squares, 1))
         return jnp.where(squares > 0, wide / length, 0).astype(vectors.dtype)

@@ -1,4 +1,4 @@
-"""The base of sequence models: from items and positions to a state for each position."""
+"""Layers and base class of sequence models, which compute a state per item of a history."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class PositionEmbedding(nnx.Module):
     """A learned vector for each position of a sequence, added to its element.
 
     Args:
-        max_length: Number of places.
+        max_length: Number of positions.
         dim: Columns.
         dtype: Type of the result; None: the wider of the input's and ``param_dtype``.
         param_dtype: Type of the vectors.
-        rngs: Gives the random key of their first values (normal, standard deviation 0.02).
+        rngs: Gives the random key of the vectors' first values (normal, standard deviation 0.02).
 
     Example:
         >>> import jax.numpy as jnp
@@ -59,10 +59,11 @@ class PositionEmbedding(nnx.Module):
         """Add the vectors of positions to a column.
 
         Raises:
-            ValueError: A sequence is longer than ``max_length`` (seen outside of `jax.jit`; inside,
-                the states past it become NaN).
+            ValueError: A sequence is longer than ``max_length``. Under jit the states past it
+                become NaN instead.
         """
-        # Compiled code knows no lengths: a position past the last gets NaN, which reaches the loss.
+        # Compiled code cannot raise an error: a position past the last gets NaN, which reaches the
+        # loss.
         most = self.vectors.shape[0]
         if not isinstance(column.lengths, jax.core.Tracer):
             longest = int(np.max(np.asarray(column.lengths), initial=0))
@@ -78,15 +79,15 @@ class PositionEmbedding(nnx.Module):
 
 
 class JaggedSelfAttention(nnx.Module):
-    """Multi-head attention of the elements of each row of a ragged array to each other.
+    """Multi-head attention within each row of a ragged array.
 
-    Vaswani et al. 2017, "Attention is all you need" (arXiv:1706.03762), section 3.2.2, through
+    Vaswani et al. 2017, "Attention is all you need" (arXiv:1706.03762), section 3.2.2, computed by
     `jagged_attention`: rows are not padded, and memory is linear in their length.
 
     Args:
         dim: Columns of input and output.
         num_heads: Number of heads, a divisor of ``dim``.
-        causal: Whether an element sees itself and those before it only.
+        causal: Whether an element sees only itself and earlier elements.
         block_size: See `jagged_attention`.
         kernel_init: Initializer of the projections' kernels.
         dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
@@ -147,16 +148,16 @@ class SequenceOptions(TypedDict, total=False):
     """Options that `SASRec`, `BERT4Rec` and `HSTU` share.
 
     Attributes:
-        history: The feature with the sequences; "history" if not given.
-        max_length: Length of the longest sequence; must be given.
-        num_blocks: Number of blocks; 2 if not given.
-        dropout_rate: Share that is dropped in training, of embeddings and of layers' outputs; 0.2
-            if not given.
+        history: Name of the feature with the sequences; "history" by default.
+        max_length: Length of the longest sequence; required.
+        num_blocks: Number of blocks; 2 by default.
+        dropout_rate: Share of embeddings and of layers' outputs that is dropped in training; 0.2 by
+            default.
         block_size: See `jagged_attention`.
-        dtype: Type that the model computes in; if not given or None, the wider of the embeddings'
-            and ``param_dtype``.
-        param_dtype: Type of the dense parameters; float32 if not given.
-        rngs: Gives the random keys of first values, and of dropout; must be given.
+        dtype: Type that the model computes in; None, the default: the wider of the embeddings' and
+            ``param_dtype``.
+        param_dtype: Type of the dense parameters; float32 by default.
+        rngs: Gives the random keys of first values, and of dropout; required.
     """
 
     history: str
@@ -170,16 +171,9 @@ class SequenceOptions(TypedDict, total=False):
 
 
 class SequenceModel(nnx.Module):
-    """Items and positions, a stack of blocks and a layer norm.
+    """Base of sequence models: items and positions, a stack of blocks and a layer norm.
 
-    Args:
-        items: Tables; one reads the history.
-        make_block: Function from a number of columns to a block: a module of states and lengths.
-        history, max_length, num_blocks, dropout_rate, block_size, dtype, param_dtype, rngs: See
-            `SequenceOptions`.
-
-    Raises:
-        ValueError: No table reads the history, or several do.
+    ``make_block(dim, ...)`` returns a block, a module of states and lengths.
     """
 
     def __init__(
@@ -209,32 +203,32 @@ class SequenceModel(nnx.Module):
         self.norm = nnx.LayerNorm(dim, **types)
 
     def __call__(self, features: KeyedJaggedArray) -> dict[str, JaggedArray]:
-        """Return the state at each position of each sequence, beside other features' embeddings.
+        """Return the states of the history's items, and the embeddings of other features.
 
         Args:
             features: The batch.
 
         Returns:
-            The result of the collection, with the states in place of the history's embeddings:
-            ``[capacity, dim]`` values. In a causal model the state of position ``i`` knows the
-            items up to it.
+            The result of the collection, with states, ``[capacity, dim]``, in place of the
+            history's embeddings. In a causal model the state at position ``i`` depends on the items
+            up to ``i``.
 
         Raises:
-            ValueError: A sequence is longer than ``max_length`` (seen outside of `jax.jit`; inside,
-                the states past it become NaN).
+            ValueError: A sequence is longer than ``max_length``. Under jit the states past it
+                become NaN instead.
         """
         return self.embed(features, self._encode)
 
     def _encode(self, history: JaggedArray) -> Array:
-        """Return the states of the history's embeddings, ``[capacity, dim]``."""
+        """Map the history's embeddings to states, ``[capacity, dim]``."""
         raise NotImplementedError
 
     def embed(
         self, features: KeyedJaggedArray, encode: Callable[[JaggedArray], Array]
     ) -> dict[str, JaggedArray]:
-        """Return all embeddings of a batch, those of the history replaced by ``encode`` of them."""
-        # One lookup for all features: the items that follow, negatives and candidates are rows of
-        # the same table, and each row is then updated once a step.
+        """Look up a batch and apply ``encode`` to the history's embeddings."""
+        # One lookup for all features. Next items, negatives and candidates are rows of the same
+        # table as the history, and each row must be updated once a step.
         embedded = self.items(features)
         history = embedded[self.history]
         return embedded | {self.history: dataclasses.replace(history, values=encode(history))}
@@ -253,10 +247,7 @@ def _item_width(model: str, items: EmbeddingCollection, history: str) -> int:
 
 
 def scaled(column: JaggedArray) -> JaggedArray:
-    """Scale embeddings by the square root of their width, before positions are added.
-
-    Vaswani et al. 2017 (arXiv:1706.03762), section 3.4, and SASRec's own code.
-    """
+    """Multiply embeddings by the square root of their width (arXiv:1706.03762, section 3.4)."""
     return dataclasses.replace(column, values=column.values * column.values.shape[-1] ** 0.5)
 
 
@@ -271,7 +262,8 @@ def last_states(column: JaggedArray) -> Float[Array, "*devices rows dim"]:
     """
 
     def last(lengths: Array, values: Array) -> Array:
-        # Empty rows in front have the end -1. They read some element, and are zeros in the end.
+        # An empty row reads the last element of an earlier row (or, at the front, position -1,
+        # clipped to 0). The last line replaces it by zeros.
         ends = jnp.cumsum(lengths, dtype=jnp.int32) - 1
         states = jnp.take(values, ends, axis=0, mode="clip")
         return jnp.where(lengths[:, None] > 0, states, 0)
@@ -282,14 +274,14 @@ def last_states(column: JaggedArray) -> Float[Array, "*devices rows dim"]:
 def candidate_scores(
     column: JaggedArray, candidates: Float[AnyArray, "*devices capacity dim"]
 ) -> Float[Array, "*devices rows candidates"]:
-    """Return the dot product of each row's last state and each of the row's candidates.
+    """Return the dot products of each row's last state and the row's candidates.
 
     Args:
         column: The states, ``[capacity, dim]`` values.
-        candidates: Their embeddings, row by row, equally many for each and without padding.
+        candidates: ``[rows * candidates, dim]`` embeddings, row by row, without padding.
 
     Raises:
-        ValueError: Candidates do not divide among the rows.
+        ValueError: The number of candidates is not a multiple of the number of rows.
 
     Example:
         >>> import jax.numpy as jnp

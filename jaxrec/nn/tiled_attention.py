@@ -1,4 +1,4 @@
-"""Attention within the rows of ragged arrays: never padded, in memory linear in their length."""
+"""Attention within the rows of ragged arrays, without padding, in memory linear in their length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from jaxrec.nn.jagged_tiles import (
 )
 from jaxrec.ragged.arrays import AnyArray, on_auto_axes, take
 
-# Smaller blocks skip more pairs of different rows, larger ones make better matrix products.
+# A compromise: smaller blocks skip more pairs of different rows, larger blocks make faster matrix
+# products.
 BLOCK = 64
 
 
@@ -35,7 +36,7 @@ def jagged_attention(
     causal: bool = False,
     block_size: int = BLOCK,
 ) -> Float[Array, "*devices capacity heads value_dim"]:
-    """Compute the softmax attention of the elements of each row to each other.
+    """Compute softmax attention within each row.
 
     ``softmax(q k^T / sqrt(dim)) v``: Vaswani et al. 2017, "Attention is all you need"
     (arXiv:1706.03762), equation 1; computed tile by tile as in Dao et al. 2022, "FlashAttention"
@@ -47,8 +48,8 @@ def jagged_attention(
         key: The same.
         value: ``[capacity, heads, value_dim]``.
         lengths: ``[rows]`` elements of each row.
-        causal: Whether an element sees itself and those before it only.
-        block_size: Elements of a block; 16 to 128, about as long as ordinary rows.
+        causal: Whether an element sees only itself and earlier elements.
+        block_size: Elements of a block: 16 to 128, about the usual length of a row.
 
     Returns:
         ``[capacity, heads, value_dim]`` of the type of ``value``; zeros at padding. Sums are taken
@@ -73,9 +74,9 @@ def _attend(
 ) -> Array:
     capacity, dtype = query.shape[0], value.dtype
     q, k, v = (_blocks(array, plan) for array in (query, key, value))
-    # Maxima take a pass of their own. With them known the rest is plain sums over tiles, whose
-    # derivative needs one tile at a time; a running maximum would have to be differentiated
-    # through.
+    # The maxima take a pass of their own. Everything else is then a plain sum over tiles, whose
+    # derivative needs one tile at a time. A running maximum, as in FlashAttention, would have to be
+    # differentiated through.
     shift = _row_maxima(plan, jax.lax.stop_gradient((q, k)), scale)
     tile = functools.partial(_softmax_tile, scale=scale)
     # The shift cancels in the quotient, so the result and its gradient are exact for any shift.
@@ -94,14 +95,15 @@ def _softmax_tile(_: Any, queries: Any, keys: Any, tiles: Tiles, *, scale: float
     (q, shift), (k, v) = queries, keys
     scores = _scores(q, k, scale) - jnp.swapaxes(shift, 1, 2)[..., None]
     mask = tiles.mask[:, None]
-    # Masked before the exponential too, whose gradient must not be infinity times zero.
+    # Scores are masked before the exponential too. A masked score may be large, and the gradient
+    # would be infinity times zero.
     powers = jnp.where(mask, jnp.exp(jnp.where(mask, scores, 0)), 0)
     weighted = jnp.einsum("phab,pbhe->pahe", powers, v, preferred_element_type=powers.dtype)
     return weighted, jnp.swapaxes(powers.sum(-1), 1, 2)
 
 
 def _row_maxima(plan: TilePlan, arrays: Any, scale: float) -> Array:
-    """Return the largest score of each query, ``[blocks, block, heads]``; 0 without keys."""
+    """Return the largest score of each query, ``[blocks, block, heads]``; 0 at padding."""
     q, k = arrays
     lowest = jnp.finfo(jnp.promote_types(q.dtype, jnp.float32)).min
 
@@ -127,12 +129,12 @@ def hstu_attention(
     timestamps: Int[AnyArray, "*devices capacity"] | None = None,
     block_size: int = BLOCK,
 ) -> Float[Array, "*devices capacity heads value_dim"]:
-    """Compute pointwise attention of each element to itself and the elements before it in its row.
+    """Compute HSTU's pointwise attention within each row: an element sees itself and earlier ones.
 
     ``scale * SiLU(q k^T + bias) v`` without a softmax: Zhai et al. 2024, "Actions speak louder than
     words: Trillion-parameter sequential transducers for generative recommendations"
-    (arXiv:2402.17152), equation 2 and section 3.2. The bias is learned for distances in places and
-    for distances in time.
+    (arXiv:2402.17152), equation 2 and section 3.2. The bias depends on the distance in positions
+    and on the distance in time.
 
     Args:
         query: ``[capacity, heads, dim]``; elements of one row stand one after the other, rows in
@@ -140,13 +142,13 @@ def hstu_attention(
         key: The same.
         value: ``[capacity, heads, value_dim]``.
         lengths: ``[rows]`` elements of each row.
-        scale: Factor behind the SiLU; the paper's code has one over the greatest length.
-        position_bias: ``[distances, heads]`` bias for 0, 1, 2, ... places from key to query; those
-            further away have the last one. None: no such bias.
+        scale: Factor after the SiLU; one over the longest length in the paper's code.
+        position_bias: ``[distances, heads]`` bias for 0, 1, 2, ... positions from key to query;
+            larger distances have the last bias. None: no bias.
         time_bias: ``[buckets, heads]`` bias for the time from key to query, see `time_bucket`.
-            None: no such bias.
+            None: no bias.
         timestamps: ``[capacity]`` the time of each element, for ``time_bias``.
-        block_size: Elements of a block; 16 to 128, about as long as ordinary rows.
+        block_size: Elements of a block: 16 to 128, about the usual length of a row.
 
     Returns:
         ``[capacity, heads, value_dim]`` of the type of ``value``; zeros at padding. Memory is
@@ -154,7 +156,7 @@ def hstu_attention(
         differentiate it; `jax.jvp` and `jax.linearize` alone raise a TypeError.
 
     Raises:
-        ValueError: There is a ``time_bias`` and no timestamps, or the other way round.
+        ValueError: Only one of ``time_bias`` and ``timestamps`` is given.
 
     Example:
         >>> import jax.numpy as jnp
@@ -194,6 +196,7 @@ def _hstu_tile(biases: Any, q: Array, keys: Any, tiles: Tiles, *, scale: float) 
         of_queries, of_keys = (marks["time"] for marks in tiles.marks)
         bucket = time_bucket(of_queries[:, :, None] - of_keys[:, None, :], table.shape[0])
         scores = scores + jnp.moveaxis(take(table, bucket), -1, 1)
+    # SiLU needs no maximum and no total, so one pass over the tiles is enough.
     weights = jnp.where(tiles.mask[:, None], nnx.silu(scores) * scale, 0)
     return jnp.einsum("phab,pbhe->pahe", weights, v, preferred_element_type=weights.dtype)
 
@@ -201,8 +204,8 @@ def _hstu_tile(biases: Any, q: Array, keys: Any, tiles: Tiles, *, scale: float) 
 def time_bucket(elapsed: Int[Array, "*axes"], num_buckets: int) -> Int32[Array, "*axes"]:
     """Return the bucket of a time difference: the logarithm of its size to base 1.35, rounded down.
 
-    The buckets of the code of Zhai et al. 2024 (``log(max(1, |t|)) / 0.301``); differences too
-    large for the last bucket are in the last.
+    ``log(max(1, |t|)) / 0.301``, as in the code of Zhai et al. 2024. The last bucket also has all
+    larger differences.
 
     Example:
         >>> import jax.numpy as jnp
@@ -225,7 +228,7 @@ def _tiled(
     causal: bool,
     block_size: int,
 ) -> Array:
-    """Return ``attend(plan, shared, query, key, value)`` of a batch, or of each device's batch."""
+    """Call ``attend(plan, shared, query, key, value)`` with one batch, or each device's batch."""
     if block_size < 1:
         raise ValueError(f"block_size is 1 or more, got {block_size}")
     capacity, heads, _ = query.shape[-3:]
@@ -246,7 +249,8 @@ def _tiled(
 
 
 def _blocks(array: Array, plan: TilePlan) -> Array:
-    """Cut an array into blocks, with zeros in place of padding: NaN times zero is NaN."""
+    """Cut an array into blocks, with zeros at padding."""
+    # Padding may be NaN, and a mask that multiplies would keep NaN.
     blocks = blocks_of(array, plan.num_blocks, plan.block)
     exists = (plan.segments < plan.num_rows).reshape(*blocks.shape[:2], *(1,) * (blocks.ndim - 2))
     return jnp.where(exists, blocks, jnp.zeros((), blocks.dtype))

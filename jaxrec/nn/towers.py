@@ -1,4 +1,4 @@
-"""Towers: tables and the layers over them, kept together, also on the host that has the tables."""
+"""Towers: tables with the layers over them, which may run on the host that stores the tables."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class EmbeddingTower(nnx.Module):
 
     Args:
         embeddings: The tables.
-        interaction: A function of the pooled embeddings, ``[batch, sum(dims)]``, that returns
-            ``[batch, columns]``: an `MLP`, a `CrossNet`, ...
+        interaction: Function from the pooled embeddings, ``[batch, sum(dims)]``, to
+            ``[batch, columns]``, such as an `MLP` or a `CrossNet`.
 
     Example:
         >>> import jaxrec
@@ -62,11 +62,11 @@ class EmbeddingTowerCollection(nnx.Module):
     """Towers side by side; TorchRec's module of that name.
 
     Args:
-        towers: The towers, such as `EmbeddingTower`. They may be modules of any kind that take the
-            batch and return ``[batch, columns]``.
+        towers: The towers, such as `EmbeddingTower`: any modules that take the batch and return
+            ``[batch, columns]``.
 
     Raises:
-        ValueError: There are none.
+        ValueError: ``towers`` is empty.
 
     Example:
         >>> import jaxrec
@@ -92,28 +92,28 @@ class EmbeddingTowerCollection(nnx.Module):
 
 
 class DisaggregatedMultiTower(nnx.Module):
-    """Features in groups that interact among themselves first, then, compressed, across groups.
+    """A model of towers: features interact within a tower first, then the towers' outputs interact.
 
     Luo et al. 2024, "Disaggregated multi-tower: Topology-aware modeling technique for efficient
-    large-scale recommendation" (arXiv:2403.00877), section 3: a tower is a group of tables on
-    devices with fast links between them, and a tower module that compresses their embeddings to few
-    columns; the layers on top see the towers' outputs and the dense features.
+    large-scale recommendation" (arXiv:2403.00877), section 3. A tower is a group of tables on
+    devices with fast links, and a module that compresses their embeddings to few columns. The
+    layers on top see the towers' outputs and the dense features.
 
-    On one device, and on a mesh after `jaxrec.shard` alone, tower modules run where the samples
-    are. After `disaggregate` they run on the hosts of their tables: between hosts travel ids and
-    the towers' outputs, ``hosts - 1`` of ``hosts`` parts of them, and no embeddings; rows travel
-    within a host. Tower modules then have parameters alone, no dropout and no batch statistics.
-    They are on every device, as all dense parameters are.
+    On one device, and on a mesh after `jaxrec.shard` alone, tower modules run on the samples'
+    devices. After `disaggregate` they run on the hosts of their tables. Hosts then exchange ids and
+    towers' outputs, of which ``(hosts - 1) / hosts`` travels; embeddings stay within a host. Tower
+    modules must then have parameters only: no dropout and no batch statistics. Like all dense
+    parameters they are replicated on every device.
 
     Args:
         embeddings: The tables of all towers.
-        towers: For each tower the names of its tables, and its module: a function of their pooled
-            embeddings side by side, ``[batch, sum(dims)]``, by table and then by feature, that
-            returns ``[batch, columns]``, such as an `MLP` or a `CrossNet`.
-        over: The layers on top: a function of ``[batch, columns]``, the outputs of all towers in
-            order and then the dense features, such as an `MLP` or a `CrossNet` with a head.
-        dense: A function of the dense features, ``[batch, num_dense]``, that returns ``[batch,
-            columns]``, such as an `MLP`; None: no dense features.
+        towers: For each tower the names of its tables and its module, such as an `MLP` or a
+            `CrossNet`. The module maps the tower's pooled embeddings side by side,
+            ``[batch, sum(dims)]``, ordered by table and then by feature, to ``[batch, columns]``.
+        over: The layers on top, such as an `MLP` or a `CrossNet` with a head: a function of
+            ``[batch, columns]``, the outputs of all towers in order and then those of ``dense``.
+        dense: Function from the dense features, ``[batch, num_dense]``, to ``[batch, columns]``,
+            such as an `MLP`; None: no dense features.
 
     Raises:
         ValueError: Not every table is in exactly one tower.
@@ -169,7 +169,7 @@ class DisaggregatedMultiTower(nnx.Module):
         """Return the output of ``over``, ``[batch, columns]``.
 
         Raises:
-            ValueError: There are dense features and the model takes none, or the other way round.
+            ValueError: Dense features are given to a model without ``dense``, or are missing.
         """
         if (dense is None) != (self.dense is None):
             raise ValueError(
@@ -186,7 +186,7 @@ class DisaggregatedMultiTower(nnx.Module):
         return self.over(jnp.concatenate(outputs, axis=1))
 
     def _reads(self, tower: int) -> list[tuple[str, str]]:
-        """Return the tables and features of a tower."""
+        """Return a tower's pairs of table and feature, in the order of its module's input."""
         configs = {table.name: table for table in self.embeddings.configs}
         return [(name, f) for name in self.tables[tower] for f in configs[name].feature_names]
 
@@ -199,6 +199,8 @@ class DisaggregatedMultiTower(nnx.Module):
         ]
 
     def _on_hosts(self, tables: TowerTables, looked_up: Array) -> list[Array]:
+        # All towers' parameters go to every host, as one pytree: which tower a host runs is decided
+        # there.
         places = tables.columns()
         graph, parameters = nnx.split(self.towers)
 
@@ -217,11 +219,12 @@ class DisaggregatedMultiTower(nnx.Module):
     def disaggregate(self) -> None:
         """Run tower modules on the hosts of their tables from now on.
 
-        After `jaxrec.shard` by a plan of `placements`, on a mesh of two axes, hosts first.
+        Call it after `jaxrec.shard` with a plan of `placements`, on a mesh of two axes, hosts
+        first.
 
         Raises:
-            ValueError: The tables are not placed so, or a tower module has more than parameters or
-                sharded ones.
+            ValueError: The tables of a tower are not on one host, or a tower module has variables
+                that are not parameters, or sharded parameters.
         """
         variable = self.embeddings.tables
         store = variable.get_value()
@@ -251,7 +254,7 @@ class DisaggregatedMultiTower(nnx.Module):
     def placements(
         self, num_hosts: int, *, exchange: ExchangeLike = "rows"
     ) -> dict[str, Placement]:
-        """Place each table on its tower's host, by rows over the host's devices.
+        """Return placements that shard each table by rows over the devices of its tower's host.
 
         Tower ``i`` goes to host ``i % num_hosts``. `jaxrec.plan.ShardingPlan.from_dict` takes the
         result.

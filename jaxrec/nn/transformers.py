@@ -1,4 +1,4 @@
-"""Transformers over sequences: SASRec looks back, BERT4Rec to both sides."""
+"""Transformers over sequences: SASRec, which looks back, and BERT4Rec, which looks both ways."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ _truncated_normal = nnx.initializers.truncated_normal(0.02)
 class _Block(nnx.Module):
     """Layers of a transformer's block: attention and two dense layers, and a norm for each."""
 
+    # Subclasses give the settings here and the order of the layers in `__call__`.
     _is_causal: ClassVar[bool]
     _hidden_factor: ClassVar[int]
     _kernel_init: ClassVar[Callable[..., Array]]
@@ -57,10 +58,10 @@ class _Block(nnx.Module):
 
 
 class SASRecBlock(_Block):
-    """Causal attention and two dense layers, each behind a layer norm and beside a shortcut.
+    """Causal attention and two dense layers, each with a layer norm before it and a shortcut.
 
     Kang and McAuley 2018 (arXiv:1808.09781), equations 4 to 7: ``x + dropout(f(layer_norm(x)))``.
-    The attention has an output projection, as multi-head attention has.
+    The attention has an output projection, as usual for multi-head attention.
 
     Args:
         dim: Columns.
@@ -86,9 +87,10 @@ class SASRecBlock(_Block):
         self, states: Float[AnyArray, "*devices capacity dim"], lengths: AnyArray
     ) -> Float[Array, "*devices capacity dim"]:
         """Map ``[capacity, dim]`` states, of rows of the given lengths, to the same shape."""
-        # Norms stand in front of the layers here, and behind them in BERT4Rec, as in the two
-        # papers.
+        # Norms come before the layers here and after them in BERT4Rec, as in the two papers.
         (states,) = promote(self.dtype, without_padding(states, complete_cumsum(lengths)))
+        # The authors' code has the norm on queries only. Here, as in the paper, keys and values
+        # have it too.
         attended = self.attention(self.attention_norm(states), lengths)
         states = states + self.dropout(attended)
         hidden = self.dropout(nnx.relu(self.hidden(self.dense_norm(states))))
@@ -137,14 +139,14 @@ class SASRec(SequenceModel):
     """Predicts the next item of a sequence from the items before it.
 
     Kang and McAuley 2018, "Self-attentive sequential recommendation" (arXiv:1808.09781). The score
-    of an item is the dot product of its embedding and a sequence's last state: the item table is
-    input and output. Train it with `sampled_softmax_loss` between states and the items that follow
-    (the paper's binary loss has one negative; a softmax over more makes better rankings: Klenitskiy
-    and Vasilev 2023, arXiv:2309.07602).
+    of an item is the dot product of its embedding and a sequence's last state, so the item table is
+    also the output layer. Train the model with `sampled_softmax_loss` between states and next
+    items. The paper's binary loss has one negative per positive; a softmax over more negatives
+    ranks better (Klenitskiy and Vasilev 2023, arXiv:2309.07602).
 
     Args:
-        items: Tables; one reads the history, and with it whatever else the loss and the evaluation
-            need embedded: the items that follow, negatives, candidates.
+        items: Tables. One table reads the history, and also the other features with items, such as
+            next items, negatives and candidates.
         num_heads: Heads of each `SASRecBlock`.
         options: See `SequenceOptions`.
 
@@ -179,14 +181,14 @@ class BERT4Rec(SequenceModel):
     """Predicts masked items of a sequence from the items on both sides.
 
     Sun et al. 2019, "BERT4Rec: Sequential recommendation with bidirectional encoder representations
-    from transformer" (arXiv:1904.06690). Batches come with some items replaced by a mask, an id of
-    its own in the item table; the loss is between the states at the masks and the items that they
-    replace. To predict the next item, append the mask. The score of an item is the dot product of
-    its embedding and the state (equation 7, without its bias for each item).
+    from transformer" (arXiv:1904.06690). In a training batch some items are replaced by the mask, a
+    further id of the item table. The loss is between the states at the masks and the items that
+    they replace. To predict the next item, append the mask. The score of an item is the dot product
+    of its embedding and the state (equation 7, without its bias per item).
 
     Args:
-        items: Tables; one reads the history, and the other items that the loss and the evaluation
-            need: masked items, negatives, candidates.
+        items: Tables. One table reads the history, and also the other features with items, such as
+            masked items, negatives and candidates.
         num_heads: Heads of each `BERT4RecBlock`.
         options: See `SequenceOptions`.
 
@@ -223,4 +225,5 @@ class BERT4Rec(SequenceModel):
         states = self.dropout(self.embedding_norm(self.positions(history).values))
         for block in self.blocks:
             states = block(states, history.lengths)
+        # The dense layer of equation 7; its product with item embeddings is left to the loss.
         return self.norm(nnx.gelu(self.head(states)))

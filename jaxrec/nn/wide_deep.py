@@ -1,4 +1,4 @@
-"""Wide & deep learning, and logistic regression, its wide part."""
+"""Wide & deep learning, and its wide part, logistic regression."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class LinearPart(ClickModel):
                 f"tables of a linear part have embedding_dim=1, one weight an id; got {wide}"
             )
         self.weights = weights
-        # Logistic regression is convex: zeros are as good a start as any, and say "no opinion yet".
+        # Logistic regression is convex, so any start will do; zeros predict 1/2 for everything.
         self.dense_weights = nnx.Param(jnp.zeros(num_dense, param_dtype))
         self.bias = nnx.Param(jnp.zeros((), param_dtype))
         self.dtype = dtype
@@ -85,17 +85,17 @@ class LinearPart(ClickModel):
 
 
 class WideDeep(ClickModel):
-    """Predicts clicks by a linear model that remembers and a deep network that generalizes.
+    """Predicts clicks with a linear model that memorizes and a deep network that generalizes.
 
     ``logit = w . x + b + MLP(embeddings, dense)``: Cheng et al. 2016, "Wide & deep learning for
     recommender systems" (arXiv:1606.07792), equation 3. The wide part's features are ids and
-    crosses of ids, hashed when the batch is made; the paper trains it with FTRL, which is
-    ``optimizer=jaxrec.optim.ftrl(...)`` of ``wide``.
+    crosses of ids, hashed when the batch is made. The paper trains it with FTRL: give the tables of
+    ``wide`` ``optimizer=jaxrec.optim.ftrl(...)``.
 
     Args:
         wide: Tables of width 1: the weight of each id and each cross.
         deep: Tables of the deep network's embeddings, of any widths.
-        num_dense: Number of dense features, which the deep network sees.
+        num_dense: Number of dense features; only the deep network sees them.
         deep_layer_sizes: Layers of the deep network; the last is 1.
         dtype: Type that the dense part computes in; None: float32, unless inputs are wider.
         param_dtype: Type of the dense parameters.
@@ -153,4 +153,5 @@ class WideDeep(ClickModel):
     ) -> Float[Array, " batch"]:
         weights, pooled = embedded
         inputs = with_dense(pooled, dense, self.num_dense, self.dtype)
+        # Dense features go to the deep network only, as in the paper's figure 4.
         return self.wide.logits(None, weights) + self.deep(inputs)[:, 0]

@@ -1,9 +1,9 @@
 """Row optimizers: how the rows of a table change, given their gradients.
 
-One update is made for each row that occurs in a batch; rows that do not occur keep their weights
-and their state. All take ``learning_rate`` (a number or a schedule of the step) and, by keyword,
-the bounds that `RowOptimizer` describes. Notation of their formulas: ``w`` is a row, ``g`` its
-gradient summed over its occurrences, ``lr`` the learning rate.
+Each row that occurs in a batch gets one update. Rows that do not occur keep their weights and their
+state. All optimizers take ``learning_rate`` (a number or a schedule of the step) and, by keyword,
+the bounds that `RowOptimizer` describes. In their formulas ``w`` is a row, ``g`` its gradient
+summed over its occurrences in the batch, and ``lr`` the learning rate.
 """
 
 from jaxrec._public import public_names as _public_names

@@ -1,4 +1,4 @@
-"""Adagrad and RMSprop, with a rate for every element or for every row."""
+"""Adagrad and RMSprop, with a rate per element or per row."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class adagrad(RowOptimizer):
 
     Attributes:
         eps: Added to the root; above 0.
-        initial_accumulator_value: Where ``v`` starts.
+        initial_accumulator_value: First value of ``v``.
 
     Raises:
         ValueError: A hyperparameter outside its range.
@@ -67,13 +67,13 @@ class adagrad(RowOptimizer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class rowwise_adagrad(RowOptimizer):
-    """Adagrad with one rate a row: the usual choice for large tables.
+    """Adagrad with one rate per row: the usual choice for large tables.
 
-    ``v <- v + mean(g^2)``, ``u = lr / (sqrt(v) + eps)``, ``w <- w - u g``, where ``v`` and ``u``
-    are one number a row and the mean is over the row's elements. FBGEMM's EXACT_ROWWISE_ADAGRAD;
-    Adagrad is that of Duchi, Hazan and Singer 2011, section 1.1; Mudigere et al. 2022,
+    ``v <- v + mean(g^2)``, ``u = lr / (sqrt(v) + eps)``, ``w <- w - u g``. A row has one ``v`` and
+    one ``u``, and the mean is over its elements. FBGEMM's EXACT_ROWWISE_ADAGRAD. Adagrad is by
+    Duchi, Hazan and Singer 2011, section 1.1; its row-wise form is in Mudigere et al. 2022,
     "Software-hardware co-design for fast and scalable training of deep learning recommendation
-    models", train with its row-wise form.
+    models".
 
     State: ``accumulator``, 4 bytes a row.
 
@@ -84,7 +84,7 @@ class rowwise_adagrad(RowOptimizer):
             behaviour, kept so that settings carry over).
         weight_decay_mode: "none"; "l2": ``g + wd w`` takes the place of ``g`` in both formulas;
             "decoupled": ``w <- (1 - lr wd) w - u g``.
-        initial_accumulator_value: Where ``v`` starts.
+        initial_accumulator_value: First value of ``v``.
 
     Raises:
         ValueError: A hyperparameter outside its range, or an unknown mode.
@@ -133,7 +133,7 @@ class rmsprop(RowOptimizer):
 
     Tieleman and Hinton 2012, "Lecture 6.5: rmsprop" (Neural networks for machine learning), with
     ``eps`` outside the root as in PyTorch (``eps_in_sqrt=False`` in optax). The average of a row
-    advances when the row occurs.
+    advances only when the row occurs.
 
     State: ``second_moment``, 4 dim bytes a row.
 
@@ -176,23 +176,23 @@ class rmsprop(RowOptimizer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class rowwise_rmsprop(RowOptimizer):
-    """RMSprop with one rate a row, and optionally adaptive regularization of rare rows.
+    """RMSprop with one rate per row, and optionally adaptive regularization of rare rows.
 
     ``v <- decay v + (1 - decay) mean(g^2)``, ``w <- s w - lr g / (sqrt(v) + eps)``, where the mean
-    is over the row's elements. The shrinkage ``s`` is 1 unless ``ar_alpha`` is above 0; then
-    ``s = max(min_shrinkage, 1 - clip(lr ar_alpha gap, 0, 1))`` with ``gap`` the number of updates
-    of the table since the last one that touched the row (1 at the first): a row is decayed at once
-    for all steps it missed. FBGEMM's ROWWISE_RMSPROP_AR, whose ``ema_beta`` is ``decay`` here;
+    is over the row's elements. The shrinkage ``s`` is 1 unless ``ar_alpha`` is above 0. Then
+    ``s = max(min_shrinkage, 1 - clip(lr ar_alpha gap, 0, 1))``, where ``gap`` is the number of
+    updates of the table since the row's last one (1 at the first). So an update decays a row for
+    all steps that it missed. FBGEMM's ROWWISE_RMSPROP_AR, whose ``ema_beta`` is ``decay`` here;
     RMSprop is by Tieleman and Hinton 2012, lecture 6.5.
 
-    State: ``second_moment``, 4 bytes a row; with ``ar_alpha`` also ``last_step``, 4 bytes a row:
-    the number of updates made when the row was last touched, itself included; 0: never.
+    State: ``second_moment``, 4 bytes a row. With ``ar_alpha`` also ``last_step``, 4 bytes a row:
+    the number of the table's update that last changed the row, from 1; 0: none did.
 
     Attributes:
         decay: Decay of the average of squares, in [0, 1).
         eps: Added to the root; above 0.
         ar_alpha: Strength of the adaptive regularization.
-        min_shrinkage: Least factor that it multiplies a row with, in [0, 1].
+        min_shrinkage: Smallest shrinkage of a row in one update, in [0, 1].
 
     Raises:
         ValueError: A hyperparameter outside its range.
@@ -232,7 +232,7 @@ class rowwise_rmsprop(RowOptimizer):
         squares = mean_squares(gradients)
         second = moving_average(state["second_moment"], squares, self.decay)
         new_state = {"second_moment": second}
-        # A row that no batch had was not decayed meanwhile; what it missed is made up for at once.
+        # A row is not decayed while it does not occur. This update catches up on the missed steps.
         if self.ar_alpha > 0:
             last = state["last_step"]
             now = jnp.full_like(last, step + 1)

@@ -17,18 +17,18 @@ from jaxrec.optim.norm import limit_norm, mean_squares, root, row_norms, trust_r
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _MomentOptimizer(RowOptimizer):
-    """Adam's step of a row by its moments, which LAMB scales to the length of the row."""
+    """Base of Adam and LAMB: a step by the row's moments, which LAMB scales to the row's norm."""
 
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
     weight_decay: float | hyperparameter = 0.0
 
-    # Whether a row has one second moment, that of the mean of its squared gradients. It is what
-    # makes the state of a wide table half as large.
+    # Whether a row has one second moment, of its mean squared gradient. This halves the state of a
+    # wide table.
     _is_partial: ClassVar[bool] = False
 
-    # Whether a step is as long as its row, times the rate: the trust ratio of LAMB.
+    # Whether the norm of a step is the rate times the norm of its row: LAMB's trust ratio.
     _follows_length: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class _MomentOptimizer(RowOptimizer):
         return limit_norm(rows - rate * direction, self.max_norm), new_state | counts
 
     def _updates(self, state: RowState, step: Count) -> tuple[Any, dict[str, Array]]:
-        """Return the number of updates, this one included, and the state that counts them."""
+        """Return the number of updates, this one included, and the new state that counts them."""
         return step + 1, {}
 
 
@@ -74,10 +74,10 @@ class adam(_MomentOptimizer):
 
     ``m <- b1 m + (1 - b1) g``, ``v <- b2 v + (1 - b2) g^2``, ``m^ = m / (1 - b1^t)``,
     ``v^ = v / (1 - b2^t)``, ``w <- w - lr (m^ / (sqrt(v^) + eps) + wd w)``: Kingma and Ba 2015,
-    "Adam: a method for stochastic optimization", Algorithm 1; the decay is that of Loshchilov and
+    "Adam: a method for stochastic optimization", Algorithm 1. The decay is that of Loshchilov and
     Hutter 2019, "Decoupled weight decay regularization", Algorithm 2, times the rate. FBGEMM's
-    ADAM. A row that does not occur keeps its weights and moments; ``t`` counts all updates of the
-    table, or the row's own with ``rowwise_bias_correction``.
+    ADAM. A row that does not occur keeps its weights and moments. ``t`` counts all updates of the
+    table, or with ``rowwise_bias_correction`` those of the row.
 
     State: ``first_moment`` and ``second_moment``, 8 dim bytes a row; with
     ``rowwise_bias_correction`` also ``count``, 4 bytes a row.
@@ -121,6 +121,8 @@ class adam(_MomentOptimizer):
     def _updates(self, state: RowState, step: Count) -> tuple[Any, dict[str, Array]]:
         if not self.rowwise_bias_correction:
             return super()._updates(state, step)
+        # A row first seen at step 1000 has moments of one gradient. Corrected as if they were of
+        # 1000, they would stay close to zero.
         count = state["count"] + 1
         return count[:, None], {"count": count}
 
@@ -164,8 +166,8 @@ class lamb(_MomentOptimizer):
     ``r = m^ / (sqrt(v^) + eps) + wd w`` with ``m^`` and ``v^`` as in `jaxrec.optim.adam`, then
     ``w <- w - lr (|w| / |r|) r``: You et al. 2020, "Large batch optimization for deep learning:
     training BERT in 76 minutes", Algorithm 2, with rows in the place of layers. FBGEMM's LAMB,
-    with one difference: where ``|w|`` or ``|r|`` is zero the ratio is 1, as in the authors' own
-    program, where FBGEMM gives NaN or never moves a row of zeros.
+    with one difference: if ``|w|`` or ``|r|`` is zero the ratio is 1, as in the authors' own
+    program. FBGEMM then gives NaN, or never moves a row of zeros.
 
     State: ``first_moment`` and ``second_moment``, 8 dim bytes a row.
 
@@ -242,20 +244,15 @@ def adam_direction(
     b2: float,
     eps: float,
 ) -> Float[Array, "rows dim"]:
-    """Return ``m^ / (sqrt(v^) + eps)``: the averages without the bias of ``count`` steps from zero.
-
-    Kingma and Ba 2015, "Adam: a method for stochastic optimization", Algorithm 1.
-    """
+    """Return ``m^ / (sqrt(v^) + eps)`` from moments after ``count`` updates (Kingma, Ba 2015)."""
     first = first_moment / _unbiased_share(b1, count)
     second = second_moment / _unbiased_share(b2, count)
     return first / (root(second) + eps)
 
 
 def _unbiased_share(decay: float, count: Array | int) -> Float[Array, "*shape"]:
-    """Return ``1 - decay^count``: the sum of the weights of an average of ``count`` values.
-
-    Through expm1, since for a decay near 1 the plain form loses most of float32's digits.
-    """
+    """Return ``1 - decay^count``, the total weight of ``count`` values in a moving average."""
+    # By expm1: with a decay near 1 the plain difference loses most of float32's digits.
     if decay == 0:
         return jnp.ones((), jnp.float32)
     return -jnp.expm1(jnp.asarray(count, jnp.float32) * math.log(decay))

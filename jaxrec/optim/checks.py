@@ -1,4 +1,4 @@
-"""Checks of hyperparameters, made when an optimizer or a schedule is constructed."""
+"""Checks of fields that optimizers and schedules call when they are constructed."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# The largest float32, and the smallest that most devices do not take for zero.
+# The largest float32, and the smallest normal one: many devices flush smaller numbers to zero.
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 def non_negative(owner: Any, *names: str) -> None:
-    """Require each of these fields of ``owner`` to be a number in [0, inf)."""
+    """Require numbers in [0, inf) in these fields of ``owner``."""
     _check_numbers(owner, names, lambda value: value >= 0, "a number >= 0")
 
 
 def schedule(owner: Any, name: str) -> None:
-    """Require a function of the step: one whose value a compiled step does not freeze."""
+    """Require a function whose value depends on the step."""
     function = getattr(owner, name)
     if function.__class__.__module__.startswith("jaxrec."):
         return
-    # A function that ignores its argument is usually a closure over a number that its author means
-    # to change between steps. The compiled step would hold the first number without a word.
+    # A function that ignores its argument is usually a closure over a number that the user will
+    # change between steps. The compiled step would silently keep the first number.
     depends = True
 
     def evaluate(step: jax.Array) -> jax.Array:
@@ -36,7 +36,7 @@ def schedule(owner: Any, name: str) -> None:
         return jnp.asarray(value)
 
     jax.eval_shape(evaluate, jax.ShapeDtypeStruct((), jnp.int32))
-    # optax writes a constant schedule as such a function, too.
+    # `optax.constant_schedule` is such a function too, and means it.
     if not depends and not getattr(function, "__module__", "").startswith("optax."):
         raise ValueError(
             f"{type(owner).__name__}: {name} is a function whose value does not depend on the step "
@@ -47,44 +47,44 @@ def schedule(owner: Any, name: str) -> None:
 
 
 def non_positive(owner: Any, *names: str) -> None:
-    """Require each of these fields to be a number in (-inf, 0]."""
+    """Require numbers in (-inf, 0]."""
     _check_numbers(owner, names, lambda value: value <= 0, "a number <= 0")
 
 
 def positive(owner: Any, *names: str) -> None:
-    """Require each of these fields to be a number in (0, inf), in float32 too."""
+    """Require numbers that are in (0, inf) also in float32."""
     _check_numbers(owner, names, lambda value: value >= _SMALLEST, "a number > 0")
 
 
 def fraction(owner: Any, *names: str) -> None:
-    """Require each of these fields to be a number in [0, 1)."""
+    """Require numbers in [0, 1)."""
     _check_numbers(owner, names, lambda value: 0 <= value < 1, "a number in [0, 1)")
 
 
 def share(owner: Any, *names: str) -> None:
-    """Require each of these fields to be a number in [0, 1]."""
+    """Require numbers in [0, 1]."""
     _check_numbers(owner, names, lambda value: 0 <= value <= 1, "a number in [0, 1]")
 
 
 def count(owner: Any, *names: str) -> None:
-    """Require each of these fields to be an integer >= 1 that an int32 holds."""
+    """Require integers in [1, 2**31)."""
     _check_integers(owner, names, 1)
 
 
 def whole(owner: Any, *names: str) -> None:
-    """Require each of these fields to be an integer >= 0 that an int32 holds."""
+    """Require integers in [0, 2**31)."""
     _check_integers(owner, names, 0)
 
 
 def one_of(owner: Any, name: str, allowed: Collection[str]) -> None:
-    """Require a field to be one of ``words``."""
+    """Require one of the strings ``allowed``."""
     value = getattr(owner, name)
     if not (isinstance(value, str) and value in allowed):
         raise _error(owner, name, "one of " + ", ".join(repr(word) for word in allowed))
 
 
 def boolean(owner: Any, *names: str) -> None:
-    """Require each of these fields to be True or False."""
+    """Require True or False."""
     for name in names:
         if not isinstance(getattr(owner, name), bool):
             raise _error(owner, name, "True or False")

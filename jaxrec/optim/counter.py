@@ -1,4 +1,4 @@
-"""Row-wise Adagrad that counts the updates of each row."""
+"""Row-wise Adagrad with a counter of each row's updates, which scales decay and rate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RateMode: TypeAlias = Literal[
 
 PerRow: TypeAlias = Float[Array, " rows"]
 
-# The largest and the smallest factor of a rate in the modes of rare ids.
+# Bounds on the factor of the rate in the modes "tail_increase" and "tail_decrease".
 _MAX_INCREASE, _MIN_DECREASE = 10.0, 0.1
 
 
@@ -33,7 +33,7 @@ class _Counted:
 
     Attributes:
         iteration: Number of this update of the table, 1 at the first.
-        gap: Updates of the table since the last one that touched the row; 1 at the first.
+        gap: Updates of the table since the row's last one; 1 at the row's first.
         count: The row's counter, this update included.
         root: ``sqrt(v) + eps`` of the new accumulator.
         rate: The learning rate.
@@ -47,16 +47,16 @@ class _Counted:
 
     @property
     def adagrad_rate(self) -> Float[Array, " rows"]:
-        """Return ``lr / (sqrt(v) + eps)``, the rate of row-wise Adagrad."""
+        """Row-wise Adagrad's rate, ``lr / (sqrt(v) + eps)``."""
         return self.rate / self.root
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _CountingAdagrad(RowOptimizer):
-    """The accumulator and the counter that the optimizers of this file share."""
+    """Base of both optimizers: the accumulator, the counter and the update."""
 
-    # State is float32, as that of all row optimizers: counters and numbers of steps are exact up to
-    # 2**24, and one step more or less matters little after sixteen million.
+    # State is float32, as for all row optimizers. Counters and step numbers are exact up to 2**24;
+    # one step more or less matters little after sixteen million.
     sums_rows: ClassVar[bool] = True
 
     eps: float = 1e-8
@@ -79,6 +79,7 @@ class _CountingAdagrad(RowOptimizer):
 
     def update(self, rows: Rows, gradients: Rows, state: RowState, step: Count) -> Updated:
         last = state["last_step"]
+        # 0 means that the row was never updated, so iterations are counted from 1.
         iteration = jnp.asarray(step + 1, jnp.float32)
         gap = jnp.where(last == 0, 1, iteration - last)
         count = 1 + self._decayed_count(state["count"], gap)
@@ -87,6 +88,8 @@ class _CountingAdagrad(RowOptimizer):
         shifted = root(accumulator) + self.eps
         counted = _Counted(iteration, gap, count, shifted, self.rate(step))
         shrinkage, rates = self._factors(counted, rows, decayed)
+        # The raw gradient, also where the decay is coupled: `shrinkage` has the decay's share, with
+        # the factors of the mode.
         rows = shrinkage[:, None] * rows - rates[:, None] * gradients
         return limit_norm(rows, self.max_norm), {
             "accumulator": accumulator,
@@ -104,16 +107,13 @@ class _CountingAdagrad(RowOptimizer):
     @property
     @abc.abstractmethod
     def _is_coupled(self) -> bool:
-        """Whether the weight decay is part of the gradient that the accumulator sees."""
+        """Whether the accumulator sees the gradient with weight decay."""
 
     @abc.abstractmethod
     def _factors(self, counted: _Counted, rows: Rows, decayed: Rows) -> tuple[PerRow, PerRow]:
-        """Return the factors of the rows and of their gradients, ``w <- shrinkage w - rate g``.
+        """Return shrinkage and rates, ``[rows]`` each: ``w <- shrinkage w - rate g``.
 
-        Args:
-            counted: Numbers of the update.
-            rows: The rows.
-            decayed: Their gradients, with the weight decay where it is coupled.
+        ``decayed`` are the gradients, with weight decay if it is coupled.
         """
 
 
@@ -121,22 +121,23 @@ class _CountingAdagrad(RowOptimizer):
 class rowwise_adagrad_with_counter(_CountingAdagrad):
     """Row-wise Adagrad whose weight decay and rate depend on how often a row was updated.
 
-    Each update of a row adds 1 to its counter ``c``, however often the row occurs in the batch;
-    with a ``halflife`` the counter decays by half in as many updates of the table. As in
+    Each update of a row adds 1 to its counter ``c``, however often the row occurs in the batch.
+    With a ``halflife`` the counter halves in that many updates of the table. As in
     `rowwise_adagrad`, ``v <- v + mean(g^2)`` and ``u = lr / (sqrt(v) + eps)``; then
     ``w <- s w - r g``. FBGEMM's EXACT_ROWWISE_ADAGRAD with ``WeightDecayMode.COUNTER``.
 
-    The shrinkage ``s`` by ``weight_decay_mode``, with the strength ``wd``:
+    The shrinkage ``s`` depends on ``weight_decay_mode`` and the strength ``wd``:
 
     ==============  ================================================================================
     "none"          1
     "l2"            1 - (halflife / c) wd u, and ``g + wd w`` takes the place of ``g`` in ``v``
     "decoupled"     1 - (halflife / c) wd lr
-    "adagradw"      (1 - wd lr) ^ gap, for all ``gap`` updates of the table since the row's last
-                    one; the rate is multiplied by (1 - wd lr) ^ (gap - 1)
+    "adagradw"      (1 - wd lr) ^ gap, where ``gap`` counts the updates of the table since the row's
+                    last one; the rate is multiplied by (1 - wd lr) ^ (gap - 1)
     ==============  ================================================================================
 
-    The rate ``r`` by ``learning_rate_mode``, where ``c`` exceeds the threshold, else ``u``:
+    The rate ``r`` is ``u`` for rows whose ``c`` is at most ``tail_threshold``. For other rows it
+    depends on ``learning_rate_mode``:
 
     =================  =============================================================================
     "equal"            u
@@ -150,20 +151,20 @@ class rowwise_adagrad_with_counter(_CountingAdagrad):
     FBGEMM chooses the last two by AdagradW with ``counter_halflife`` of -1 and -2.
 
     State: ``accumulator``, ``count`` and ``last_step``, 12 bytes a row. ``last_step`` is the number
-    of updates made when the row was last touched, itself included; 0: never.
+    of the table's update that last changed the row, from 1; 0: none did.
 
     Attributes:
         eps: Added to the root; above 0.
         weight_decay: Strength of the decay of rows that occur, used according to
             ``weight_decay_mode``.
-        weight_decay_mode: A name of the first table above.
-        halflife: Updates of the table in which a counter halves; 0: it is always 1. None: it counts
-            all updates (FBGEMM's -1); "l2" and "decoupled" need a number.
-        learning_rate_mode: A name of the second table above.
+        weight_decay_mode: A name in the first table above.
+        halflife: Updates of the table in which a counter halves. 0: counters are always 1. None:
+            counters count all updates (FBGEMM's -1); "l2" and "decoupled" need a number.
+        learning_rate_mode: A name in the second table above.
         adjustment: The exponent, factor or bound of the second table; FBGEMM's ``adjustment_ub``.
         adjust_after: Number of updates of the table before decay and adjustment begin; FBGEMM's
             ``adjustment_iter``.
-        tail_threshold: Rates of rows with counters up to this are not adjusted.
+        tail_threshold: Largest counter of rows whose rate is not adjusted.
         tail_threshold_is_ratio: Whether ``tail_threshold`` is a share of ``max_counter``.
         max_counter: Largest counter of the tables, plus 1. Set it now and then as a
             `hyperparameter`; FBGEMM computes it every 1000 updates.
@@ -223,7 +224,7 @@ class rowwise_adagrad_with_counter(_CountingAdagrad):
         return jnp.where(is_adjusted, shrinkage, 1), jnp.where(is_adjusted, rates, unadjusted)
 
     def _shrinkage(self, counted: _Counted) -> tuple[PerRow, PerRow]:
-        """Return the factor of the rows, and that of the rate."""
+        """Return the factors of the rows and of the rates, ``[rows]`` each."""
         ones = jnp.ones_like(counted.count)
         decay, count, halflife = self.weight_decay, counted.count, self.halflife or 0
         match self.weight_decay_mode:
@@ -232,9 +233,11 @@ class rowwise_adagrad_with_counter(_CountingAdagrad):
             case "decoupled":
                 return 1 - halflife / count * decay * counted.rate, ones
             case "adagradw":
+                # A row is decayed at its next update for all steps in between. Those before
+                # `adjust_after` had no decay.
                 gap = jnp.minimum(counted.gap, counted.iteration - self.adjust_after)
                 base = jnp.maximum(1 - decay * counted.rate, 0) * ones
-                # Zero to the power of zero is 1 here, and has no logarithm.
+                # With a gap of 1 and a base of 0 this is 0 to the power of 0, which must be 1.
                 lazy = jnp.where(gap == 1, 1, jnp.exp((gap - 1) * jnp.log(base)))
                 return base * lazy, lazy
         return ones, ones
@@ -267,9 +270,9 @@ class rowwise_adagrad_with_counter(_CountingAdagrad):
 class rowwise_adagrad_cowclip(_CountingAdagrad):
     """Row-wise Adagrad with CowClip: rates are bounded by the row's norm and counter.
 
-    Counters are those of `rowwise_adagrad_with_counter`. With ``v <- v + mean(g^2)`` and
+    Counters ``c`` are those of `rowwise_adagrad_with_counter`. With ``v <- v + mean(g^2)`` and
     ``u = lr / (sqrt(v) + eps)`` as in `rowwise_adagrad`, the rate is
-    ``r = u min(1, c max(clip_ratio |w|, clip_minimum) / |g|)``, and ``w <- s w - r g``: Zheng et
+    ``r = u min(1, c max(clip_ratio |w|, clip_minimum) / |g|)``, and ``w <- s w - r g``. Zheng et
     al. 2023, "CowClip: reducing CTR prediction model training time from 12 hours to 10 minutes on
     1 GPU", Algorithm 1, with the row's counter as the number of occurrences. FBGEMM's
     EXACT_ROWWISE_ADAGRAD with ``WeightDecayMode.COWCLIP``.
@@ -283,10 +286,10 @@ class rowwise_adagrad_cowclip(_CountingAdagrad):
         weight_decay_mode: "none"; "l2": ``s = 1 - wd r``, and ``g + wd w`` takes the place of ``g``
             in ``v`` and in ``|g|``; "decoupled": ``s = 1 - wd lr``.
         halflife: As in `rowwise_adagrad_with_counter`.
-        clip_ratio: Bound on ``|g|`` for each count, in norms of the row; FBGEMM's
+        clip_ratio: Bound on ``|g|`` per count, as a multiple of the row's norm; FBGEMM's
             ``weight_norm_coefficient``.
-        clip_minimum: Least bound for each count; FBGEMM's ``lower_bound``. With 0 a row of zeros
-            stays as it is.
+        clip_minimum: Smallest bound per count; FBGEMM's ``lower_bound``. With 0, a row of zeros
+            never changes.
 
     Raises:
         ValueError: A hyperparameter outside its range, or an unknown mode.
@@ -317,6 +320,7 @@ class rowwise_adagrad_cowclip(_CountingAdagrad):
     def _factors(self, counted: _Counted, rows: Rows, decayed: Rows) -> tuple[PerRow, PerRow]:
         bounds = jnp.maximum(self.clip_ratio * row_norms(rows)[:, 0], self.clip_minimum)
         bounds, norms = counted.count * bounds, row_norms(decayed)[:, 0]
+        # The quotient is not formed where it is not used: a norm of zero would make it NaN.
         is_within = norms <= bounds
         rates = counted.adagrad_rate * jnp.where(
             is_within, 1, bounds / jnp.where(is_within, 1, norms)

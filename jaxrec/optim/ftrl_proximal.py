@@ -1,4 +1,4 @@
-"""Follow the regularized leader, with L1 and L2 regularization."""
+"""FTRL-Proximal: follow the regularized leader, with L1 and L2 regularization."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from jaxrec.optim.norm import limit_norm, root
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ftrl(RowOptimizer):
-    """FTRL-Proximal: a rate for every element, and rows that are exactly zero while rarely seen.
+    """FTRL-Proximal: one rate per element, and exact zeros in rows that rarely occur.
 
     Element by element, with ``p = -learning_rate_power``: ``n' = n + g^2``,
     ``s = (n'^p - n^p) / lr``, ``z' = z + g - s w``, and then ``w' = 0`` if ``|z'| <= l1``, else
     ``w' = -(z' - sign(z') l1) / ((beta + n'^p) / lr + l2)``: McMahan et al. 2013, "Ad click
     prediction: a view from the trenches", Algorithm 1 (which has ``p = 1/2``).
 
-    The algorithm is written for weights that start at zero: with ``beta`` or
-    ``initial_accumulator_value`` above 0 the first update of a row forgets most of the value it was
-    initialized with, and all of it where ``|z'| <= l1``. With both 0 and no regularization it is
-    `jaxrec.optim.adagrad` from any start: an element whose denominator is zero, since it never had
-    a gradient, keeps its value. Keras has ``beta=0``, ``initial_accumulator_value=0.1`` as
-    defaults. Where the rate is zero, as in the first step of some warmups, nothing changes.
+    The algorithm assumes weights that start at zero. With ``beta`` or
+    ``initial_accumulator_value`` above 0, the first update of a row forgets most of its first
+    value, and all of it where ``|z'| <= l1``. With both 0 and no regularization it equals
+    `jaxrec.optim.adagrad` from any start; an element that never had a gradient, and so a zero
+    denominator, keeps its value. Keras has the defaults ``beta=0`` and
+    ``initial_accumulator_value=0.1``. A step with a rate of zero, as some warmups begin with,
+    changes nothing.
 
     State: ``accumulator`` (n) and ``linear`` (z), 8 dim bytes a row.
 
     Attributes:
         learning_rate_power: Exponent of the decay of the rate, 0 or less; -0.5 is Adagrad's.
-        beta: Added to the root, above 0 for gentler first steps.
+        beta: Added to the root; a larger one makes the first steps smaller.
         l1: Strength of the L1 regularization.
         l2: Strength of the L2 regularization.
-        initial_accumulator_value: Where ``n`` starts.
+        initial_accumulator_value: First value of ``n``.
 
     Raises:
         ValueError: A hyperparameter outside its range.
@@ -53,7 +54,7 @@ class ftrl(RowOptimizer):
 
     is_elementwise: ClassVar[bool] = True
     non_negative_state: ClassVar[tuple[str, ...]] = ("accumulator",)
-    # Each update computes the row from it anew.
+    # Each update computes the whole row from `linear`, so its rounding would be the row's.
     exact_state: ClassVar[tuple[str, ...]] = ("linear",)
 
     learning_rate_power: float = -0.5
@@ -76,8 +77,8 @@ class ftrl(RowOptimizer):
 
     def update(self, rows: Rows, gradients: Rows, state: RowState, step: Count) -> Updated:
         rate = self.rate(step)
-        # A rate of zero would divide by zero below. Nothing is learned in such a step, as
-        # elsewhere.
+        # The formulas divide by the rate. With a rate of zero rows and state stay, as rows do in
+        # the other optimizers.
         trains = rate > 0
         safe_rate = jnp.where(trains, rate, 1)
 
@@ -105,12 +106,10 @@ class ftrl(RowOptimizer):
         return accumulator**-self.learning_rate_power
 
     def _growth(self, accumulator: Rows, gradients: Rows, power: Rows) -> Rows:
-        """Return ``n'^p - n^p``, given ``n``, the gradients and ``n'^p``.
-
-        The difference of two numbers that are almost equal would lose their digits. For
-        ``p = 1/2`` it is ``g^2 / (sqrt(n') + sqrt(n))``, else ``n'^p (1 - (n / n')^p)`` by way of
-        the logarithm.
-        """
+        """Return ``n'^p - n^p``, given ``n``, the gradients and ``n'^p``."""
+        # The two powers are almost equal late in training, and their plain difference would lose
+        # its digits. For p = 1/2 it is g^2 / (sqrt(n') + sqrt(n)), else n'^p (1 - (n / n')^p), the
+        # last factor by expm1 and log1p.
         squares = gradients * gradients
         if self.learning_rate_power == -0.5:
             sums = power + jnp.sqrt(accumulator)

@@ -16,20 +16,20 @@ from jaxrec.optim import checks
 
 @dataclasses.dataclass(frozen=True)
 class hyperparameter:
-    """A number that is set by name between steps, as a learning rate or a weight decay.
+    """A number that is set by name between steps, such as a learning rate or a weight decay.
 
     `jaxrec.Optimizer` holds the values of all hyperparameters of its model's row optimizers, saves
-    them in checkpoints, and passes them to the compiled step as arguments. optax has
-    `optax.inject_hyperparams` for the dense part. Other fields of a row optimizer, such as ``eps``,
-    are fixed when the step is compiled.
+    them in checkpoints, and passes them to the compiled step as arguments. For the dense part optax
+    has `optax.inject_hyperparams`. Other fields of a row optimizer, such as ``eps``, are fixed when
+    the step is compiled.
 
     Attributes:
-        name: The name it is set by. Row optimizers that use one name share one value.
-        value: The value that it has until it is set, 0 or more.
+        name: Name to set it by. Row optimizers that use the same name share one value.
+        value: Value until it is set, 0 or more.
 
     Raises:
         TypeError: The name is not a string.
-        ValueError: The name is empty, or the value is not a number of 0 or more.
+        ValueError: The name is not a Python identifier, or the value is not a number of 0 or more.
 
     Example:
         >>> import jaxrec, optax
@@ -55,9 +55,11 @@ class hyperparameter:
         checks.non_negative(self, "value")
 
     def __call__(self, step: Int[Array, ""] | int) -> Float[Array, ""]:
-        """Return the first value, so that the hyperparameter serves as a schedule."""
+        """Return the first value, as a schedule does."""
         return jnp.asarray(self.value, jnp.float32)
 
+    # With these an optimizer that is called directly, as in examples and tests, multiplies by the
+    # first value. Stores call `resolve` before.
     def __mul__(self, other: Float[Array, "..."]) -> Float[Array, "..."]:
         return self.value * other
 
@@ -73,12 +75,7 @@ def check_weight_decay(owner: Any) -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class UpdateStep:
-    """The number of an update with the hyperparameters that it uses.
-
-    Attributes:
-        count: Number of updates made before, 0 at the first.
-        values: The value of each `hyperparameter` by name; others keep the one they have.
-    """
+    """An update's number, 0 at the first, and its values of hyperparameters by name."""
 
     count: Int[Array, ""]
     values: dict[str, Float[Array, ""]]
@@ -89,8 +86,8 @@ Step: TypeAlias = UpdateStep | Int[Array, ""]
 
 def as_step(step: Any) -> Step:
     """Return a step with its number as int32."""
-    # Values of hyperparameters travel with the number of the step, so that everything that takes a
-    # step, down to the kernels, takes them without knowing of them.
+    # Values of hyperparameters travel with the step number. So functions that pass a step on, down
+    # to the kernels, need no argument for them.
     if isinstance(step, UpdateStep):
         return dataclasses.replace(step, count=jnp.asarray(step.count, jnp.int32))
     return jnp.asarray(step, jnp.int32)
@@ -107,7 +104,7 @@ def find_hyperparameters(optimizer: Any) -> Iterator[hyperparameter]:
 
 
 def resolve(optimizer: Any, step: Step) -> tuple[Any, Int[Array, ""]]:
-    """Return a row optimizer with the values of a step, and the number of the step."""
+    """Return a row optimizer with a step's hyperparameters as numbers, and the step's number."""
     values, count = (step.values, step.count) if isinstance(step, UpdateStep) else ({}, step)
 
     def set_value(_: str, value: Any) -> Any:
@@ -133,10 +130,9 @@ def numbers_of_step(optimizer: Any, count: Int[Array, ""]) -> list[Float[Array, 
 
 
 def with_numbers(optimizer: Any, numbers: Iterable[Float[Array, ""] | float]) -> Any:
-    """Return a row optimizer with what `numbers_of_step` returned, or other values, in its place.
-
-    A kernel of its own memory cannot close over arrays, nor trace any schedule: it loads these.
-    """
+    """Put numbers in the order of `numbers_of_step` into the fields that they came from."""
+    # A Pallas kernel cannot close over arrays, nor trace any schedule. It loads the numbers from an
+    # array and puts them in here.
     following = iter(numbers)
 
     def put(name: str, value: Any) -> Any:
@@ -150,12 +146,7 @@ def _is_number_of_step(name: str, value: Any) -> bool:
 
 
 def _replace_fields(optimizer: Any, change: Callable[[str, Any], Any]) -> Any:
-    """Return a row optimizer whose fields, and those of the optimizers that it wraps, are changed.
-
-    Args:
-        optimizer: The row optimizer.
-        change: ``change(name, value)`` returns the value that a field is to have.
-    """
+    """Replace each field of a row optimizer, and of those it wraps, by ``change(name, value)``."""
     changed = {}
     for field in dataclasses.fields(optimizer):
         value = getattr(optimizer, field.name)
@@ -165,7 +156,8 @@ def _replace_fields(optimizer: Any, change: Callable[[str, Any], Any]) -> Any:
             changed[field.name] = new
     if not changed:
         return optimizer
+    # Not `dataclasses.replace`: it runs the checks of `__post_init__`, which refuse arrays.
     bound = copy.copy(optimizer)
     for name, value in changed.items():
-        object.__setattr__(bound, name, value)  # the checks of __post_init__ refuse arrays
+        object.__setattr__(bound, name, value)
     return bound

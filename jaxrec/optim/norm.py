@@ -1,4 +1,4 @@
-"""Sums over a row, which may be cut by columns or padded, and norms of rows."""
+"""Sums over rows, and norms, of rows that may be padded or cut by columns."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from jaxtyping import Array, Bool, Float
 
 @dataclasses.dataclass(frozen=True)
 class CutRows:
-    """Rows that `update` does not see as they are: it sees some of their columns, or padding too.
+    """How to sum over rows of which `update` sees only some columns, or padding too.
 
     Attributes:
         dim: Columns of the whole row.
-        total: From sums over the columns at hand, one a row, to those over the whole row.
-        is_column: Which of the columns at hand belong to the row and are not padding, for all rows
-            or row by row; None: all.
+        total: Function from ``[rows]`` sums over the present columns to sums over whole rows.
+        is_column: Which present columns are not padding, ``[dim]`` or ``[rows, dim]``; None: all.
     """
 
     dim: int
@@ -27,8 +26,8 @@ class CutRows:
     is_column: Bool[Array, "*rows dim"] | None = None
 
 
-# A variable of the context, not an argument: `update` has the interface that users implement, and
-# they should not have to know that a kernel pads rows or that a mesh cuts them by columns.
+# A context variable, not an argument: users implement `update`, and should not have to know that a
+# kernel pads rows or that a mesh cuts them by columns.
 _cut_rows: contextvars.ContextVar[CutRows | None] = contextvars.ContextVar("cut_rows", default=None)
 
 
@@ -38,7 +37,7 @@ def cut_rows(
     total: Callable[[Float[Array, " rows"]], Float[Array, " rows"]] = lambda sums: sums,
     is_column: Bool[Array, "*rows dim"] | None = None,
 ) -> Iterator[None]:
-    """Make the functions below sum over whole rows; see `CutRows` for the arguments."""
+    """Within this context, make the functions below sum over whole rows; see `CutRows`."""
     token = _cut_rows.set(CutRows(dim, total, is_column))
     try:
         yield
@@ -63,11 +62,9 @@ def mean_squares(rows: Float[Array, "rows dim"]) -> Float[Array, " rows"]:
 
 
 def root(squares: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Return the square roots of sums of squares, NaN for one that float32 does not hold.
-
-    An infinite root would make the step of its row zero, and a row with such state would never
-    move again, without a word.
-    """
+    """Return the square roots of sums of squares, and NaN for an infinite sum."""
+    # An infinite root would make the step of its row zero, and a row with such state would silently
+    # never change again. NaN is noticed.
     return jnp.where(squares < jnp.inf, jnp.sqrt(squares), jnp.nan)
 
 

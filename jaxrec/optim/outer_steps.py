@@ -1,4 +1,4 @@
-"""Outer steps of tables with replicas, beside any row optimizer."""
+"""Outer steps (DiLoCo) for tables with replicas, added to any row optimizer."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from jaxrec.optim import checks
 from jaxrec.optim.base import Count, Rows, RowState, Updated
 from jaxrec.optim.wrappers import OptimizerWrapper
 
-# State of `diloco`: change of a row since the last outer step, and the velocity of outer steps.
+# State of `diloco`: a row's change since the last outer step, and the velocity of outer steps.
 MOVED = "moved"
 VELOCITY = "outer_velocity"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class diloco(OptimizerWrapper):
-    """A row optimizer for tables with replicas, which an outer step with momentum brings together.
+    """A row optimizer for tables with replicas that makes the replicas equal by outer steps.
 
-    Each replica (``jaxrec.shard(replica_axis=...)``) changes its rows by its own gradients.
-    `jaxrec.mesh.synchronize_replicas` then takes the mean change ``m`` of all replicas since the
-    last outer step, which began at the rows ``a``, and makes a Nesterov step from there::
+    Each replica (``jaxrec.shard(replica_axis=...)``) updates its rows with its own gradients. An
+    outer step, `jaxrec.mesh.synchronize_replicas`, takes the mean change ``m`` of the replicas
+    since the last outer step, and makes a Nesterov step from the rows ``a`` of that time::
 
         v <- outer_momentum v + m
         w <- a + outer_learning_rate (m + outer_momentum v)
 
     (Douillard et al. 2023, "DiLoCo: Distributed low-communication training of language models",
     arXiv:2311.08105, algorithm 1, with ``-m`` for its outer gradient; its section 3 has the
-    defaults.) All rows of the table take part: a row without a change moves on by its velocity.
-    With an outer rate of 1 and no momentum the outer step is the mean of the replicas.
+    defaults.) An outer step changes all rows of the table: a row without a change still moves by
+    its velocity. With an outer rate of 1 and no momentum the outer step is the mean of the
+    replicas.
 
-    Only tables have replicas: dense layers see the gradients of all samples in each step, and need
+    Only tables have replicas. Dense layers see the gradients of all samples in each step and need
     no outer step.
 
     State: that of the other optimizer, ``moved`` (``m`` of this replica) and ``outer_velocity``
     (``v``), each 4 dim bytes a row.
 
     Attributes:
-        optimizer: How rows change in each step; bounds on gradients and rows are its own.
+        optimizer: The other optimizer, with the learning rate and the bounds on gradients and rows.
         outer_learning_rate: Rate of the outer steps, 0 or above.
         outer_momentum: Momentum of the outer steps, in [0, 1).
 
@@ -79,7 +80,7 @@ class diloco(OptimizerWrapper):
         return (*self.optimizer.exact_state, MOVED, VELOCITY)
 
     def init(self, num_rows: int, dim: int) -> dict[str, Array]:
-        # Separate arrays: a step that donates the state must not get one buffer twice.
+        # Two arrays, not one twice: a step that donates its state must not get a buffer twice.
         outer = {name: jnp.zeros((num_rows, dim), jnp.float32) for name in (MOVED, VELOCITY)}
         return self.optimizer.init(num_rows, dim) | outer
 
@@ -87,8 +88,8 @@ class diloco(OptimizerWrapper):
         outer = {name: state[name] for name in (MOVED, VELOCITY)}
         inner = {name: array for name, array in state.items() if name not in outer}
         new_rows, inner = self.optimizer.update(rows, gradients, inner, step)
-        # The sum of differences and not "row less row at the last outer step": that row is not
-        # kept.
+        # A sum of differences, since the row at the last outer step is not kept: with `moved` it
+        # can be computed.
         outer[MOVED] = outer[MOVED] + (new_rows - rows)
         return new_rows, inner | outer
 
@@ -97,11 +98,12 @@ class diloco(OptimizerWrapper):
 
         Args:
             rows: Mean of the rows of all replicas.
-            state: Mean of their state.
+            state: Mean of the state of all replicas.
 
         Returns:
             The new rows, float32, and the new state, the same for all replicas.
         """
+        # The mean of the rows less the mean of their changes is `a`, the same on all replicas.
         wide = rows.astype(jnp.float32)
         moved = state[MOVED]
         velocity = self.outer_momentum * state[VELOCITY] + moved

@@ -25,9 +25,9 @@ _Policy: TypeAlias = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class WarmupStage:
-    """One stage of a `warmup`: how the rate is scaled until update number ``max_iters``.
+    """One stage of a `warmup`: the factor of the rate up to iteration ``max_iters``.
 
-    The factor at iteration ``it`` is ``lr_scale`` times, for each policy:
+    The factor at iteration ``it`` is ``lr_scale`` times:
 
     ==================================  ============================================================
     "none"                              1
@@ -42,17 +42,17 @@ class WarmupStage:
                                         (max_iters - start), start = start_interpolating_iters
     ==================================  ============================================================
 
-    ``it`` is the number of updates made since training began, not since the stage did, as in
-    TorchRec's ``torchrec.optim.warmup``; the cosine is that of Loshchilov and Hutter 2017, "SGDR:
-    stochastic gradient descent with warm restarts", equation 5. Where TorchRec fails (inverse root
-    at 0) or leaves the reals (a polynomial past ``decay_iters``), the table above does not.
+    ``it`` is the number of updates since training began, not since the stage began, as in
+    TorchRec's ``torchrec.optim.warmup``. The cosine is that of Loshchilov and Hutter 2017, "SGDR:
+    stochastic gradient descent with warm restarts", equation 5. TorchRec fails for the inverse root
+    at 0, and gives complex numbers for a polynomial past ``decay_iters``; this class does neither.
 
     Attributes:
-        policy: Which formula; by its name above.
+        policy: Name of a formula above.
         max_iters: Last iteration of the stage.
-        value: See above.
-        lr_scale: Factor on all of it.
-        decay_iters: See above; None: ``max_iters``, or 1 for "step".
+        value: Parameter of the formula.
+        lr_scale: Factor of the formula's result.
+        decay_iters: Parameter of "poly" and "step"; None: ``max_iters``, or 1 for "step".
         sgdr_period: Iterations between restarts of the cosine.
         start_interpolating_iters: Iteration at which "interpolate" is at ``value``.
         end_value: Factor of "interpolate" in iteration ``max_iters``.
@@ -110,7 +110,7 @@ class WarmupStage:
                 return value + (end_value - value) * share
 
     def _interpolation(self) -> tuple[int, float]:
-        """Start and goal of "interpolate", which no other policy needs."""
+        """Return the first iteration and the last factor of "interpolate", checked."""
         start, end_value = self.start_interpolating_iters, self.end_value
         if start is None or end_value is None:
             raise ValueError(
@@ -131,17 +131,18 @@ class warmup:
     """A learning rate that passes through stages: a schedule for row optimizers and for optax.
 
     Iteration ``it``, the number of updates made before (0 at the first), belongs to the first stage
-    whose ``max_iters`` is not below it; after the last stage the rate is ``learning_rate``.
-    TorchRec's ``WarmupOptimizer(optimizer, stages, lr=learning_rate)``.
+    with ``it <= max_iters``. After the last stage the rate is ``learning_rate``. TorchRec's
+    ``WarmupOptimizer(optimizer, stages, lr=learning_rate)``.
 
-    Instances are functions of the step, and values: equal ones make equal row optimizers.
+    Call it with a step. Equal schedules compare equal, and so do row optimizers made from them.
 
     Args:
         learning_rate: The rate that the stages scale.
-        stages: `WarmupStage`, each with a larger ``max_iters`` than the one before.
+        stages: Each `WarmupStage` has a larger ``max_iters`` than the one before.
 
     Raises:
-        ValueError: A rate below zero, or stages out of order.
+        ValueError: The rate is below zero, a stage is not a `WarmupStage`, or stages are out of
+            order.
 
     Example:
         >>> import optax
@@ -179,7 +180,7 @@ class warmup:
     def __call__(self, step: Int[Array, ""] | int) -> Float[Array, ""]:
         """Return the learning rate of iteration ``step``: a float32 scalar. Safe under jit."""
         step = jnp.asarray(step)
-        # All stages are computed and one is picked: they are a few scalars, cheaper than a branch.
+        # Computing all stages and picking one is cheaper than a branch: each is a single number.
         ends = np.asarray([stage.max_iters for stage in self.stages], np.int32)
         stage = jnp.sum(step > ends)
         multipliers = [stage.multiplier(step) for stage in self.stages] + [jnp.float32(1)]

@@ -18,8 +18,8 @@ from jaxrec.optim.norm import limit_norm, row_norms, trust_ratio
 class sgd(RowOptimizer):
     """Stochastic gradient descent: ``w <- w - lr g``. FBGEMM's EXACT_SGD.
 
-    ``g`` is the gradient of a row summed over all its occurrences in the batch, so that one update
-    is made a row (here and in all other row optimizers).
+    As in all row optimizers, ``g`` is the gradient of a row summed over its occurrences in the
+    batch, so a row gets one update per step.
 
     State: none.
 
@@ -49,14 +49,14 @@ class momentum_sgd(RowOptimizer):
 
     ``m <- momentum m + g``, then ``w <- w - lr m``, or with ``nesterov``
     ``w <- w - lr (g + momentum m)``: Sutskever et al. 2013, "On the importance of initialization
-    and momentum in deep learning", section 2, in the form that optax and PyTorch give it. The
-    momentum of a row decays when the row occurs, not in between.
+    and momentum in deep learning", section 2, in the form of optax and PyTorch. The momentum of a
+    row decays only when the row occurs.
 
     State: ``momentum``, 4 dim bytes a row.
 
     Attributes:
         momentum: Decay of the sum of past gradients, in [0, 1).
-        nesterov: Whether to look one step ahead.
+        nesterov: Whether to use Nesterov's form.
 
     Raises:
         ValueError: A hyperparameter outside its range.
@@ -100,8 +100,8 @@ class lars_sgd(RowOptimizer):
 
     ``a = lr eta |w| / (|g| + wd |w|)``, ``m <- momentum m + a (g + wd w)``, ``w <- w - m``: You,
     Gitman and Ginsburg 2017, "Large batch training of convolutional networks", Algorithm 1.
-    FBGEMM's LARS_SGD, with one difference: where a norm is zero ``a`` is ``lr``, as in optax and in
-    the LAMB paper's programs, where FBGEMM gives NaN or never moves a row of zeros.
+    FBGEMM's LARS_SGD, with one difference: if a norm is zero ``a`` is ``lr``, as in optax and in
+    the LAMB paper's programs. FBGEMM then gives NaN, or never moves a row of zeros.
 
     State: ``momentum``, 4 dim bytes a row.
 
@@ -139,7 +139,7 @@ class lars_sgd(RowOptimizer):
         return {"momentum": jnp.zeros((num_rows, dim), jnp.float32)}
 
     def update(self, rows: Rows, gradients: Rows, state: RowState, step: Count) -> Updated:
-        # Norms are sums over whole rows, also where a device has only some of their columns.
+        # `row_norms` sums over whole rows, also if a device has only some of their columns.
         norms = row_norms(rows)
         decayed = row_norms(gradients) + self.weight_decay * norms
         rate = self.rate(step) * trust_ratio(self.eta * norms, decayed)

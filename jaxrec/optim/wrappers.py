@@ -1,4 +1,4 @@
-"""Row optimizers around another one: their base, and moving averages of rows."""
+"""Row optimizers that wrap another one: their base, and moving averages of rows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ AVERAGE_OFFSET = "average_offset"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerWrapper(RowOptimizer):
-    """Base of row optimizers that change rows as another one does, and keep more state.
+    """Base of row optimizers that update rows with another optimizer and add something to it.
 
     Attributes:
-        optimizer: How rows change; bounds on gradients and rows are its own.
+        optimizer: The other optimizer, with the learning rate and the bounds on gradients and rows.
     """
 
     optimizer: RowOptimizer
@@ -35,7 +35,7 @@ class OptimizerWrapper(RowOptimizer):
         if self.learning_rate not in (None, inner.learning_rate):
             raise ValueError(f"{name}: give the learning rate to its optimizer")
 
-        # Callers bound gradients before `update`, and ask this optimizer for the bounds.
+        # Stores bound gradients before `update`, and ask the outer optimizer for the bounds.
         for bound in ("clip_value", "clip_norm"):
             if getattr(inner, bound) is not None:
                 self._set(bound, getattr(inner, bound))
@@ -44,6 +44,7 @@ class OptimizerWrapper(RowOptimizer):
             self._set(field, getattr(inner, field))
         super().__post_init__()
 
+    # The dataclass is frozen, and these fields follow from another one.
     def _set(self, field: str, value: Any) -> None:
         object.__setattr__(self, field, value)
 
@@ -76,17 +77,17 @@ class OptimizerWrapper(RowOptimizer):
 class ema(OptimizerWrapper):
     """A row optimizer that also keeps an exponential moving average of each row.
 
-    ``a <- decay a + (1 - decay) w`` with the new row ``w``, starting at the row's first value, each
-    time that the row is updated (Polyak and Juditsky 1992, "Acceleration of stochastic
-    approximation by averaging", with exponential weights). A row that no batch has keeps its
-    average, as it keeps its weights. ``collection.table_average(name)`` reads the averages.
+    Each update of a row makes ``a <- decay a + (1 - decay) w`` with the new row ``w``; ``a`` starts
+    as the row's first value (Polyak and Juditsky 1992, "Acceleration of stochastic approximation by
+    averaging", with exponential weights). A row that does not occur keeps its average.
+    ``collection.table_average(name)`` reads the averages.
 
-    State: that of the other optimizer, and ``average_offset``, the average less the row, 4 dim
-    bytes a row. (An offset starts at zero, so no correction for the start is needed.)
+    State: that of the other optimizer, and ``average_offset``, the average minus the row, 4 dim
+    bytes a row.
 
     Attributes:
-        optimizer: How rows change; bounds on gradients and rows are its own.
-        decay: Weight of the average before, in [0, 1).
+        optimizer: The other optimizer, with the learning rate and the bounds on gradients and rows.
+        decay: Weight of the old average, in [0, 1).
 
     Raises:
         TypeError: The optimizer is not a row optimizer.
@@ -115,38 +116,39 @@ class ema(OptimizerWrapper):
     def update(self, rows: Rows, gradients: Rows, state: RowState, step: Count) -> Updated:
         inner = {name: array for name, array in state.items() if name != AVERAGE_OFFSET}
         new_rows, inner = self.optimizer.update(rows, gradients, inner, step)
-        # a' - w' = decay a + (1 - decay) w' - w' = decay (a - w'), and a = w + offset.
+        # a' - w' = decay a + (1 - decay) w' - w' = decay (a - w'), and a = w + offset. The state is
+        # the offset and not the average, since an offset starts at zero whatever the first row is.
         offset = self.decay * (state[AVERAGE_OFFSET] + (rows - new_rows))
         return new_rows, inner | {AVERAGE_OFFSET: offset}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ema_in_place(OptimizerWrapper):
-    """A row optimizer, and every few steps the second half of each row moves towards its first.
+    """A row optimizer that also moves the second half of each row towards its first half.
 
     ``w[dim / 2:] <- w[dim / 2:] + coefficient (w[:dim / 2] - w[dim / 2:])`` for **all** rows of the
-    table, before the lookups of iterations ``every``, ``2 every``, ... from ``start`` on, counted
-    from 1: the first half is the network that learns, the second half a slow copy of it, as target
-    networks of reinforcement learning have (Lillicrap et al. 2016, "Continuous control with deep
+    table, every few steps. The first half is trained; the second half follows it slowly, like a
+    target network in reinforcement learning (Lillicrap et al. 2016, "Continuous control with deep
     reinforcement learning", section 3). FBGEMM's EMAINPLACE_ROWWISE_ADAGRAD is
     ``ema_in_place(optimizer=rowwise_adagrad(...))``.
 
-    The update of iteration ``n`` already makes the change that comes before iteration ``n + 1``, in
-    place. It reads and writes the whole table. `jaxrec.optim.ema` keeps averages beside the rows,
-    and touches the rows of the batch alone.
+    The change comes before the lookups of iterations ``every``, ``2 every``, ... from ``start`` on,
+    counted from 1. The update of the iteration before makes it, in place, and reads and writes the
+    whole table. `jaxrec.optim.ema` keeps averages beside the rows and changes only rows of the
+    batch.
 
     State: that of the other optimizer.
 
     Attributes:
-        optimizer: How rows change in each step; bounds on gradients and rows are its own.
+        optimizer: The other optimizer, with the learning rate and the bounds on gradients and rows.
         every: Number of iterations between two changes, 1 or more; FBGEMM's ``step_ema``.
         start: First iteration that may follow a change; FBGEMM's ``step_start``.
         coefficient: Share of the way to the first half, in [0, 1]; FBGEMM's ``step_ema_coef``.
 
     Raises:
         TypeError: The optimizer is not a row optimizer.
-        ValueError: A number is outside its range, a learning rate or ``max_norm`` is given here,
-            or, of a collection, rows have an odd number of columns.
+        ValueError: A number is outside its range, or a learning rate or ``max_norm`` is given here.
+            A collection also refuses tables with an odd number of columns.
 
     Example:
         >>> import jax.numpy as jnp
@@ -174,6 +176,7 @@ class ema_in_place(OptimizerWrapper):
         checks.whole(self, "start")
         checks.share(self, "coefficient")
 
+    # The inner optimizer lost its bounds to this one in `__post_init__`; alone it needs them back.
     @property
     def of_batch(self) -> RowOptimizer:
         return dataclasses.replace(
@@ -182,7 +185,7 @@ class ema_in_place(OptimizerWrapper):
 
     @property
     def can_cut_rows(self) -> bool:
-        return False  # the halves of a row meet
+        return False  # `sweep` needs both halves of a row
 
     @property
     def needs_whole_rows(self) -> bool:

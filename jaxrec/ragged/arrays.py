@@ -1,4 +1,4 @@
-"""Arrays on the host (NumPy), on a device (JAX) or over a mesh, with an axis over its devices."""
+"""Helpers for arrays on the host (NumPy), on a device (JAX) or over a mesh (an axis of devices)."""
 
 from __future__ import annotations
 
@@ -18,25 +18,21 @@ AnyArray: TypeAlias = Array | np.ndarray
 
 
 def namespace(*arrays: object) -> types.ModuleType:
-    """Return ``numpy`` if all the arrays (None aside) are NumPy's, else ``jax.numpy``.
-
-    Host batches stay on the host while they are reshaped, so data workers need no device.
-    """
+    """Return ``numpy`` if all arrays are NumPy's or None, else ``jax.numpy``."""
+    # Host batches stay on the host while they are reshaped, so data workers need no device.
     on_host = all(isinstance(array, np.ndarray) for array in arrays if array is not None)
     return np if on_host else jnp
 
 
 def take(array: Array, *indices: Array, fill_value: float | int | bool = 0) -> Array:
-    """Return ``array[indices]``, and ``fill_value`` where an index is past the end.
-
-    An index past the end is not read, and passes no gradient back. Over Explicit axes the result
-    lies as the indices, which are of one shape, and the axes of the array that are not indexed.
-    """
-    # Clipped, as JAX reads by default, an index of padding would read the last element, and send it
-    # a gradient.
+    """Return ``array[indices]``, and ``fill_value`` where an index is past the end."""
+    # JAX clips indices by default: one at padding would read the last element and send it a
+    # gradient. "fill" does neither.
     if 0 in array.shape[: len(indices)]:  # a gather needs something to read
         shape = (*indices[0].shape, *array.shape[len(indices) :])
         return jnp.full(shape, fill_value, array.dtype)
+    # Over Explicit axes JAX asks for the result's sharding: that of the indices, then that of the
+    # array's axes that are not indexed.
     sharding = explicit_sharding(indices)
     if sharding is not None:
         element = jax.typeof(array).sharding.spec[len(indices) :]
@@ -45,7 +41,7 @@ def take(array: Array, *indices: Array, fill_value: float | int | bool = 0) -> A
 
 
 def explicit_sharding(arrays: Any) -> NamedSharding | None:
-    """Return the sharding of the first array over Explicit axes; None: there is no such array."""
+    """Return the sharding of the first array over Explicit axes, or None."""
     for leaf in jax.tree.leaves(arrays):
         if isinstance(leaf, jax.Array):
             sharding = jax.typeof(leaf).sharding
@@ -55,13 +51,10 @@ def explicit_sharding(arrays: Any) -> NamedSharding | None:
 
 
 def to_device(array: Any) -> Array:
-    """Return ``array`` as a JAX array, no integer cut.
-
-    Raises:
-        ValueError: It is NumPy's and holds integers that JAX would cut to 32 bits, or raw ids.
-    """
+    """Return ``array`` as a JAX array; refuse raw ids, and integers that JAX would cut."""
     if is_raw(array):
         refuse()
+    # An empty JAX array tells the type that JAX would choose, which depends on `jax_enable_x64`.
     if isinstance(array, np.ndarray) and array.dtype.kind in "iu" and array.size:
         bounds = jnp.iinfo(jnp.asarray(array[:0]).dtype)
         if array.min() < bounds.min or array.max() > bounds.max:
@@ -71,12 +64,7 @@ def to_device(array: Any) -> Array:
 
 
 def require_one_batch(lengths: AnyArray, operation: str) -> None:
-    """Refuse a batch over a mesh, which has one batch for each device.
-
-    Args:
-        lengths: The lengths of its bags.
-        operation: Name of what needs one batch.
-    """
+    """Refuse a batch over a mesh, whose lengths are ``[devices, bags]``."""
     if lengths.ndim > 1:
         raise ValueError(
             f"{operation} needs one batch, and this one lies over a mesh: it has a batch for each "
@@ -88,15 +76,9 @@ def require_one_batch(lengths: AnyArray, operation: str) -> None:
 def each_device(
     function: Callable[..., Any], lengths: Int[AnyArray, "*devices rows"], *arrays: Any
 ) -> Any:
-    """Call ``function(lengths, *arrays)`` with one batch, or with that of each device.
+    """Call ``function(lengths, *arrays)`` with one batch, or with the batch of each device.
 
-    Args:
-        function: A function of one batch.
-        lengths: ``[rows]``; over a mesh ``[devices, rows]``.
-        *arrays: Further pytrees of the batch. Over a mesh they have the same axis in front.
-
-    Returns:
-        The result. Over a mesh its arrays have the axis over the devices in front.
+    Over a mesh lengths are ``[devices, rows]``, and arrays and results begin with that axis too.
     """
     if lengths.ndim == 1:
         return function(lengths, *arrays)
@@ -104,20 +86,13 @@ def each_device(
 
 
 def on_auto_axes(function: Callable[..., Any], *arguments: Any, is_replicated: bool = False) -> Any:
-    """Call a function in which XLA chooses shardings, as it does over Auto axes.
+    """Call a function with Auto axes in place of Explicit ones, so that XLA chooses shardings.
 
-    Over Explicit axes JAX refuses a gather, a scatter or a product whose result could lie in
-    several ways. This function decides for its results, and leaves what is between to XLA.
-
-    Args:
-        function: The function.
-        *arguments: Its arguments, pytrees of arrays.
-        is_replicated: Whether the results are replicated. Otherwise their first axis lies as that
-            of the first argument over Explicit axes.
-
-    Returns:
-        The results. Where no argument lies over Explicit axes, this only calls the function.
+    The results' first axis gets the sharding of the first argument over Explicit axes, unless they
+    are replicated (``is_replicated``).
     """
+    # Over Explicit axes JAX refuses a gather, a scatter or a product whose result could be sharded
+    # in several ways. Here only the results are pinned; XLA shards everything before them.
     sharding = explicit_sharding(arguments)
     if sharding is None:
         return function(*arguments)

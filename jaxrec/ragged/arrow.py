@@ -1,4 +1,4 @@
-"""Arrow columns to flat columns."""
+"""Conversion of Arrow columns to flat columns, and functions of their values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def named_columns(data: Any) -> dict[str, Any]:
-    """Return the columns of a table or record batch by name; a mapping as it is."""
+    """Return the columns of a table, record batch or mapping by name."""
     if not _is_table(data):
         return by_name("data", data)
     names = list(data.column_names)
@@ -29,18 +29,12 @@ def named_columns(data: Any) -> dict[str, Any]:
 def from_arrow(
     feature: str, array: Any, weights: Any | None = None, *, id_bits: int = 32
 ) -> Column:
-    """Return the column of an Arrow array of ids or of lists of ids, chunked or not.
+    """Return the column of an Arrow array of ids or of lists of ids; see `from_arrow` of batches.
 
-    A null row is an empty bag. A null inside a list is an error: Arrow cannot say what it means.
-
-    Args:
-        feature: Its name, for errors.
-        array: Array of integers (one id per sample) or of lists of integers: list, large list,
-            fixed size list or list view. With 64 bits also of strings, binary values, and
-            dictionaries of these or of integers.
-        weights: An Array of the same nesting, of floating point.
-        id_bits: 32, or 64 for raw ids; strings and binary values stay in Arrow.
+    With 64 bits strings and binary values stay in Arrow.
     """
+    # A null row is an empty bag. A null inside a list is refused: it could mean a missing id or an
+    # id to ignore, and Arrow does not tell which.
     wanted, accepts = ("integers", _is_integer) if id_bits == 32 else ("integers, strings", _is_id)
     values, lengths = _flat(feature, array, wanted, accepts)
     if weights is None:
@@ -53,7 +47,7 @@ def from_arrow(
 def _flat(
     feature: str, array: pa.Array | pa.ChunkedArray, wanted: str, accepts: Any
 ) -> tuple[Any, np.ndarray]:
-    """Return the values, in NumPy or strings in Arrow, and the lengths."""
+    """Return the values (strings stay in Arrow) and the lengths."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -85,22 +79,16 @@ def _flat(
 
 
 def _unboxed(array: pa.Array) -> Any:
-    """Return numbers as a NumPy array, and strings as they are."""
+    """Return numbers as a NumPy array, and other values as they are."""
     return array.to_numpy(zero_copy_only=False) if _is_number(array.type) else array
 
 
 def map_values(
     array: Any, function: Callable[[Any], np.ndarray], *, accepts_nulls: bool = False
 ) -> Any:
-    """Replace the values of an Arrow column, in lists or not, by numbers.
+    """Replace the values of an Arrow column by numbers; chunks, lists and null lists stay.
 
-    Args:
-        array: Array or chunked array of values or of lists of them.
-        function: Gets an Arrow array of values and returns one number for each.
-        accepts_nulls: Whether ``function`` may get nulls.
-
-    Returns:
-        Arrow array with the same chunks and lists; a null list stays null.
+    ``function`` takes an Arrow array of values and returns one number for each.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -140,6 +128,7 @@ def null_error(where: str) -> ValueError:
 def _first_null(array: pa.Array) -> int | None:
     import pyarrow as pa
 
+    # Arrow counts a dictionary's null codes, not codes of a null value.
     if isinstance(array.type, pa.DictionaryType) and array.dictionary.null_count:
         array = array.cast(array.type.value_type)
     if not array.null_count:
@@ -186,12 +175,11 @@ def _element(kind: pa.DataType) -> pa.DataType:
 
 
 def _decoded(array: pa.Array) -> pa.Array:
-    """Return the values of a dictionary if they are integers or may be null, and no views.
-
-    Arrow knows nulls of a dictionary's codes only, and leaves no null out of a view.
-    """
+    """Return an array in a type from which Arrow can drop nulls, and integers as plain integers."""
     import pyarrow as pa
 
+    # `drop_null` keeps the nulls of views. In a dictionary it sees null codes, but not codes of a
+    # null value. Dictionaries of strings stay: `hash_ids` hashes each distinct string once.
     kind = array.type
     if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
         return array.cast(pa.large_binary())

@@ -19,12 +19,7 @@ BAD_ID = -1  # an id of no table: its embedding is NaN
 
 
 class BadIds(NamedTuple):
-    """The ids of one feature that are outside their table.
-
-    Attributes:
-        positions: Their positions among the feature's ids, ascending.
-        message: A sentence about the first of them.
-    """
+    """Ids of one feature outside their table: ascending positions, and an error for the first."""
 
     positions: np.ndarray
     message: str
@@ -39,18 +34,13 @@ def find_bad_ids(
     first_sample: int = 0,
     id_bits: int = 32,
 ) -> BadIds | None:
-    """Return the ids outside ``[0, bound)``; None if there are none.
+    """Return the ids outside ``[0, bound)``; None if all are inside.
 
-    Args:
-        feature: Name of the feature.
-        ids: ``[ids]`` its ids, without padding.
-        lengths: ``[samples]`` their number for each sample.
-        bound: Number of ids of its table; None: ids must fit integers of ``id_bits``.
-        first_sample: Number of the first of these samples, for the message.
-        id_bits: 32, or 64 for tables of more rows than int32 can number.
+    ``ids`` have no padding. Without a ``bound`` they must fit signed integers of ``id_bits``. The
+    error counts samples from ``first_sample``.
     """
     limit = 2 ** (id_bits - 1) if bound is None else bound
-    # Two reductions pass nearly every batch; positions are only looked for in a bad one.
+    # Two reductions are enough for a good batch. Positions are computed for a bad one only.
     if ids.size == 0 or (ids.min() >= 0 and ids.max() < limit):
         return None
     positions = np.flatnonzero((ids < 0) | (ids >= limit))
@@ -74,19 +64,11 @@ def check_columns(
 ) -> dict[str, Column]:
     """Return the columns with every id in ``[0, bound)``; TorchRec's bounds check.
 
-    Args:
-        columns: Features with their ids.
-        bounds: Number of ids of the features' tables. The ids of a feature without a bound must fit
-            int32.
-        mode: A `BoundsMode`. ``"raise"``: an id outside is an error. ``"clamp"``: it becomes 0, and
-            one warning counts such ids (FBGEMM's ``WARNING``). ``"ignore"``: it becomes 0 without a
-            warning. -1 becomes 0 too. FBGEMM leaves it alone, since it marks a row that was pruned
-            for inference; a table in training has no such rows.
-        id_bits: 64: features without a bound have raw ids, `raw_column`'s.
-
-    Returns:
-        The columns; the given ones are not written to.
+    Modes and bounds are those of `PackOptions`. Features without a bound must fit int32, or become
+    raw ids with 64 bits. The given columns stay unchanged.
     """
+    # "clamp" is FBGEMM's WARNING. FBGEMM keeps -1, which marks a row that was pruned for inference.
+    # Here -1 becomes 0 like any other bad id: a table in training has no pruned rows.
     if mode not in get_args(BoundsMode):
         raise ValueError(f"bounds_mode is {mode!r}; expected one of {get_args(BoundsMode)}")
     for feature, bound in bounds.items():
@@ -113,7 +95,7 @@ def check_columns(
             raise ValueError(bad.message)
         first = first or bad.message
         count += bad.positions.size
-        # The array is the caller's, who may go on to use it.
+        # The array belongs to the caller, who may still use it.
         ids = column.values.copy()
         ids[bad.positions] = 0
         checked[feature] = column._replace(values=ids)
@@ -126,11 +108,7 @@ def check_columns(
 def raw_column(feature: str, column: Column, *, is_bounded: bool = False) -> Column:
     """Return a column with int64 ids: integers by their bits, strings by their hash.
 
-    Args:
-        feature: Its name, for errors.
-        column: Its ids: integers, strings or bytes in a NumPy array, or strings in an Arrow array.
-        is_bounded: Whether the feature has a bound, which hashes cannot have. Its integers are
-            returned as they are.
+    Integers of a feature with a bound (``is_bounded``) are returned as they are.
     """
     values: Any = column.values
     strings = _strings(feature, values, column.lengths)
@@ -141,6 +119,7 @@ def raw_column(feature: str, column: Column, *, is_bounded: bool = False) -> Col
                 "bound; make row indices of them with jaxrec.ragged.hash_ids(ids, num_embeddings)"
             )
         hashes = np.asarray(hash_ids(strings, None)).view(np.int64)
+        # A user can renumber a reserved integer but not a hash, so that one hash moves.
         return column._replace(values=np.where(hashes == RESERVED, RESERVED - 1, hashes))
     if is_bounded:
         return column
@@ -156,7 +135,7 @@ def raw_column(feature: str, column: Column, *, is_bounded: bool = False) -> Col
 
 
 def _strings(feature: str, values: Any, lengths: np.ndarray) -> Any:
-    """Return strings or bytes as `hash_ids` takes them, None if the ids are integers."""
+    """Return strings or bytes in a form that `hash_ids` takes; None if the ids are integers."""
     if not isinstance(values, np.ndarray):  # Arrow's
         return values
     if values.dtype.kind in "iu":
@@ -171,11 +150,12 @@ def _strings(feature: str, values: Any, lengths: np.ndarray) -> Any:
 
 
 def _by_bits(feature: str, integers: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return integers as int64, those from 2**63 up by their bits."""
+    """Return integers as int64; those from 2**63 keep their bits."""
     if integers.dtype.kind == "i":
         return integers.astype(np.int64, copy=False)
     if integers.dtype.kind == "u":
         return integers.astype(np.uint64).view(np.int64)
+    # Python integers, of which NumPy refuses the negative ones here; they take the slow way below.
     objects = integers.tolist()
     try:
         return np.fromiter(objects, np.uint64, len(objects)).view(np.int64)
@@ -192,7 +172,7 @@ def _by_bits(feature: str, integers: np.ndarray, lengths: np.ndarray) -> np.ndar
 
 
 def _unfit(feature: str, values: list[Any], lengths: np.ndarray) -> Exception:
-    """Return the error for the first value that is null, or not of the kind of those before it."""
+    """Return the error for the first value that is null or of another kind than the first."""
     kinds = [_kind(value) for value in values]
     position = next(i for i, kind in enumerate(kinds) if kind in (None, "null") or kind != kinds[0])
     value, kind = values[position], kinds[position]
@@ -208,7 +188,7 @@ def _unfit(feature: str, values: list[Any], lengths: np.ndarray) -> Exception:
 
 
 def _kind(value: Any) -> str | None:
-    """Return the plural of a value's kind; None if ids are not of it."""
+    """Return the kind of an id in the plural, "null", or None for anything else."""
     if value is None or (isinstance(value, float) and value != value):
         return "null"
     if is_integer(type(value)):

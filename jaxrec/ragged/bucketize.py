@@ -1,4 +1,4 @@
-"""Ids distributed over buckets: the first step of a row-wise exchange."""
+"""FBGEMM's bucketize operations: the ids of a batch distributed over buckets, such as shards."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from jaxrec.ragged.offsets import complete_cumsum, segment_ids
 class Bucketized(NamedTuple):
     """A ragged batch sorted by bucket; ids within a bucket keep their order.
 
-    `permute` reorders other arrays with an element per id: ``weights[permute]``, the original ids
-    ``ids[permute]``, the positions in their bags ``lengths_range(lengths, capacity)[permute]``.
+    ``permute`` sorts any array with one element per id: ``weights[permute]`` are the weights, and
+    ``lengths_range(lengths, capacity)[permute]`` the positions in the original bags.
 
     Attributes:
         lengths: ``[buckets * bags]`` int32, ids of each bag in each bucket.
         ids: ``[capacity]``, numbered within the bucket; zeros at padding.
-        permute: ``[capacity]`` int32: where each of them was. Padding stays at the end.
-        unbucketize_permute: ``[capacity]`` int32: where each id is now, the inverse of ``permute``.
+        permute: ``[capacity]`` int32: original position of each id. Padding stays at the end.
+        unbucketize_permute: ``[capacity]`` int32: new position of each id, the inverse of
+            ``permute``.
     """
 
     lengths: Int32[Array, " buckets_bags"]
@@ -43,9 +44,9 @@ def block_bucketize_sparse_features(
 ) -> Bucketized:
     """Distribute each feature's ids over equal blocks: id ``i`` goes to bucket ``i // block_size``.
 
-    FBGEMM's op of that name. An id in no block (``i >= block_size * num_buckets``, as raw ids may
-    be) goes to bucket ``i % num_buckets`` and becomes ``i // num_buckets``; others become
-    ``i % block_size``.
+    FBGEMM's op of that name. The id becomes ``i % block_size``. An id past the last block
+    (``i >= block_size * num_buckets``, such as a raw id) goes to bucket ``i % num_buckets`` and
+    becomes ``i // num_buckets``.
 
     Args:
         lengths: ``[bags]``, first all bags of the first feature.
@@ -107,9 +108,9 @@ def boundary_bucketize_sparse_features(
 def bucketize_sparse_features(
     lengths: Int[AnyArray, " bags"], ids: Int[AnyArray, " capacity"], num_buckets: int
 ) -> Bucketized:
-    """Distribute ids in turn: ``i`` is number ``i // num_buckets`` of bucket ``i % num_buckets``.
+    """Distribute ids in turn: ``i`` goes to bucket ``i % num_buckets``.
 
-    FBGEMM's op of that name.
+    FBGEMM's op of that name. The id becomes ``i // num_buckets``.
 
     Args:
         lengths: ``[bags]``.
@@ -129,13 +130,13 @@ def _dealt(
     buckets: Int[Array, " capacity"],
     num_buckets: int,
 ) -> Bucketized:
-    """Sort ids, already numbered within their buckets, by bucket."""
+    """Sort ids by bucket; they are numbered within their buckets already."""
     capacity, bags = ids.shape[0], lengths.shape[0]
     offsets = complete_cumsum(jnp.asarray(lengths).astype(jnp.int32))
     is_padding = jnp.arange(capacity) >= offsets[-1]
     buckets = jnp.where(is_padding, num_buckets, buckets).astype(jnp.int32)
-    # A stable sort keeps the ids of a bag in their order, and padding, of the bucket past the last,
-    # at the end.
+    # Padding has the bucket past the last, so it sorts to the end. A stable sort keeps the order of
+    # a bag's ids.
     permute = jnp.argsort(buckets, stable=True).astype(jnp.int32)
     places = jnp.arange(capacity, dtype=jnp.int32)
     dealt_bags = jnp.where(
@@ -152,7 +153,7 @@ def _dealt(
 def _feature_of_each(
     lengths: Int[AnyArray, " bags"], strides: Sequence[int] | None, features: int, capacity: int
 ) -> Int32[Array, " {capacity}"]:
-    """Return the feature of each id; the last one's at padding."""
+    """Return the feature of each position; that of the last feature at padding."""
     strides = bags_per_key(features, lengths.shape[0], strides)
     ends = complete_cumsum(jnp.asarray(lengths).astype(jnp.int32))[np.cumsum((0, *strides))]
     return jnp.minimum(segment_ids(ends, capacity), features - 1)

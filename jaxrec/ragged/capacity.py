@@ -1,4 +1,4 @@
-"""Static capacities: a short ladder of them, and those that a run of batches shares."""
+"""Static capacities: a short ladder of sizes, and a memory that keeps a run to a few of them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ SMALLEST = 8
 
 
 def capacity_for(count: int) -> int:
-    """Return the smallest capacity of the ladder 8, 12, 16, 24, 32, 48, ... that holds ``count``.
-
-    The ladder has ``2**k`` and ``3 * 2**(k - 1)``: less than a third of a capacity above the
-    smallest one is padding, and the counts up to a million need 35 capacities.
-    """
+    """Return the smallest capacity of the ladder 8, 12, 16, 24, 32, ... that holds ``count``."""
+    # The ladder has 2**k and 3 * 2**(k - 1). Padding takes less than a third of a capacity (above
+    # the smallest one), and all counts up to a million need 35 capacities. Powers of two alone
+    # would need 18, with up to half of each as padding.
     if count < 0:
         raise ValueError(f"a capacity holds a count of 0 or more, not {count}")
     power = max(SMALLEST, 1 << max(count - 1, 0).bit_length())
@@ -42,7 +41,7 @@ class LengthMoments(NamedTuple):
 
     @classmethod
     def of(cls, lengths: np.ndarray, counts: np.ndarray | None = None) -> LengthMoments:
-        """Return the moments of lengths, ``[samples]``, each of which counts ``counts`` times."""
+        """Return the moments of ``[samples]`` lengths; ``counts`` says how often each occurs."""
         if not np.size(lengths) or (counts is not None and not np.sum(counts)):
             return cls(0.0, 0.0, 0.0)
         mean = float(np.average(lengths, weights=counts))
@@ -54,32 +53,35 @@ class LengthMoments(NamedTuple):
     def likely_ids(self, samples: int, deviations: float) -> float:
         """Return a number of ids that few batches of ``samples`` samples exceed.
 
-        It is a quantile of a normal distribution's, ``deviations`` standard deviations above the
-        mean, corrected for the skew of the sum (the first term of the expansion of Cornish and
-        Fisher, "Moments and cumulants in the specification of distributions", 1938).
+        A normal quantile, ``deviations`` standard deviations above the mean, with the first
+        correction for skew of Cornish and Fisher, "Moments and cumulants in the specification of
+        distributions", 1938.
         """
+        # The sum of n lengths has n times the variance and n times the third moment of one. Their
+        # quotient, which `skew` is, does not grow with n.
         spread = deviations * (samples * self.variance) ** 0.5
         return samples * self.mean + spread + max(0.0, (deviations**2 - 1) / 6 * self.skew)
 
 
-# Standard deviations above the mean of a first size: of 500 batches with 100 features, one or two
-# exceed it. Each further size adds two more, so that a steady stream of batches ends with three.
+# Standard deviations above the mean in a first size. In 500 batches of 100 features, one or two
+# exceed it. Each further size adds two deviations, so a steady stream of batches ends with three
+# sizes.
 _FIRST_DEVIATIONS, _MORE_DEVIATIONS = 4.0, 2.0
 
-# The second size is at least 1/8 larger than the first in all features whose lengths vary, the
-# third 1/2 larger than the second, and each further one twice as large as the one before: lengths
-# of any distribution, and those that grow all the time, cause few sizes, too.
+# For features whose lengths vary, the second size is at least 1/8 larger than the first, the third
+# 1/2 larger than the second, and each further one twice the one before. This bounds the number of
+# sizes where the normal quantile fails: heavy tails, or lengths that grow during the run.
 _FIRST_HEADROOM = 1 / 8
 
-# A size is at most two times the ids of the batch that asks for it and these: one very long sample
-# says little about the batches after it.
+# A size is at most two times the ids of the batch that asks for it, plus 64. One very long sample
+# says little about later batches, and would otherwise make all of them large.
 _MOST_TIMES, _AND_IDS = 2, 64
 
-# Capacities are multiples of this, apart from those of features whose samples, at least so many,
-# all have equally many ids. These have no padding.
+# Capacities are multiples of 8. The exception is a feature with the same number of ids in every
+# sample (of 8 or more samples): it has no padding.
 _MULTIPLE = 8
 
-# The most of each number over all processes.
+# Takes this process's numbers and returns the maximum of each over all processes.
 Agree = Callable[[Sequence[int]], Sequence[int]]
 
 # Names of keys, number of samples of a device and number of devices.
@@ -87,16 +89,15 @@ _Kind = tuple[tuple[str, ...], int, int]
 
 
 class CapacityMemory:
-    """The capacities of the batches so far, so that later batches take the same.
+    """Capacities of earlier batches, for later batches to reuse.
 
-    For each kind of batch there are sizes: a capacity for every key. A batch takes the first size
-    that holds it. If there is none, a larger one is made, with headroom in all keys at once, so
-    that the other keys do not ask for one each.
-
-    Args:
-        lengths: Moments of the lengths of some features, if they are known before the first batch.
-        capacities: Smallest capacity of some features.
+    Each kind of batch (keys, samples, devices) has a list of sizes; a size is a capacity for every
+    key. `lengths` are moments known before the first batch, `capacities` lower bounds, by feature.
     """
+
+    # A batch takes the first size that holds it. If none does, a new size gets headroom in all keys
+    # at once. Otherwise each of a hundred keys would soon ask for a size of its own, and each size
+    # compiles a program.
 
     def __init__(self, lengths: Mapping[str, LengthMoments], capacities: Mapping[str, int]) -> None:
         self.lengths, self.capacities = dict(lengths), dict(capacities)
@@ -125,13 +126,11 @@ class CapacityMemory:
         Args:
             keys: The keys.
             samples: Number of samples of a device.
-            demand: For each key the number of ids of the fullest device.
-            lengths: For each key the lengths of the bags, of all devices of this process; not of
-                samples that are padding.
+            demand: Ids of each key on the fullest device, the same on all processes.
+            lengths: Bag lengths of each key on this process's devices, without padding samples.
             devices: Number of devices.
-            first: The size of the first batch of its kind; None: one made by ``lengths``.
-            agree: Function that returns the most over all processes of each of some numbers;
-                ``demand`` is agreed on already.
+            first: Size of the first batch of its kind; None: computed from ``lengths``.
+            agree: See `Agree`.
         """
         with self._lock:
             sizes = self._sizes.setdefault((keys, samples, devices), [])
@@ -153,15 +152,9 @@ class CapacityMemory:
         samples: int | None = None,
         first: Sequence[int] | None = None,
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the capacities and the sample capacities of a batch on the host.
+        """Return the capacities and the sample capacities (or ``()``) of a batch on the host.
 
-        Args:
-            keys: The keys.
-            lengths: For each key the lengths of the bags.
-            inverse: ``[keys, batch]`` the bag of each sample. None: samples share no bags, and the
-                batch has no sample capacities.
-            samples: Number of samples; None: that of the bags of the key with the most.
-            first: See `fit_shared`.
+        ``inverse`` is ``[keys, batch]``, the bag of each sample, or None.
         """
         demand = [int(each.sum(dtype=np.int64)) for each in lengths]
         if inverse is None:
@@ -183,16 +176,13 @@ class CapacityMemory:
         first: Sequence[int] | None = None,
         agree: Agree = tuple,
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the capacities and the sample capacities of a batch whose samples share bags.
+        """Compute `fit` for a batch whose samples share bags: capacities and sample capacities.
 
-        Args:
-            keys, samples, devices, agree: See `fit`.
-            demand: For each key the ids of the bags of the fullest device, then for each key the
-                ids of all its samples.
-            of_bags: For each key the lengths of the bags.
-            of_samples: For each key the lengths of the samples' bags.
-            first: Both capacities of the first batch of its kind, if not made by ``lengths``.
+        ``demand`` and ``first`` have a number per key for its bags, then one per key for its
+        samples. ``of_samples`` are the bag lengths of each key's samples.
         """
+        # Sample capacities are fitted as if they belonged to more keys, so that both kinds of
+        # capacity change together and make one new program, not two.
         names = (*keys, *(f"samples of {key}" for key in keys))
         lengths = (*of_bags, *of_samples)
         size = self.fit(names, samples, demand, lengths, devices=devices, first=first, agree=agree)
@@ -207,11 +197,13 @@ class CapacityMemory:
         last: Sequence[int],
         count: int,
     ) -> list[int]:
-        """Return the size after ``count`` others, the ``last`` of which does not hold a batch."""
+        """Return a new size, after ``count`` sizes of which the ``last`` is too small."""
         deviations = _FIRST_DEVIATIONS + _MORE_DEVIATIONS * count
         headroom = min(1.0, _FIRST_HEADROOM * 4 ** (count - 1)) if count else 0.0
         size = []
         for key, needed, bags, before in zip(keys, demand, lengths, last, strict=True):
+            # A first size from known moments was too small if there are others, so the moments did
+            # not describe this run. This batch's lengths do.
             is_known = key in self.lengths and not count
             moments = self.lengths[key] if is_known else LengthMoments.of(bags)
             is_fixed = not moments.variance and (is_known or bags.size >= _MULTIPLE)
@@ -228,7 +220,7 @@ class CapacityMemory:
         return size
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the memory as lists, dictionaries and numbers, for JSON."""
+        """Return the memory as data for JSON."""
         with self._lock:
             return {
                 "lengths": {key: list(moments) for key, moments in self.lengths.items()},
@@ -246,11 +238,8 @@ class CapacityMemory:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> CapacityMemory:
-        """Return the memory that `to_dict` described.
-
-        Raises:
-            ValueError: It describes something else.
-        """
+        """Return the memory that `to_dict` saved."""
+        # The file may be anyone's, so each number is converted and checked.
         try:
             lengths = {
                 str(key): LengthMoments(*map(float, moments))
@@ -270,6 +259,7 @@ class CapacityMemory:
             ) from None
         return memory
 
+    # A lock cannot be pickled, and batches carry their memory from data workers.
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_lock"}
 
@@ -278,12 +268,7 @@ class CapacityMemory:
 
 
 def checked_capacities(capacities: Any) -> dict[str, int]:
-    """Return capacities by name.
-
-    Raises:
-        TypeError: A capacity is not an integer, or ``capacities`` is not a mapping.
-        ValueError: A capacity is negative.
-    """
+    """Return capacities by name, checked."""
     checked = {
         key: whole_number(f"the capacity of feature {key!r}", capacity)
         for key, capacity in by_name("capacities", capacities).items()

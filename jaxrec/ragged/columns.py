@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxrec.ragged.raw_ids import is_raw, refuse
 
-# Remedy for ids that are not row indices, the end of error messages.
+# End of the error messages for ids that are not row indices: what to do with them.
 WIDE_IDS = (
     "pack raw ids with id_bits=64 for jaxrec.tier.ahead, or make row indices of them with "
     "jaxrec.ragged.hash_ids(ids, num_embeddings)"
@@ -23,8 +23,8 @@ class Column(NamedTuple):
     """A ragged column on the host, without padding.
 
     Attributes:
-        values: ``[ids]`` of an integer type, or object where Python ints exceed 64 bits. Any type,
-            Arrow's too, on the way to raw ids.
+        values: ``[ids]`` of an integer type, or object where Python ints exceed 64 bits. With
+            ``id_bits=64`` also strings or bytes, in NumPy or Arrow.
         lengths: ``[bags]`` int64, summing to the number of ids.
         weights: ``[ids]`` floating point, or None.
     """
@@ -37,10 +37,7 @@ class Column(NamedTuple):
 def from_dense(
     feature: str, array: Any, weights: Any | None = None, *, id_bits: int = 32
 ) -> Column:
-    """Make a column of a dense array: ``[batch]`` ids, or ``[batch, k]`` with k per sample.
-
-    ``id_bits`` 64 takes ids of any type.
-    """
+    """Make a column of a dense array: ``[batch]`` ids, or ``[batch, k]`` with k per sample."""
     array = _ids(f"feature {feature!r}", array, id_bits)
     if array.ndim not in (1, 2):
         raise ValueError(
@@ -67,15 +64,9 @@ def from_flat(
     *,
     id_bits: int = 32,
 ) -> list[Column]:
-    """Return the columns of TorchRec's flat key-major layout, as views.
+    """Return the columns of TorchRec's key-major arrays, as views.
 
-    Args:
-        keys: The features.
-        values: ``[ids]``, first all ids of the first key, then of the second; no padding.
-        lengths: ``[sum(strides)]``, ids of each bag.
-        weights: ``[ids]`` or None.
-        strides: Bags of each key; None: all have the same number.
-        id_bits: 64 takes values of any type.
+    ``values`` and ``weights`` are ``[ids]``, ``lengths`` ``[sum(strides)]``, without padding.
     """
     values, lengths = _ids("values", values, id_bits), integers("lengths", "length", lengths)
     for name, array in (("values", values), ("lengths", lengths)):
@@ -85,7 +76,7 @@ def from_flat(
     if (negative := np.flatnonzero(lengths < 0)).size:
         bag = int(negative[0])
         raise ValueError(f"{_bag(keys, strides, bag)} has the negative length {lengths[bag]}")
-    if (beyond := np.flatnonzero(lengths > values.size)).size:  # sums of such lengths may wrap
+    if (beyond := np.flatnonzero(lengths > values.size)).size:  # their sum could wrap around
         bag = int(beyond[0])
         raise ValueError(
             f"{_bag(keys, strides, bag)} has the length {lengths[bag]}, but there are "
@@ -101,7 +92,7 @@ def from_flat(
                 f"values have shape {values.shape} but weights {weights.shape}; "
                 "each id needs one weight"
             )
-    # Views of the given arrays: packing copies them once, into their segments.
+    # Views, not copies: packing copies each column once, into its segment.
     bag_ends = np.cumsum(strides, dtype=np.int64)
     id_ends = np.concatenate([[0], np.cumsum(lengths)])[bag_ends]
     return [
@@ -113,7 +104,7 @@ def from_flat(
 def lengths_of_offsets(
     keys: Sequence[str], offsets: Any, strides: Sequence[int] | None
 ) -> np.ndarray:
-    """Return the lengths of bags, given ``offsets`` (``[bags + 1]``, ascending from 0)."""
+    """Return the lengths of bags whose offsets are ``[bags + 1]``, ascending from 0."""
     offsets = integers("offsets", "offset", offsets)
     if offsets.ndim != 1 or offsets.size == 0:
         raise ValueError(f"offsets has shape {offsets.shape}; expected [bags + 1]")
@@ -129,7 +120,7 @@ def lengths_of_offsets(
 
 
 def bags_per_key(num_keys: int, bags: int, strides: Sequence[int] | None) -> tuple[int, ...]:
-    """Return ``strides``, or the equal share of ``bags`` that falls to each key."""
+    """Return ``strides``, checked; None: every key has ``bags // num_keys`` bags."""
     if strides is None:
         if bags % num_keys if num_keys else bags:
             raise ValueError(
@@ -155,7 +146,9 @@ def _ids(where: str, array: Any, id_bits: int) -> np.ndarray:
     found = concrete(where, array)
     if found.dtype.kind in "iu" or isinstance(array, np.ndarray):
         return found
-    try:  # NumPy makes strings of integers among them, and floats of integers beyond 63 bits
+    # From a list NumPy would turn integers among strings into strings, and integers beyond 63 bits
+    # into floats. As objects they stay what they are.
+    try:
         return np.asarray(array, object)
     except ValueError as error:
         raise TypeError(f"{where}: expected an array of ids ({error})") from error
@@ -166,7 +159,7 @@ def integers(where: str, what: str, array: Any) -> np.ndarray:
     array = concrete(where, array)
     if array.dtype.kind in "iu":
         return array
-    if array.size == 0:
+    if array.size == 0:  # NumPy makes floats of an empty list
         return array.astype(np.int64)
     if array.dtype.kind == "O" and all(map(is_integer, set(map(type, array.flat)))):
         return array
@@ -206,7 +199,7 @@ def concrete(where: str, array: Any) -> np.ndarray:
 
 
 def numbers(where: str, array: Any) -> np.ndarray:
-    """Return ``array`` on the host, of a type that devices have."""
+    """Return ``array`` on the host, in the type that JAX would give it; integers must fit."""
     if is_raw(array):
         refuse(where)
     array = concrete(where, array)
@@ -248,7 +241,7 @@ def feature_names(keys: Any) -> tuple[str, ...]:
 
 
 def by_name(name: str, data: Any) -> dict[str, Any]:
-    """Return ``data``, a mapping by the names of features; None: an empty one."""
+    """Return a mapping by the names of features as a dictionary; an empty one for None."""
     if not isinstance(data, Mapping | None):
         raise TypeError(
             f"{name} is {data!r:.60} ({type(data).__name__}); expected a mapping by the names of "
@@ -268,12 +261,12 @@ def is_real(kind: type) -> bool:
 
 
 def sample_of(lengths: np.ndarray, position: int) -> int:
-    """Return the sample that the id at a position of a column belongs to; for errors."""
+    """Return the sample of the id at ``position`` in a column, for an error message."""
     return int(np.searchsorted(np.cumsum(lengths), position, side="right"))
 
 
 def check_weight_lengths(feature: str, lengths: np.ndarray, of_weights: np.ndarray) -> None:
-    """Raise a ValueError unless a feature's weights are nested as its ids are."""
+    """Require weights nested like the ids."""
     if of_weights.size != lengths.size:
         raise ValueError(
             f"feature {feature!r} has {lengths.size} samples but weights for {of_weights.size}"
@@ -291,7 +284,7 @@ def _slices(ends: np.ndarray) -> list[slice]:
 
 
 def _bag(keys: Sequence[str], strides: Sequence[int], bag: int) -> str:
-    """Describe the feature and sample of a bag of the flat layout."""
+    """Name the feature and the sample of a bag in the key-major layout."""
     ends = np.cumsum(strides)
     key = int(np.searchsorted(ends, bag, side="right"))
     return f"feature {keys[key]!r}, sample {bag - (ends[key] - strides[key])}"

@@ -1,4 +1,4 @@
-"""Equality of ragged arrays by what they hold, whatever their padding."""
+"""Equality of ragged arrays by their rows, whatever their padding."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _KINDS = (JaggedArray, KeyedJaggedArray, KeyedArray)
 
 
 def equal(first: Any, second: Any) -> bool | Bool[Array, ""]:
-    """Return whether two ragged arrays hold the same rows, by value.
+    """Return whether two ragged arrays hold the same rows.
 
     TorchRec's ``jt_is_equal`` and ``kjt_is_equal``: keys may be in another order. Padding,
-    capacities and types do not count, and neither does the side of the host on which arrays lie.
-    Batches over a mesh are compared device by device. Numbers are compared exactly; a NaN differs
-    from every number.
+    capacities, types, and whether arrays are on the host or a device do not matter. Batches over a
+    mesh are compared device by device. Numbers are compared exactly, and NaN equals no number, not
+    even NaN.
 
     Args:
         first: A `JaggedArray`, `KeyedJaggedArray` or `KeyedArray`.
-        second: Another one of the same kind.
+        second: Another one of the same class.
 
     Returns:
         A bool; under jit a scalar array.
 
     Raises:
-        TypeError: The two are of different kinds, or something else.
+        TypeError: The two are of different classes or of another one.
 
     Example:
         >>> one = KeyedJaggedArray.from_lists({"a": [[1], []], "b": [[], [2, 3]]})
@@ -51,7 +51,7 @@ def equal(first: Any, second: Any) -> bool | Bool[Array, ""]:
             f"equal compares two of one kind, got {type(first).__name__} and "
             f"{type(second).__name__}"
         )
-    # What is static decides first: it is known under jit, where the rest is a traced number.
+    # Static properties come first: a difference there is a plain bool, also under jit.
     differs = _static_difference(first, second)
     if differs:
         return False
@@ -66,7 +66,7 @@ def _kind(array: Any) -> type:
 
 
 def _static_difference(first: Any, second: Any) -> bool:
-    """Return whether names, numbers of rows or kinds of weights differ."""
+    """Return whether names, shapes or the presence of weights differ."""
     if isinstance(first, JaggedArray):
         return _column_shape(first) != _column_shape(second)
     if sorted(first.keys) != sorted(second.keys):
@@ -89,7 +89,7 @@ def _column_shape(column: JaggedArray) -> tuple[Any, ...]:
 
 
 def _compare(first: Any, second: Any) -> Any:
-    """Return whether arrays of the same static shape hold the same rows."""
+    """Return whether arrays without a static difference hold the same rows."""
     if isinstance(first, JaggedArray):
         return _equal_columns(first, second)
     xp = namespace(first.values, second.values)
@@ -113,7 +113,8 @@ def _equal_columns(first: JaggedArray, second: JaggedArray) -> Any:
     xp = namespace(first.values, first.lengths, second.values, second.lengths)
     axis = first.lengths.ndim - 1
     capacity = min(first.values.shape[axis], second.values.shape[axis])
-    # Where lengths are equal, all elements lie within the smaller capacity.
+    # If the lengths are equal, all elements lie within the smaller capacity. If they are not, the
+    # result is False whatever the elements.
     used = xp.arange(capacity) < first.lengths.sum(axis=-1, keepdims=True)
 
     def same(one: Any, other: Any) -> Any:

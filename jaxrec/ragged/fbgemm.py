@@ -1,9 +1,9 @@
-"""FBGEMM's operations in their loose form, values and offsets or lengths as arrays of their own.
+"""FBGEMM's operations on plain arrays: values, with offsets or lengths.
 
-They are functions of ``torch.ops.fbgemm`` under their names, with static capacities where FBGEMM
-computes a size. ``values`` are ``[capacity, ...]``: elements past the last row are padding, which
-is never read, and zeros in results. ``offsets`` are ``[rows + 1]``, ascending from 0. Functions of
-the same names in `jaxrec.ragged` take a `JaggedArray`.
+They have the names of ``torch.ops.fbgemm``, and static capacities where FBGEMM computes a size.
+``values`` are ``[capacity, ...]``. Elements past the last row are padding: never read, and zeros in
+results. ``offsets`` are ``[rows + 1]``, ascending from 0. Functions of the same names in
+`jaxrec.ragged` take a `JaggedArray`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxrec.ragged.packing import check_indices, checked_capacities
 Values: TypeAlias = Shaped[AnyArray, "capacity *element"]
 Lengths: TypeAlias = Int[AnyArray, " rows"]
 Offsets: TypeAlias = Int[AnyArray, " offsets"]
-# Of nested rows one array for each level, outermost first.
+# Nested rows have one array per level, outermost first.
 Levels: TypeAlias = Int[AnyArray, " _"] | Sequence[Int[AnyArray, " _"]]
 Fill: TypeAlias = float | int | bool
 Dense: TypeAlias = Num[AnyArray, "batch length *element"]
@@ -73,12 +73,16 @@ def jagged_to_padded_dense(
         raise ValueError(f"{len(levels)} levels of offsets but {len(sizes)} lengths: {sizes}")
     rows = jnp.arange(levels[0].shape[0] - 1, dtype=jnp.int32)
     exists = jnp.ones(rows.shape, bool)
+    # Each level replaces row numbers by the numbers of their elements, which are rows of the next
+    # level. A row that does not exist goes on as row 0 until the mask below.
     for level, size in zip(levels, sizes, strict=True):
         level = jnp.asarray(level).astype(jnp.int32)
         starts, ends = level[rows][..., None], level[rows + 1][..., None]
         within = jnp.arange(size, dtype=jnp.int32).reshape((1,) * rows.ndim + (size,))
         exists = exists[..., None] & (within < ends - starts)
         rows = jnp.where(exists, starts + within, 0)
+    # A position past the end reads the padding value, and sends no gradient to a real element.
+    # A position past the end reads the padding value, and sends no gradient to a real element.
     places = jnp.where(exists, rows, values.shape[0])
     return take(to_device(values), places, fill_value=padding_value)
 
@@ -92,7 +96,7 @@ def dense_to_jagged(
 
     Args:
         dense: ``[batch, length, ...]``; with several levels ``[batch, *lengths, ...]``.
-        offsets: As for `jagged_to_padded_dense`; a row longer than ``length`` goes on with zeros.
+        offsets: As for `jagged_to_padded_dense`; a row longer than ``length`` ends with zeros.
         capacity: Length of the result, at least ``offsets[-1]`` of the last level.
 
     Returns:
@@ -112,6 +116,10 @@ def dense_to_jagged(
             f"{len(levels)} levels of offsets need a dense array of {len(levels) + 1} axes or "
             f"more, [batch, *lengths], got shape {tuple(dense.shape)}"
         )
+    # From the innermost level outwards, since only there the capacity is static: an element knows
+    # its row, that row its place in the row around it, and so on up to the batch.
+    # From the innermost level outwards, since only there the capacity is static: an element knows
+    # its row, that row its place in the row around it, and so on up to the batch.
     rows, index = segment_ids(levels[-1], capacity), [offsets_range(levels[-1], capacity)]
     for within, level in itertools.pairwise(reversed(levels)):
         count = within.shape[0] - 1  # rows of the level within are elements of this one
@@ -153,7 +161,7 @@ def unpack_segments(
 
     Args:
         packed: ``[segments, length, ...]``.
-        lengths: ``[segments]``; what a segment has beyond ``length`` was cut, and is zero.
+        lengths: ``[segments]``. Elements beyond ``length`` were cut, and are zeros here.
         capacity: Static length of the result, at least the sum of the lengths.
 
     Example:
@@ -191,6 +199,7 @@ def jagged_slice(
     if max_length < 0:
         raise ValueError(f"jagged_slice: max_length is 0 or more, got {max_length}")
     size, num_rows = values.shape[0], lengths.shape[0]
+    # Slices of one batch do not overlap, so they never hold more elements than the batch does.
     capacity = min(size, num_rows * max_length) if capacity is None else capacity
     lengths = jnp.asarray(lengths).astype(jnp.int32)
     starts = jnp.clip(jnp.asarray(starts).astype(jnp.int32), 0, lengths)
@@ -242,6 +251,7 @@ def jagged_index_select(
     """
     check_indices(indices, lengths.shape[0])
     bags, indices = jnp.asarray(lengths).astype(jnp.int32), jnp.asarray(indices)
+    # JAX would count a negative index from the end; past the end it gives an empty row.
     indices = jnp.where(indices < 0, bags.shape[0], indices)
     out_lengths = take(bags, indices)
     (capacity,) = checked_capacities(
@@ -278,8 +288,8 @@ def expand_into_jagged_permute(
         capacity: Length of the result, at least ``output_offsets[-1]``.
 
     Returns:
-        ``[capacity]`` int32: the element of the input at each place of the output; at padding
-        ``input_offsets[-1]``, the number of elements.
+        ``[capacity]`` int32: for each position of the output, the position of its element in the
+        input; ``input_offsets[-1]``, the number of elements, at padding.
     """
     starts = jnp.asarray(input_offsets).astype(jnp.int32)
     source = take(take(starts, jnp.asarray(permute)), segment_ids(output_offsets, capacity))
@@ -339,8 +349,8 @@ def jagged_dense_elementwise_add_jagged_output(
 ) -> Num[Array, "capacity *element"]:
     """Return the ragged sum of a ragged and a dense array; FBGEMM's op.
 
-    Elements of ``y`` past a row of ``x`` are left out; where a row of ``y`` ends first it counts as
-    zero.
+    Elements of ``y`` past the end of a row of ``x`` are left out. Missing elements of ``y`` count
+    as zero.
     """
     y_values = dense_to_jagged(y, x_offsets, x_values.shape[0])
     return without_padding(x_values, x_offsets) + y_values
@@ -358,8 +368,8 @@ def jagged_dense_elementwise_mul(
 ) -> Num[Array, "capacity *element"]:
     """Return the ragged product of a ragged and a dense array; FBGEMM's op.
 
-    Elements of ``y`` past a row of ``x`` are left out; where a row of ``y`` ends first it counts as
-    zero.
+    Elements of ``y`` past the end of a row of ``x`` are left out. Missing elements of ``y`` count
+    as zero.
     """
     y_values = dense_to_jagged(y, x_offsets, x_values.shape[0])
     return without_padding(x_values, x_offsets) * y_values
@@ -375,8 +385,8 @@ def jagged_dense_bmm(
 ) -> Float[Array, "capacity columns"]:
     """Multiply each row of ``x`` (``[length, inner]``) by its matrix of ``y``; ragged like ``x``.
 
-    FBGEMM's op of that name. ``max_length`` is a static bound of the rows' lengths: elements past
-    it take no part, give zeros and have no gradient.
+    FBGEMM's op of that name. ``max_length`` is a static bound on the rows' lengths. Elements past
+    it give zeros and have no gradient.
     """
     x = jagged_to_padded_dense(x_values, x_offsets, max_length)
     return dense_to_jagged(jnp.matmul(x, y), x_offsets, x_values.shape[0])
@@ -402,7 +412,7 @@ def batched_dense_vec_jagged_2d_mul(
     a_values: Float[AnyArray, "capacity heads_dims"],
     a_offsets: Offsets,
 ) -> Float[Array, "batch_heads dim"]:
-    """Sum each row's vectors, weighted for each head: attention's weights times its values.
+    """Sum each row's vectors, weighted per head, as attention does with its values.
 
     ``out[b * H + h] = sum_n v[b * H + h, n] a_b[n, h * D:(h + 1) * D]``; FBGEMM's op of that name.
 
@@ -429,6 +439,7 @@ def batched_dense_vec_jagged_2d_mul(
     a = jagged_to_padded_dense(a_values, a_offsets, length).reshape(batch, length, heads, -1)
     lengths = jnp.asarray(a_offsets[1:] - a_offsets[:-1])
     exists = jnp.arange(length)[None, None, :] < lengths[:, None, None]
+    # The padding of `a` is zero, but a weight of NaN or infinity there would still make NaN.
     v = jnp.where(exists, v.reshape(batch, heads, length), jnp.zeros((), v.dtype))
     return jnp.einsum("bhl,blhd->bhd", v, a).reshape(v.shape[0] * heads, -1)
 
@@ -448,11 +459,11 @@ def jagged_softmax(
     """
     rows, segments = offsets.shape[0] - 1, segment_ids(offsets, values.shape[0])
     scores = without_padding(values, offsets)
-    # Sums of a long row need more than 16 bits; the maximum cancels in the quotient, and needs no
-    # gradient.
+    # The sum over a long row loses its digits in 16 bits.
     scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
     # One more row takes the padding, so that every element has a row to read its sum from.
     largest = jax.ops.segment_max(scores, segments, rows + 1, indices_are_sorted=True)
+    # The maximum cancels in the quotient, so it needs no gradient.
     powers = jnp.exp(scores - jax.lax.stop_gradient(largest)[segments])
     sums = jax.ops.segment_sum(powers, segments, rows + 1, indices_are_sorted=True)
     return without_padding(powers / sums[segments], offsets).astype(values.dtype)

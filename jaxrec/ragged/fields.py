@@ -1,4 +1,4 @@
-"""The fields of a keyed batch as its constructor takes them: checked, or derived."""
+"""Checks of the fields that `KeyedJaggedArray`'s constructor takes, and fields made from others."""
 
 from __future__ import annotations
 
@@ -44,11 +44,7 @@ def checked_fields(
     slot_keys: Sequence[str] = (),
     sample_capacities: Sequence[int] = (),
 ) -> Packed:
-    """Check the fields of a `KeyedJaggedArray`.
-
-    Without ``capacities`` the arrays are TorchRec's, without padding, and are packed. With them
-    arrays on the host are checked whole, and others (on a device, or traced) by shape and type.
-    """
+    """Check the fields of a `KeyedJaggedArray`, or pack them if they lack ``capacities``."""
     keys = feature_names(keys)
     capacities = _sizes("capacities", capacities)
     strides = _sizes("strides", strides)
@@ -60,6 +56,8 @@ def checked_fields(
     for name, sizes in (("capacities", capacities), ("sample_capacities", sample_capacities)):
         if len(sizes) != len(keys) and (sizes or name == "capacities"):
             raise ValueError(f"{len(sizes)} {name} for {len(keys)} keys {keys}")
+    # Raw ids and wide ids know their own type; `_array` would make int32 of them.
+    # Raw ids and wide ids know their own type; `_array` would make int32 of them.
     if not (is_raw(values) or isinstance(values, WideIds)):
         values = _array("values", "value", values, _numbers)
     lengths = _array("lengths", "length", lengths, integers)
@@ -97,7 +95,7 @@ def checked_fields(
 
 
 def checked_columns(columns: Any) -> dict[str, JaggedArray]:
-    """Return ``data`` as columns by name."""
+    """Return columns by name, checked by type."""
     columns = by_name("columns", columns)
     for key, column in columns.items():
         if not isinstance(column, JaggedArray):
@@ -120,11 +118,9 @@ def checked_columns(columns: Any) -> dict[str, JaggedArray]:
 def column_facts(
     columns: Mapping[str, JaggedArray], has_inverse: bool
 ) -> tuple[AnyArray | None, tuple[str, ...], tuple[int, ...]]:
-    """Return ``inverse_indices``, ``slot_keys`` and ``sample_capacities`` of the columns' batch.
+    """Return ``inverse_indices``, ``slot_keys`` and ``sample_capacities`` of a batch of columns.
 
-    Args:
-        columns: Columns by name.
-        has_inverse: Whether ``inverse_indices`` are given, in place of the columns' own.
+    With ``has_inverse`` the user gives the first, and the columns' own are left out.
     """
     known = {key: column for key, column in columns.items() if isinstance(column, BatchColumn)}
     slot_keys = tuple(key for key, column in known.items() if column.are_slots)
@@ -145,7 +141,7 @@ def column_facts(
 
 
 def with_raw_ids(feature: str, column: JaggedArray) -> JaggedArray:
-    """Return a column on the host with raw ids, checked, in its capacity."""
+    """Pack checked host ids as `RawIds`, padded to the column's capacity."""
     values, lengths = concrete(feature, column.values), concrete(feature, column.lengths)
     ids = raw_column(feature, Column(values[: lengths.sum()], lengths)).values
     padded = np.pad(ids, (0, len(values) - len(ids)))
@@ -153,7 +149,7 @@ def with_raw_ids(feature: str, column: JaggedArray) -> JaggedArray:
 
 
 def joined(batches: Sequence[Any]) -> Packed:
-    """Return the fields of one batch with the keys of several `KeyedJaggedArray`s."""
+    """Return the fields of `KeyedJaggedArray.concat`."""
     keys = _chain(batch.keys for batch in batches)
     for first, second in itertools.combinations(batches, 2):
         if shared := sorted(set(first.keys) & set(second.keys)):
@@ -189,7 +185,7 @@ def _chain(parts: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 def present(slot_keys: Sequence[str], keys: Sequence[str]) -> tuple[str, ...]:
-    """Return the slot keys that are among ``keys``, each once, in the order of these."""
+    """Return the keys that are slot keys, each once, in the order of ``keys``."""
     return tuple(dict.fromkeys(key for key in keys if key in slot_keys)) if slot_keys else ()
 
 
@@ -201,7 +197,7 @@ def _packed(
     keys: tuple[str, ...],
     strides: tuple[int, ...],
 ) -> Packed:
-    """Return the fields of a batch of TorchRec's arrays."""
+    """Pack TorchRec's arrays, which have no padding."""
     if any(_has_no_values(array) for array in (values, lengths, weights)):
         raise TypeError(
             "a KeyedJaggedArray of traced arrays needs capacities= and strides=, the capacity "
@@ -219,8 +215,8 @@ def _packed(
 def _checked_on_host(fields: Packed) -> Packed:
     """Check the fields that lie on the host and make them 32 bits wide."""
     values, lengths, weights, inverse, keys, capacities, strides, _, given = fields
-    # One look at the whole batch passes nearly all: a batch has hundreds of keys, and a few NumPy
-    # calls for each would take longer than to pack it.
+    # One check of the whole batch passes nearly every batch. With hundreds of keys, a few NumPy
+    # calls per key would take longer than packing.
     counts = _known_lengths(fields)
     if counts is not None and not _is_sound(fields, counts):
         _check_each_key(fields, counts)
@@ -229,7 +225,7 @@ def _checked_on_host(fields: Packed) -> Packed:
     if isinstance(values, np.ndarray) and not is_raw(values):
         values = _narrow(values, is_checked=counts is not None)
     if isinstance(weights, np.ndarray):
-        with np.errstate(over="ignore"):  # in the padding, which nothing reads
+        with np.errstate(over="ignore"):  # only padding can overflow here, and it is never read
             weights = weights.astype(np.float32, copy=False)
     if isinstance(inverse, np.ndarray):
         for index in np.ndindex(inverse.shape[:-2]):
@@ -237,6 +233,7 @@ def _checked_on_host(fields: Packed) -> Packed:
         inverse = inverse.astype(np.int32, copy=False)
         if isinstance(lengths, np.ndarray):
             demands = demands_of_samples(lengths, inverse, strides)
+            # Capacities given with other arrays (by `dataclasses.replace`) may be too small now.
             if not given or any(map(operator.lt, given, demands)):
                 given = capacities_of_samples(lengths, inverse, strides, capacities)
     return fields._replace(
@@ -249,13 +246,12 @@ def _checked_on_host(fields: Packed) -> Packed:
 
 
 def _known_lengths(fields: Packed) -> np.ndarray | None:
-    """Return the lengths where they say which numbers of arrays on the host are used, or None.
-
-    Lengths on a device are read for the sake of values or weights on the host.
-    """
+    """Return the lengths on the host if host arrays can be checked with them, else None."""
     lengths = fields.lengths
     if isinstance(lengths, np.ndarray):
         return lengths
+    # Lengths on a device are copied only if values or weights on the host need them: a copy waits
+    # for the device.
     is_known = isinstance(lengths, jax.Array) and not isinstance(lengths, jax.core.Tracer)
     if not is_known or not lengths.is_fully_addressable:
         return None
@@ -264,17 +260,15 @@ def _known_lengths(fields: Packed) -> np.ndarray | None:
 
 
 def _is_sound(fields: Packed, lengths: np.ndarray) -> bool:
-    """Return whether a look at all keys at once shows that `_check_each_key` would pass.
-
-    False says nothing: the batch may be of a kind that only the other check knows (weights, raw
-    ids, keys without bags), or have bad ids in its padding only.
-    """
+    """Return whether one check of all keys shows that `_check_each_key` would pass."""
+    # False proves nothing. Weights, raw ids and keys without bags are left to the other check, and
+    # a bad id may lie in the padding, which may hold anything.
     values, capacities = fields.values, fields.capacities
     if fields.weights is not None or is_raw(values) or 0 in fields.strides or not lengths.size:
         return False
     if not (isinstance(values, np.ndarray) and values.dtype.kind in "iu"):
         return False
-    # The lengths first: a sum of lengths beyond the capacities could wrap.
+    # Each length is checked before their sum, which could wrap around.
     if lengths.min() < 0 or lengths.max() > max(capacities) or sum(capacities) >= INT32_BOUND:
         return False
     first_bags = np.cumsum((0, *fields.strides[:-1]))
@@ -322,20 +316,20 @@ def _count(key: str, lengths: np.ndarray, capacity: int) -> int:
         raise ValueError(
             f"feature {key!r}, sample {sample} has the negative length {lengths[sample]}"
         )
-    longest = int(lengths.max())  # first: a sum of lengths beyond the capacity could wrap
+    longest = int(lengths.max())  # checked before the sum, which could wrap around
     count = longest if longest > capacity else int(lengths.sum(dtype=np.int64))
     pinned_capacities([key], [count], [capacity])
     return count
 
 
 def _numbers(where: str, what: str, array: Any) -> np.ndarray:
-    """Return ids as integers, or as real numbers where they are an array of such a type."""
+    """Return an array as integers; a floating point array as it is."""
     is_float = isinstance(array, np.ndarray) and jax.dtypes.issubdtype(array.dtype, np.floating)
     return (floats if is_float else integers)(where, what, array)
 
 
 def _narrow(values: np.ndarray, is_checked: bool) -> np.ndarray:
-    """Return values of 32 bits at most; integers in padding may be cut where others are checked."""
+    """Return values in 32 bits at most; ``is_checked``: all ids outside the padding fit."""
     if values.dtype.kind not in "iuO":
         return values.astype(np.float32) if values.dtype == np.float64 else values
     if not (is_checked and values.dtype.kind in "iu") and values.dtype != np.int32 and values.size:
@@ -347,7 +341,7 @@ def _narrow(values: np.ndarray, is_checked: bool) -> np.ndarray:
 
 
 def _array(name: str, what: str, array: Any, convert: Callable[..., np.ndarray]) -> AnyArray:
-    """Return a JAX array as it is, integers as int32, and anything else as a NumPy array."""
+    """Return a JAX array, with integers as int32, or ``convert`` anything else to a NumPy array."""
     if not _is_of_jax(array):
         return convert(name, what, array)
     only_integers = convert is integers
@@ -364,12 +358,12 @@ def _check_shape(name: str, array: AnyArray | WideIds, wanted: tuple[int, ...], 
 
 
 def _is_real(array: Any) -> bool:
-    """Return whether an array has a type of real numbers; bool is not one."""
+    """Return whether an array holds real numbers; bools are not."""
     return any(jnp.issubdtype(array.dtype, kind) for kind in (np.integer, np.floating))
 
 
 def _is_of_jax(array: Any) -> bool:
-    """Return whether an array lies on a device, is traced, or stands for such an array."""
+    """Return whether an array is JAX's: on a device, traced, or a `jax.ShapeDtypeStruct`."""
     return isinstance(array, jax.Array | jax.ShapeDtypeStruct)
 
 
@@ -381,6 +375,6 @@ def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
     if isinstance(sizes, str | Mapping) or not isinstance(sizes, Iterable):
         raise TypeError(f"{name} is {sizes!r}; expected a number for each key, in order")
     sizes = tuple(sizes)
-    if set(map(type, sizes)) <= {int}:  # nearly always, and a batch has a size for each key
+    if set(map(type, sizes)) <= {int}:  # the common case, without a Python call per key
         return sizes
     return tuple(whole_number(name, size) for size in sizes)

@@ -34,10 +34,9 @@ def hash_ids(values: Any, num_embeddings: int | None, seed: int = 0) -> Any:
         seed: 0 to 2**64 - 1; another seed is another hash function.
 
     Returns:
-        int32 row indices, ``hash % num_embeddings``, in ``[0, num_embeddings)`` (each row's share
-        of all hashes is even to 2**-33), or the uint64 hashes. They have the form of the values:
-        NumPy array of the same shape; Arrow array with the same chunks, lists and null lists;
-        NumPy array of a list; list of NumPy arrays of a list of lists.
+        int32 row indices in ``[0, num_embeddings)``, ``hash % num_embeddings``, or the uint64
+        hashes. A NumPy array of the same shape; for Arrow an array with the same chunks, lists and
+        null lists; for a list a NumPy array; for a list of lists a list of NumPy arrays.
 
     Raises:
         TypeError: The values are neither integers, strings nor bytes, or are traced.
@@ -60,6 +59,8 @@ def hash_ids(values: Any, num_embeddings: int | None, seed: int = 0) -> Any:
     def rows(hashes: np.ndarray) -> np.ndarray:
         if num_embeddings is None:
             return hashes
+        # The remainder favours low rows by less than 2**-33 of their share: there are 2**64 hashes
+        # and fewer than 2**31 rows.
         return (hashes % np.uint64(num_embeddings)).astype(np.int32)
 
     if type(values).__module__.startswith("pyarrow"):
@@ -84,8 +85,8 @@ def _hash_objects(values: Sequence[Any], seed: int) -> np.ndarray:
     kinds = set(map(type, values))
     if all(issubclass(kind, str) for kind in kinds):
         text = "".join(values)
-        # Characters are bytes then, and one call encodes all strings: their lengths are the
-        # offsets.
+        # ASCII characters are single bytes. So one call encodes all strings, and their lengths give
+        # the offsets.
         if text.isascii():
             return _hash_joined(text.encode(), values, seed)
         values = [value.encode() for value in values]
@@ -108,9 +109,9 @@ def _hash_joined(data: bytes, values: Sequence[Any], seed: int) -> np.ndarray:
 
 
 def _unfit(values: Sequence[Any]) -> Exception:
-    """Return the error for the first value that is null, or of another type than it may be."""
+    """Return the error for values that are null, of a wrong type, or of several types."""
     for position, value in enumerate(values):
-        if value is None or value != value:
+        if value is None or value != value:  # NaN, pandas' null, differs from itself
             return null_error(f"value {position}")
         if not (isinstance(value, str | bytes) or is_integer(type(value))):
             return TypeError(
@@ -126,7 +127,8 @@ def _hash_flat_arrow(array: pa.Array, seed: int) -> np.ndarray:
     import pyarrow as pa
 
     kind = array.type
-    # Each distinct string is hashed once.
+    # A dictionary's strings are hashed once each, not once per row. A null among them shifts the
+    # codes, so such a column is decoded first.
     if isinstance(kind, pa.DictionaryType):
         dictionary = array.dictionary.drop_null()
         if len(dictionary) < len(array.dictionary):
@@ -147,6 +149,7 @@ def _hash_flat_arrow(array: pa.Array, seed: int) -> np.ndarray:
             f"values are of Arrow type {kind}; expected integers, strings or binary values, or "
             "dictionaries or lists of them"
         )
+    # The buffers are those of the whole column, of which `array` may be a slice.
     _, offsets, data = array.buffers()
     width = np.int64 if array.type in kinds[2:] else np.int32
     starts = np.zeros(1, width)  # an empty array may have no offsets
@@ -169,17 +172,17 @@ _P1, _P2, _P3, _P4, _P5 = (
 )
 _U64 = 2**64 - 1
 
-# Bytes that four lanes take at a time.
+# Bytes of a stripe: four lanes of eight.
 _STRIPE = 32
 
-# Strings that are hashed at once, few enough for their hashes to stay in the cache.
+# Strings hashed at once: each step reads and writes the states again, so these stay in the cache.
 _BLOCK = 1 << 14
 
 Hashes = UInt64[np.ndarray, " strings"]
 
 
 def hash_integers(values: np.ndarray, seed: int) -> Hashes:
-    """Hash integers of 64 bits, each as its eight bytes, the lowest first."""
+    """Hash 64-bit integers as eight bytes each, the lowest first."""
     words = values.reshape(-1).view(np.uint64)
     hashes = np.empty(words.size, np.uint64)
     for start in range(0, words.size, _BLOCK):
@@ -192,13 +195,7 @@ def hash_integers(values: np.ndarray, seed: int) -> Hashes:
 def hash_strings(
     data: np.ndarray, offsets: Int[np.ndarray, " strings_and_one"], seed: int
 ) -> Hashes:
-    """Hash byte strings that lie one behind the other.
-
-    Args:
-        data: ``[bytes]`` uint8.
-        offsets: String ``i`` is ``data[offsets[i]:offsets[i + 1]]``.
-        seed: 0 to 2**64 - 1.
-    """
+    """Hash byte strings; string ``i`` is ``data[offsets[i]:offsets[i + 1]]``, uint8."""
     data = np.ascontiguousarray(data, np.uint8)
     hashes = np.empty(offsets.size - 1, np.uint64)
     for start in range(0, hashes.size, _BLOCK):
@@ -208,6 +205,8 @@ def hash_strings(
 
 
 def _hash_block(data: np.ndarray, places: np.ndarray, lengths: np.ndarray, seed: int) -> Hashes:
+    # In the order of the specification: whole stripes, then the remaining words of 8 bytes, at most
+    # one of 4, and single bytes. `left` counts the bytes that a string still has.
     state = np.full(lengths.size, (seed + _P5) & _U64, np.uint64)
     places, left = places.copy(), lengths.copy()
     if (long := np.flatnonzero(lengths >= _STRIPE)).size:
@@ -250,7 +249,8 @@ def _hash_stripes(data: np.ndarray, places: np.ndarray, lengths: np.ndarray, see
 
 
 def _windows(data: np.ndarray, dtype: str) -> np.ndarray:
-    """Return the number of ``dtype`` that begins at each byte."""
+    """View ``data`` as the numbers of ``dtype`` that begin at each byte."""
+    # Strings begin at any byte, and a view with a stride of one byte needs no copy to align them.
     count = data.size - np.dtype(dtype).itemsize + 1
     return np.ndarray((count,), dtype, data, strides=(1,)) if count > 0 else np.empty(0, dtype)
 

@@ -1,4 +1,4 @@
-"""One ragged column as a padded array, by itself or as a batch knows it."""
+"""One ragged column as a padded array: `JaggedArray`, and `BatchColumn` for a column of a batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class JaggedArray:
     ``values[offsets[b]:offsets[b + 1]]``; elements past ``offsets[-1]`` are padding.
 
     Attributes:
-        values: ``[capacity, ...]``, ids or whatever else the rows consist of.
+        values: ``[capacity, ...]``: ids, or other elements.
         lengths: ``[batch]`` int32, elements of each row.
         weights: ``[capacity]``, a weight for each element, or None.
 
@@ -60,7 +60,8 @@ class JaggedArray:
 
         Args:
             rows: A list, tuple or array of elements for each row; elements are numbers or arrays of
-                one shape. Integers become int32, floating point at most float32.
+                one shape. Integers of 32 or 64 bits become int32, float64 becomes float32, and
+                narrower types stay as they are.
             weights: One number for each element, nested like ``rows``, or None.
             capacity: Capacity of the column; None: `capacity_for` its elements.
             id_bits: 64: the elements are raw ids, integers or strings; see `PackOptions`.
@@ -120,7 +121,7 @@ class JaggedArray:
         Raises:
             ValueError: An integer on the host does not fit int32.
         """
-        # The capacity is static, so it holds the longest rows that there could be.
+        # Lengths may be traced but the capacity is static, so it holds all of every row.
         batch, length = dense.shape[:2]
         if lengths is None:
             lengths = jnp.full(batch, length, jnp.int32)
@@ -141,23 +142,23 @@ class JaggedArray:
 
     @property
     def capacity(self) -> int:
-        """Length of ``values``, padding included; over a mesh, of each device's."""
+        """Length of ``values`` with padding; on a mesh, per device."""
         return self.values.shape[self.lengths.ndim - 1]
 
     @property
     def batch_size(self) -> int:
-        """Number of rows; over a mesh, of each device's."""
+        """Number of rows; on a mesh, per device."""
         return self.lengths.shape[-1]
 
     @property
     def offsets(self) -> Int32[AnyArray, " offsets"]:
-        """``[batch + 1]``: the start of each row in ``values``, then the end of the last."""
+        """``[batch + 1]``: start of each row in ``values``, then the end of the last row."""
         require_one_batch(self.lengths, "offsets")
         return complete_cumsum(self.lengths)
 
     @property
     def segment_ids(self) -> Int32[Array, " capacity"]:
-        """The row of each element; ``batch_size`` at padding."""
+        """Row of each element; ``batch_size`` at padding."""
         return segment_ids(self.offsets, self.capacity)
 
     def to_lists(self) -> list[list[Any]]:
@@ -169,7 +170,7 @@ class JaggedArray:
         """Return the weights as nested lists; on the host.
 
         Raises:
-            ValueError: There are none.
+            ValueError: The column has no weights, or lies over a mesh.
         """
         require_one_batch(self.lengths, "weights_to_lists")
         return nested.to_lists(np.asarray(self._given_weights()), np.asarray(self.lengths))
@@ -179,7 +180,7 @@ class JaggedArray:
     ) -> Shaped[Array, "batch length *element"]:
         """Return the rows as a dense array, padded or cut at their ends.
 
-        A column over a mesh gives the rows of all devices, on these devices.
+        A column over a mesh gives the rows of all devices, still sharded over them.
 
         Args:
             length: Elements of each row, static. None: the longest row's; not under jit.
@@ -227,7 +228,7 @@ class JaggedArray:
 
 
 def _flatten(column: JaggedArray) -> tuple[tuple[Any, ...], bool]:
-    # Raw ids have a tree of their own, as in `KeyedJaggedArray`.
+    # Raw ids change the tree structure, as in `KeyedJaggedArray`.
     return (column.values, column.lengths, column.weights), is_raw(column.values)
 
 
@@ -238,6 +239,8 @@ def _unflatten(has_raw_ids: bool, arrays: Iterable[Any]) -> JaggedArray:
 
 _PATHS = tuple(map(GetAttrKey, ("values", "lengths", "weights")))
 
+# Registered by hand: `register_dataclass` has no way to add whether ids are raw to the structure.
+# Registered by hand: `register_dataclass` has no way to add whether ids are raw to the structure.
 jax.tree_util.register_pytree_with_keys(
     JaggedArray,
     lambda column: (tuple(zip(_PATHS, _flatten(column)[0], strict=True)), is_raw(column.values)),
@@ -250,9 +253,6 @@ jax.tree_util.register_pytree_with_keys(
 class BatchColumn(JaggedArray):
     """A column of a batch whose samples share bags, or of slots of `jaxrec.tier`.
 
-    `KeyedJaggedArray.from_dict` takes what `to_dict` gave: a column keeps what the batch knew of
-    it. The rows are bags, of which samples may share one.
-
     Attributes:
         inverse_indices: ``[batch]`` int32, the row of each sample; None: row ``b`` is sample
             ``b``'s.
@@ -260,6 +260,8 @@ class BatchColumn(JaggedArray):
         are_slots: Whether the values are slots assigned by `jaxrec.tier`.
     """
 
+    # A column carries these so that `KeyedJaggedArray.from_dict` restores the batch that `to_dict`
+    # took apart.
     inverse_indices: Int32[AnyArray, " samples"] | None = None
     sample_capacity: int = 0
     are_slots: bool = False

@@ -1,7 +1,6 @@
-"""Arrays made of the keys' segments end to end, on the host or on a device: static reshaping.
+"""Static reshaping of arrays that hold the keys' segments end to end, along the last axis.
 
-A batch over a mesh has an axis in front, with one batch for each device; segments follow each other
-along the last axis.
+The arrays may be on the host, on a device, or over a mesh, where an axis of devices comes first.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from jaxrec.ragged.wide_ids import WideIds, concatenate_wide
 
 
 def concatenate(arrays: Sequence[Any], dtype: Any, axis: int = -1) -> Any:
-    """Concatenate arrays; without any, return an empty one of ``dtype``."""
+    """Concatenate arrays; return an empty one of ``dtype`` for an empty sequence."""
     if len(arrays) == 1:
         return arrays[0]
     if not arrays:
@@ -35,7 +34,7 @@ def concatenate(arrays: Sequence[Any], dtype: Any, axis: int = -1) -> Any:
 
 
 def concatenate_weights(weights: Sequence[AnyArray | None]) -> AnyArray | None:
-    """Concatenate weights; None where all are None."""
+    """Concatenate weights, or return None if all are None."""
     arrays = [array for array in weights if array is not None]
     if arrays and len(arrays) < len(weights):
         num_missing = len(weights) - len(arrays)
@@ -44,7 +43,7 @@ def concatenate_weights(weights: Sequence[AnyArray | None]) -> AnyArray | None:
 
 
 def refit(array: Any, capacities: Sequence[int], wanted: Sequence[int]) -> Any:
-    """Cut or zero-pad segments at their ends, from ``capacities`` to those ``wanted``."""
+    """Cut or zero-pad segments at their ends, from ``capacities`` to ``wanted``."""
     if isinstance(array, WideIds):
         return jax.tree.map(lambda words: refit(words, capacities, wanted), array)
     xp = namespace(array)
@@ -64,21 +63,14 @@ def take_segments(
     sizes: Sequence[int] | None = None,
     fill: int = 0,
 ) -> Shaped[Array, "total ..."]:
-    """Return segments of an array end to end, by one gather however many there are.
-
-    A program with a slice and a pad for each of a hundred features takes seconds to compile.
-
-    Args:
-        array: The array.
-        starts: First position of each segment.
-        counts: Length of each segment.
-        sizes: Length of each segment in the result, with padding behind it; None: ``counts``.
-        fill: The padding.
-    """
+    """Return segments of an array end to end, each padded with ``fill`` from a count to a size."""
+    # One gather, however many segments: a program with a slice and a pad for each of a hundred
+    # features takes seconds to compile.
     sizes = counts if sizes is None else sizes
     if not array.shape[0] or not sum(counts):
         return jnp.full((sum(sizes), *array.shape[1:]), fill, array.dtype)
-    # Positions are taken as many at a time as the segments allow: a batch's bags of a feature.
+    # The gather reads units of the greatest size that divides all segments (often the batch size),
+    # which makes its index that much shorter.
     unit = math.gcd(array.shape[0], *starts, *counts, *sizes)
     units = array.reshape(-1, unit, *array.shape[1:])
     taken = [
@@ -93,7 +85,8 @@ def take_segments(
     if (np.diff(index) == 1).all() and first >= 0:
         return array[first * unit : (last + 1) * unit]
     is_padding = index < 0
-    # Padding is taken from behind the end, each from a place of its own.
+    # Padding reads past the end, each unit at a position of its own, so that the indices stay
+    # unique and XLA may use its faster backward scatter.
     index = np.where(is_padding, len(units) + np.arange(index.size, dtype=np.int32), index)
     segments = units.at[index].get(
         mode="fill" if is_padding.any() else "promise_in_bounds",
@@ -104,7 +97,7 @@ def take_segments(
 
 
 def runs(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Return indices as the fewest runs ``[start, end)`` of consecutive ones."""
+    """Split indices into runs ``[start, end)`` of consecutive numbers."""
     result: list[tuple[int, int]] = []
     for index in indices:
         if result and result[-1][1] == index:

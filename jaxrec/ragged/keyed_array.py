@@ -1,4 +1,4 @@
-"""Named blocks of columns of one dense array: the result of pooled lookups."""
+"""`KeyedArray`, one dense array with named blocks of columns: the result of pooled lookups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxrec.ragged.arrays import AnyArray, namespace
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class KeyedArray:
-    """Dense blocks side by side, TorchRec's KeyedTensor.
+    """A dense array of named blocks side by side, TorchRec's KeyedTensor.
 
     Attributes:
         values: ``[batch, sum(dims)]``, the keys' blocks in order.
@@ -41,7 +41,8 @@ class KeyedArray:
         """Make a keyed array of blocks by name, each ``[batch, dim]``.
 
         Raises:
-            ValueError: There are none, or they differ in batch size or rank.
+            ValueError: ``arrays`` is empty, or the blocks are not ``[batch, dim]`` of one batch
+                size.
         """
         shapes = {key: array.shape for key, array in arrays.items()}
         if not shapes:
@@ -61,7 +62,7 @@ class KeyedArray:
 
     @property
     def offset_per_key(self) -> tuple[int, ...]:
-        """The start of each block, then the end of the last; static."""
+        """First column of each key, then the total width: ``(0, 64, 128)``. Static."""
         return tuple(itertools.accumulate(self.dims, initial=0))
 
     def __getitem__(self, key: str) -> Float[AnyArray, "batch dim"]:

@@ -1,4 +1,4 @@
-"""Constructors of batches from host data."""
+"""Constructors of batches from host data: lists, dense arrays, Arrow and TorchRec's arrays."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ Batch = TypeVar("Batch", bound="KeyedConstructors")
 
 
 class KeyedConstructors:
-    """Base of `jaxrec.ragged.KeyedJaggedArray`: how host data in several forms becomes a batch.
+    """Base of `KeyedJaggedArray`: constructors that check ids and pack them in NumPy arrays.
 
-    Each constructor checks the ids and packs them into NumPy arrays of static capacity. For a run
-    of many batches `jaxrec.Packer` has the same constructors: it chooses capacities that hold the
-    coming batches, too, so that few programs compile.
+    `jaxrec.Packer` has the same constructors for a run of many batches.
     """
 
-    # Capacities of the packer that made this batch, for `shard_batch` and `pad_batch`. It is no
-    # part of the pytree: arrays on a device have none.
+    # Memory of the packer that made this batch, for `shard_batch` and `pad_batch`. It is not part
+    # of the pytree, where it would be static and compile a program per packer; so a batch loses it
+    # in `jax.tree.map`.
     memory: ClassVar[CapacityMemory | None] = None
 
     @classmethod
@@ -38,7 +37,9 @@ class KeyedConstructors:
         sample_capacities: tuple[int, ...] = (),
         memory: CapacityMemory | None = None,
     ) -> Batch:
-        """Make a batch of fields that need no check, whatever the arrays are."""
+        """Make a batch of fields that need no check, such as tracers."""
+        # Neither `__init__` nor `setattr` (the class is frozen): JAX comes here for every batch
+        # that enters or leaves a program, and both take longer than writing the dictionary.
         batch = object.__new__(cls)
         fields = vars(batch)
         fields["values"], fields["lengths"], fields["weights"] = values, lengths, weights
@@ -61,8 +62,8 @@ class KeyedConstructors:
         Args:
             data: Bags by feature; a bag is a list, tuple or one-dimensional array of ids.
             weights: Weights by feature, nested like ``data``.
-            **options: `PackOptions`: ``inverse_indices``, ``capacities``, ``bounds``,
-                ``bounds_mode`` and ``id_bits``.
+            **options: `PackOptions`: ``inverse_indices``, ``capacities``, ``sample_capacities``,
+                ``bounds``, ``bounds_mode`` and ``id_bits``.
 
         Returns:
             The batch, in NumPy arrays.
@@ -103,7 +104,7 @@ class KeyedConstructors:
     ) -> Batch:
         """Make a batch of dense arrays: one id per sample (``[batch]``) or k ids (``[batch, k]``).
 
-        The ids are integers, or with ``id_bits=64`` strings: arrays of these or lists.
+        Arrays or lists of integers, or with ``id_bits=64`` of strings.
 
         Options, result and errors as for `from_lists`.
 
@@ -127,10 +128,10 @@ class KeyedConstructors:
         """Make a batch of Arrow columns; needs pyarrow.
 
         Args:
-            data: A Table, a RecordBatch, or Arrays by feature: integers (one id per sample), or
-                lists of integers of any kind of list. With ``id_bits=64`` also strings, binary
-                values and dictionaries of them. A null row is an empty bag.
-            weights: The same, of floating point and nested like ``data``.
+            data: A Table, a RecordBatch, or Arrays by feature. A column has integers (one id per
+                sample) or lists of integers; every list type of Arrow will do. With ``id_bits=64``
+                also strings, binary values and dictionaries of them. A null row is an empty bag.
+            weights: Floating point columns, nested like ``data``.
 
         Options, result and errors as for `from_lists`; a null inside a list is an error.
 
@@ -193,7 +194,7 @@ class KeyedConstructors:
         strides: Sequence[int] | None = None,
         **options: Unpack[PackOptions],
     ) -> Batch:
-        """Make a batch as `from_lengths` does, of ``offsets`` ``[sum(strides) + 1]`` from 0 up."""
+        """Make a batch like `from_lengths`, from ``[sum(strides) + 1]`` offsets that begin at 0."""
         keys = columns.feature_names(keys)
         lengths = columns.lengths_of_offsets(keys, offsets, strides)
         return cls.from_lengths(keys, values, lengths, weights, strides, **options)

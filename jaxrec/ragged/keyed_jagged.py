@@ -41,17 +41,17 @@ from jaxrec.ragged.shared_bags import expand
 class KeyedJaggedArray(KeyedConstructors):
     """A batch of named ragged columns, TorchRec's KeyedJaggedTensor with static capacities.
 
-    Key-major: first all of the first key, then all of the second. Each key has its own segment of
-    ``values``, filled from its front and padded at its end, so that selecting, permuting and
-    splitting keys are static slices. Built from host data its arrays are NumPy's: they move to a
-    device when they are used there, and reshaping them until then needs none.
+    Key-major: first all ids of the first key, then all of the second. Each key has its own segment
+    of ``values``, filled from its front and padded at its end. So selecting, permuting and
+    splitting keys are static slices. A batch made from host data has NumPy arrays, and reshaping
+    them stays on the host. They move to a device with the first computation there.
 
     Over a mesh (`jaxrec.mesh.shard_batch`) each array has one more axis in front, with the batch of
     each device. ``batch[key]``, `permute`, `select`, `split`, `concat` and `with_capacities` work
-    on it; `offsets`, `segment_ids`, `to_lists` and what needs them raise a ValueError.
+    on it. `offsets`, `segment_ids`, `to_lists` and methods that use them raise a ValueError.
 
-    The constructor takes these fields. It checks those on the host, and of others, on a device or
-    traced, their shapes and types. Without ``capacities`` it takes TorchRec's arrays, which have no
+    The constructor takes these fields. It checks host arrays fully, and arrays that are on a device
+    or traced by shape and type. Without ``capacities`` it takes TorchRec's arrays, which have no
     padding, as `from_lengths` does: ``KeyedJaggedArray(keys=, values=, lengths=)``.
 
     Attributes:
@@ -66,10 +66,10 @@ class KeyedJaggedArray(KeyedConstructors):
         capacities: Length of each key's segment of ``values``.
         strides: Number of bags of each key.
         slot_keys: Keys whose values are slots assigned by `jaxrec.tier`, not ids.
-        sample_capacities: Where samples share bags, the capacity of each key once every sample has
-            ids of its own, as `expanded` gives them and `jaxrec.EmbeddingCollection` looks them up.
-            Computed of arrays on the host. Empty: unknown, and the largest possible (the key's
-            capacity for each sample) takes its place under jit.
+        sample_capacities: Capacity of each key in the `expanded` batch, where samples share bags;
+            `jaxrec.EmbeddingCollection` looks that batch up. Computed from host arrays. Empty:
+            unknown. Under jit the largest possible one (the key's capacity times the number of
+            samples) then takes its place.
 
     Raises:
         TypeError: A field is of another type, or traced arrays come without ``capacities``.
@@ -99,9 +99,9 @@ class KeyedJaggedArray(KeyedConstructors):
     slot_keys: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     sample_capacities: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
-    # Users come through here, and get checks. What makes a batch of another batch's arrays calls
-    # `_of` instead: JAX rebuilds batches many times a step, of tracers and placeholders, in which
-    # there is nothing to check.
+    # The constructor is for users, so it checks. Methods that make a batch from another batch's
+    # arrays call `_of` instead: JAX rebuilds batches many times a step, from tracers and
+    # placeholders, which have no numbers to check.
     def __post_init__(self) -> None:
         vars(self).update(checked_fields(**vars(self))._asdict())
 
@@ -109,7 +109,7 @@ class KeyedJaggedArray(KeyedConstructors):
     def from_dict(
         cls, columns: Mapping[str, JaggedArray], **options: Unpack[PackOptions]
     ) -> KeyedJaggedArray:
-        """Make a batch of columns as they are, capacities included; the inverse of `to_dict`.
+        """Make a batch of columns, with their capacities; the inverse of `to_dict`.
 
         A static concatenation that works under jit and over a mesh. Columns of different batch
         sizes make a batch of variable strides, as in TorchRec. Columns of a batch whose samples
@@ -117,16 +117,16 @@ class KeyedJaggedArray(KeyedConstructors):
 
         Args:
             columns: Columns of scalars by name, all with weights or none.
-            **options: `PackOptions`. With ``capacities`` the segments are refitted
-                (`with_capacities`), and only with ``bounds`` are ids looked at (`with_checked_ids`;
-                not under jit). ``inverse_indices`` take the place of the columns' own. If one
-                column has raw ids, the batch has, whatever ``id_bits``.
+            **options: `PackOptions`. ``capacities`` refit the segments (`with_capacities`).
+                ``bounds`` check the ids against their tables (`with_checked_ids`; not under jit).
+                ``inverse_indices`` replace those of the columns. The batch has raw ids if one
+                column has, whatever ``id_bits``.
 
         Raises:
             TypeError: A column is not a `JaggedArray`.
             ValueError: The elements of a column are not scalars, weights are missing, only some
-                columns have ``inverse_indices``, or an error of the constructor or of the methods
-                named.
+                columns have ``inverse_indices``, or the constructor, `with_capacities` or
+                `with_checked_ids` refuses the columns.
         """
         columns = checked_columns(columns)
         if id_bits_of(options) == 64:
@@ -166,7 +166,7 @@ class KeyedJaggedArray(KeyedConstructors):
 
     @property
     def batch_size(self) -> int:
-        """Number of samples in the batch; over a mesh, of each device."""
+        """Number of samples in the batch; on a mesh, per device."""
         if self.inverse_indices is not None:
             return self.inverse_indices.shape[-1]
         return max(self.strides, default=0)
@@ -178,10 +178,7 @@ class KeyedJaggedArray(KeyedConstructors):
 
     @property
     def offsets(self) -> Int32[AnyArray, " offsets"]:
-        """``[bags + 1]`` running sum of ``lengths``, from 0.
-
-        Where bags start once padding is left out: TorchRec's offsets.
-        """
+        """``[bags + 1]``: running sum of ``lengths``, from 0. TorchRec's, as if without padding."""
         require_one_batch(self.lengths, "offsets")
         return complete_cumsum(self.lengths)
 
@@ -193,12 +190,12 @@ class KeyedJaggedArray(KeyedConstructors):
 
     @property
     def offset_per_key(self) -> Int32[AnyArray, " offsets"]:
-        """``[keys + 1]``: the start of each key's ids, padding left out."""
+        """``[keys + 1]``: where each key's ids begin, as if without padding; then the total."""
         return self.offsets[np.cumsum((0, *self.strides))]
 
     @property
     def segment_ids(self) -> Int32[Array, " capacity"]:
-        """The bag of each value, counted through all keys; ``sum(strides)`` at padding."""
+        """Bag of each value, numbered over all keys; ``sum(strides)`` at padding."""
         require_one_batch(self.lengths, "segment_ids")
         return bag_ids(self.lengths, self.strides, self.capacities)
 
@@ -291,10 +288,10 @@ class KeyedJaggedArray(KeyedConstructors):
         """Return consecutive groups of keys.
 
         Args:
-            segments: Number of keys of each group, summing to the number of keys; 0 is allowed.
+            segments: Number of keys in each group, summing to the number of keys; 0 is allowed.
 
         Raises:
-            ValueError: They do not sum to the number of keys.
+            ValueError: The group sizes do not sum to the number of keys.
         """
         if sum(segments) != len(self.keys) or min(segments, default=0) < 0:
             raise ValueError(
@@ -316,16 +313,17 @@ class KeyedJaggedArray(KeyedConstructors):
         if not with_keys:
             return batches[0] if batches else KeyedJaggedArray.empty()
         memories = [batch.memory for batch in with_keys]
+        # Capacities of two packers never come back together, so the result remembers neither.
         memory = memories[0] if all(each is memories[0] for each in memories) else None
         return KeyedJaggedArray._of(*joined(with_keys), memory)
 
     def with_capacities(self, capacities: Mapping[str, int] | Sequence[int]) -> KeyedJaggedArray:
         """Return the batch with segments of other capacities; keys not named keep theirs.
 
-        Under jit segments may only grow: how many ids they hold is known on the host alone.
+        Under jit segments may only grow, since the number of their ids is unknown.
 
         Raises:
-            ValueError: A capacity is too small, or is given for a key that is not there.
+            ValueError: A capacity is too small, or names a key that the batch lacks.
         """
         if isinstance(self.lengths, jax.core.Tracer):
             needed = self.capacities
@@ -344,15 +342,15 @@ class KeyedJaggedArray(KeyedConstructors):
         )
 
     def expanded(self) -> KeyedJaggedArray:
-        """Return the batch with bags of its own for each sample, where samples share bags.
+        """Return the batch with a bag per sample, where samples share bags.
 
-        Bag ``b`` of each key is then sample ``b``'s. Capacities are `sample_capacities`. Outside
-        of jit they are computed if they are unknown.
+        Bag ``b`` of each key is then sample ``b``'s. The capacities are `sample_capacities`;
+        outside of jit, unknown ones are computed.
 
         Returns:
-            The batch itself if it has no ``inverse_indices``. Under jit a key whose ids exceed a
-            capacity that was too small has the id -1 (and the weight NaN) throughout, which makes
-            its embeddings NaN.
+            The batch itself if it has no ``inverse_indices``. Under jit, if the ids of a key exceed
+            its capacity, all ids of that key are -1 (and all weights NaN), which makes its
+            embeddings NaN.
 
         Raises:
             ValueError: The ids of all samples exceed int32.
@@ -370,7 +368,7 @@ class KeyedJaggedArray(KeyedConstructors):
     def with_checked_ids(
         self, bounds: Mapping[str, int], bounds_mode: str = "raise"
     ) -> KeyedJaggedArray:
-        """Return the batch with its ids checked, on the host, as for `PackOptions`.
+        """Check the batch's ids on the host, as `PackOptions` describes.
 
         Returns:
             The batch itself if all ids are in range, else one with repaired ids in NumPy arrays.
@@ -409,8 +407,10 @@ class KeyedJaggedArray(KeyedConstructors):
         return self._with(sample_capacities=pinned)
 
     def _without_keys(self) -> KeyedJaggedArray:
-        """Return no keys of the batch; only ``inverse_indices`` know the number of samples."""
+        """Return the batch without its keys, for `permute`."""
         axes = self.lengths.shape[:-1]
+        # Strides are per key, so without keys only ``inverse_indices`` (``[0, batch]``) tell the
+        # number of samples.
         values = np.zeros((*axes, 0), self.values.dtype)
         return KeyedJaggedArray._of(
             as_raw(values) if is_raw(self.values) else values,
@@ -427,7 +427,7 @@ class KeyedJaggedArray(KeyedConstructors):
 
     def _column(self, index: int) -> JaggedArray:
         start, bag = sum(self.capacities[:index]), sum(self.strides[:index])
-        # A batch over a mesh has an axis in front, with one batch for each device.
+        # `...` is the axis of the devices, which only a batch over a mesh has.
         ids = (..., slice(start, start + self.capacities[index]))
         arrays = (
             self.values[ids],
@@ -449,8 +449,8 @@ class KeyedJaggedArray(KeyedConstructors):
 def _flatten(batch: KeyedJaggedArray) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     arrays = (batch.values, batch.lengths, batch.weights, batch.inverse_indices)
     static = (batch.keys, batch.capacities, batch.strides, batch.slot_keys, batch.sample_capacities)
-    # Raw ids have a tree of their own: where jit knows the tree and the shapes, it does not ask
-    # whether it takes the arrays.
+    # Batches with raw ids have another tree structure. When jit finds a structure and shapes in its
+    # cache it does not ask the arrays, and so would take raw ids for int32 ones.
     return arrays, (static, is_raw(batch.values))
 
 

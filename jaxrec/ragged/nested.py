@@ -1,4 +1,4 @@
-"""Nested lists to flat columns at C speed, and back."""
+"""Conversion of nested lists to flat columns and back, without Python code per id."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ import numpy as np
 
 from jaxrec.ragged.columns import WIDE_IDS, Column, check_weight_lengths, is_integer, is_real
 
-# A number beyond this is infinite in float32.
+# The largest float32: a weight beyond it becomes infinite.
 _LARGEST = int(np.finfo(np.float32).max)
 
 
 def from_lists(feature: str, rows: Any, weights: Any | None = None, *, id_bits: int = 32) -> Column:
-    """Make a column of a list of bags, each a list, tuple or one-dimensional array of ids.
-
-    ``id_bits`` 64 takes ids of any type.
-    """
+    """Make a column of a list of bags, each a list, tuple or one-dimensional array of ids."""
     lengths, values = _flat(feature, "id", rows, id_bits)
     if weights is None:
         return Column(values, lengths)
@@ -30,10 +27,9 @@ def from_lists(feature: str, rows: Any, weights: Any | None = None, *, id_bits: 
 
 
 def flat_elements(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the concatenation and lengths of rows of numbers, or of arrays of one shape.
+    """Concatenate rows of numbers or of equal arrays: ``[elements, ...]``, and ``[rows]`` int64.
 
-    Returns:
-        ``[elements, ...]`` of at most 32 bits, and ``[rows]`` int64.
+    Elements have at most 32 bits.
     """
     if bare := [index for index, row in enumerate(rows) if not hasattr(row, "__len__")]:
         raise TypeError(f"row {bare[0]} is {_shown(rows[bare[0]])}; expected a list of elements")
@@ -73,11 +69,11 @@ def to_lists(values: np.ndarray, lengths: np.ndarray) -> list[list[Any]]:
 
 
 def _flat(feature: str, what: str, rows: Any, id_bits: int = 32) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lengths and concatenation of rows; no Python code runs per sample or id."""
+    """Return the lengths and the concatenation of rows."""
     if isinstance(rows, str | bytes | Mapping) or not hasattr(rows, "__len__"):
         raise TypeError(f"feature {feature!r} is {_shown(rows)}; expected a list of lists")
-    # Types are gathered by `map` at C speed and judged once each: a look at every row in Python
-    # would take longer than all the rest.
+    # `map` collects the types in C, and Python looks at each distinct type once. A Python loop over
+    # the rows would take longer than all other work here.
     kinds = set(map(type, rows))
     if not all(issubclass(kind, list | tuple | np.ndarray) for kind in kinds):
         sample, row = _first(rows, lambda row: not isinstance(row, list | tuple | np.ndarray))
@@ -100,7 +96,7 @@ def _flat(feature: str, what: str, rows: Any, id_bits: int = 32) -> tuple[np.nda
         raise TypeError(_not_accepted(feature, sample, what, _shown(value)))
     try:
         return lengths, np.fromiter(chain(rows), dtype, lengths.sum())
-    except OverflowError:  # an int beyond 64 bits: kept whole, for the bounds check to name
+    except OverflowError:  # an int beyond 64 bits: an object array lets the bounds check name it
         if what == "id":
             return lengths, np.array(list(chain(rows)), object)
         sample, row = _first(rows, lambda row: any(abs(weight) > _LARGEST for weight in row))
@@ -113,7 +109,7 @@ def _flat(feature: str, what: str, rows: Any, id_bits: int = 32) -> tuple[np.nda
 def _flat_arrays(
     feature: str, what: str, rows: Sequence[np.ndarray], id_bits: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute `_flat` of rows that are all arrays."""
+    """Compute `_flat` of rows that are all NumPy arrays."""
     if set(map(operator.attrgetter("ndim"), rows)) != {1}:
         sample, row = _first(rows, lambda row: row.ndim != 1)
         raise TypeError(
@@ -121,7 +117,7 @@ def _flat_arrays(
             f"expected a one-dimensional array of {what}s"
         )
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    filled = list(filter(len, rows))  # the type of an empty array says nothing
+    filled = list(filter(len, rows))  # np.array([]) is float64, so empty rows have no say in types
     if not filled:
         return lengths, np.zeros(0, np.int64 if what == "id" else np.float32)
     accepts = is_integer if what == "id" else is_real
@@ -135,7 +131,7 @@ def _flat_arrays(
     if what == "weight":
         common = dtypes.pop() if len(dtypes) == 1 else np.float64
         return lengths, np.concatenate(filled, dtype=common, casting="unsafe")
-    if np.result_type(*dtypes).kind == "f":  # of uint64 with int64, which would lose digits
+    if np.result_type(*dtypes).kind == "f":  # NumPy joins uint64 and int64 as floats: digits lost
         filled = [row.astype(object) for row in filled]
     return lengths, np.concatenate(filled)
 

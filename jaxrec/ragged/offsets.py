@@ -1,4 +1,4 @@
-"""Lengths and offsets of segments, segment ids, and positions, in flat and in keyed arrays."""
+"""Offsets, segment ids and positions from the lengths of segments, in flat and keyed arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxrec.ragged.arrays import AnyArray, namespace, to_device
 
 
 def complete_cumsum(lengths: Int[AnyArray, "*rows n"]) -> Int[AnyArray, "*rows n+1"]:
-    """Return the offsets of segments of given lengths, ``[0, l0, l0 + l1, ...]``, by the last axis.
+    """Return the offsets of segments, ``[0, l0, l0 + l1, ...]``, along the last axis.
 
     FBGEMM's ``asynchronous_complete_cumsum``.
 
@@ -44,15 +44,15 @@ def segment_ids(offsets: Int[AnyArray, " offsets"], capacity: int) -> Int32[Arra
         capacity: Number of positions; those past ``offsets[-1]`` are padding.
 
     Returns:
-        ``[capacity]`` int32; at padding the number of segments, which scatters leave out.
+        ``[capacity]`` int32; the number of segments at padding, which scatters drop.
 
     Example:
         >>> import numpy as np
         >>> segment_ids(np.array([0, 2, 2, 3]), 5).tolist()
         [0, 0, 2, 3, 3]
     """
-    # The segment of a position is the number of segments that end at or before it: a scatter and a
-    # running sum, where a binary search would read the offsets a dozen times for each position.
+    # The segment of a position is the number of segments that end at or before it. So a scatter and
+    # a running sum suffice; a binary search would read the offsets a dozen times per position.
     ends = jnp.zeros(capacity, jnp.int32).at[offsets[1:]].add(1, mode="drop")
     return jnp.cumsum(ends, dtype=jnp.int32)
 
@@ -60,7 +60,7 @@ def segment_ids(offsets: Int[AnyArray, " offsets"], capacity: int) -> Int32[Arra
 def offsets_range(offsets: Int[AnyArray, " offsets"], capacity: int) -> Int32[Array, " {capacity}"]:
     """Return the position of each element in its own segment: 0, 1, 2, ... in each.
 
-    FBGEMM's ``offsets_range``; ``offsets`` here includes the last one, so that padding is known.
+    FBGEMM's ``offsets_range``, but ``offsets`` includes the total, where padding begins.
 
     Args:
         offsets: ``[segments + 1]``, ascending from 0.
@@ -84,10 +84,9 @@ def lengths_range(lengths: Int[AnyArray, " n"], capacity: int) -> Int32[Array, "
 def without_padding(
     values: Shaped[AnyArray, "..."], offsets: Int[AnyArray, "*devices offsets"]
 ) -> Shaped[Array, "..."]:
-    """Return ``[*devices, capacity, *element]`` values with zeros past the last offset.
-
-    Whoever multiplies or sums values does so first: NaN times zero is NaN, in gradients as well.
-    """
+    """Return ``[*devices, capacity, *element]`` values with zeros past the last offset."""
+    # Needed before products and sums: padding may be NaN, and NaN times zero is NaN, in gradients
+    # too. Hence `where`, not a product with a mask.
     ends = to_device(offsets)[..., -1:]
     places = jnp.arange(values.shape[ends.ndim - 1], dtype=jnp.int32)
     used = places.reshape((1,) * (ends.ndim - 1) + places.shape) < ends
@@ -98,7 +97,7 @@ def without_padding(
 def bag_starts(
     lengths: Int32[AnyArray, " bags"], strides: Sequence[int], capacities: Sequence[int]
 ) -> Int32[Array, " bags"]:
-    """Return the first position of each bag in ``values``, padding counted."""
+    """Return the position of each bag's first id in ``values``."""
     offsets = jnp.asarray(complete_cumsum(lengths))
     first = offsets[np.cumsum((0, *strides))[:-1]]
     return offsets[:-1] + spread(_starts(capacities) - first, strides)
@@ -107,11 +106,13 @@ def bag_starts(
 def bag_ids(
     lengths: Int32[AnyArray, " bags"], strides: Sequence[int], capacities: Sequence[int]
 ) -> Int32[Array, " capacity"]:
-    """Return the bag of each position; ``sum(strides)`` at padding."""
+    """Return the bag of each position in ``values``; ``sum(strides)`` at padding."""
     total, bags = sum(capacities), sum(strides)
     ends = bag_starts(lengths, strides, capacities) + lengths
     # The bag of a position is the number of bags that end at or before it.
     ids = _count_marks(jnp.zeros(total, jnp.int32).at[ends].add(1, mode="drop"))
+    # Padding lies between the segments. +1 where a key's ids end and -1 where its segment ends make
+    # a running sum that is 1 exactly there.
     per_key = jnp.diff(complete_cumsum(jnp.asarray(lengths))[np.cumsum((0, *strides))])
     starts = _starts(capacities)
     padding = jnp.zeros(total, jnp.int32)
@@ -123,6 +124,7 @@ def bag_ids(
 
 def spread(per_key: Any, strides: Sequence[int]) -> Array:
     """Expand ``[keys]`` to ``[bags]``: repeat each key's element once per bag."""
+    # With one number of repeats XLA broadcasts; different numbers need a gather.
     if len(set(strides)) <= 1:
         return jnp.repeat(jnp.asarray(per_key), strides[0] if strides else 0)
     return jnp.repeat(

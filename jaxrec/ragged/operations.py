@@ -1,7 +1,7 @@
 """Operations on the rows of one ragged column: select, slice, softmax, sums, products.
 
-They are FBGEMM's under its names, on a `JaggedArray`; `jaxrec.ragged.fbgemm` has them on arrays of
-values and offsets. A column over a mesh has a batch for each device and is refused: use them within
+They have FBGEMM's names and take a `JaggedArray`; those of `jaxrec.ragged.fbgemm` take arrays of
+values and offsets. They refuse a column over a mesh, which has a batch per device: call them within
 `jax.shard_map`.
 """
 
@@ -30,7 +30,7 @@ def _column_first(operation: Callable[Arguments, Result]) -> Callable[Arguments,
 
     @functools.wraps(operation)
     def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
-        # Loose calls begin with an array, by position or as `values=` and `x_values=`.
+        # Calls with FBGEMM's arrays begin with an array, by position, as `values=` or `x_values=`.
         if (arguments and isinstance(arguments[0], JaggedArray)) or "column" in options:
             return operation(*arguments, **options)
         warnings.warn(
@@ -58,9 +58,9 @@ def jagged_index_select(
         capacity: Capacity of the result. None: `capacity_for` its elements; not under jit.
 
     Returns:
-        A column of ``selected`` rows. Under jit, where no error can be raised, an index out of
-        range gives an empty row, and elements beyond the capacity are left out: lengths then sum to
-        more than it.
+        A column of ``selected`` rows. Under jit no error can be raised. An index out of range then
+        gives an empty row, and elements beyond the capacity are left out, although the lengths
+        still count them.
 
     Raises:
         IndexError: An index is out of range.
@@ -97,7 +97,8 @@ def jagged_slice(
         capacity: Static capacity of the result. None: large enough for every batch of this shape.
 
     Returns:
-        The slices. Elements beyond the capacity are left out: lengths then sum to more than it.
+        The slices. Elements beyond the capacity are left out, although the lengths still count
+        them.
 
     Raises:
         ValueError: ``max_length`` is negative, or the column lies over a mesh.
@@ -143,8 +144,8 @@ def segment_sum_csr(column: JaggedArray) -> Num[Array, "batch *element"]:
 def jagged_dense_elementwise_add_jagged_output(column: JaggedArray, y: Dense) -> JaggedArray:
     """Return the ragged sum of a column and a dense array.
 
-    FBGEMM's op of that name. Elements of ``y`` past a row are left out; where a row of ``y`` ends
-    before that of the column it counts as zero.
+    FBGEMM's op of that name. Elements of ``y`` past the end of a row are left out. Missing elements
+    of ``y`` count as zero.
 
     Example:
         >>> import numpy as np
@@ -158,9 +159,10 @@ def jagged_dense_elementwise_add_jagged_output(column: JaggedArray, y: Dense) ->
 
 @_column_first
 def jagged_dense_elementwise_mul(column: JaggedArray, y: Dense) -> JaggedArray:
-    """Return the ragged product of a column and a dense array, as the sum treats their rows.
+    """Return the ragged product of a column and a dense array.
 
-    FBGEMM's op of that name; see `jagged_dense_elementwise_add_jagged_output`.
+    FBGEMM's op of that name. Rows of different lengths are treated as in
+    `jagged_dense_elementwise_add_jagged_output`.
     """
     products = fbgemm.jagged_dense_elementwise_mul(column.values, column.offsets, y)
     return _with_values(column, products)
@@ -172,8 +174,8 @@ def jagged_dense_bmm(
 ) -> JaggedArray:
     """Multiply each row, ``[length, inner]``, by its matrix of ``y``.
 
-    FBGEMM's op of that name. Elements past ``max_length``, a static bound of the rows' lengths,
-    take no part: they give zeros and have no gradient.
+    FBGEMM's op of that name. ``max_length`` is a static bound on the rows' lengths. Elements past
+    it give zeros and have no gradient.
     """
     products = fbgemm.jagged_dense_bmm(column.values, column.offsets, y, max_length)
     return _with_values(column, products)
@@ -195,7 +197,7 @@ def _with_values(column: JaggedArray, values: Array) -> JaggedArray:
 
 
 def _picked(column: JaggedArray, pick: Callable[[Any, Any], tuple[Array, Array]]) -> JaggedArray:
-    """Return a column of the elements that ``pick(values, lengths)`` takes."""
+    """Return a column of ``pick(values, lengths)``, with its weights picked alike."""
     require_one_batch(column.lengths, "an operation on rows")
     values, lengths = pick(column.values, column.lengths)
     weights = None if column.weights is None else pick(column.weights, column.lengths)[0]

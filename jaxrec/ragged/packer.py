@@ -1,4 +1,4 @@
-"""Packing of a run's batches into few different shapes."""
+"""`Packer`: the batches of a run packed into a few different shapes."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from jaxrec.ragged.keyed_jagged import KeyedJaggedArray
 from jaxrec.ragged.packing import PackOptions
 from jaxrec.ragged.shared_bags import known_capacities
 
-# Options of the constructors that a packer answers.
+# Options of `KeyedJaggedArray`'s constructors that a packer sets itself.
 _CHOSEN = ("capacities", "sample_capacities")
 
 
 class Packer:
-    """Packs the batches of a run into few different shapes, so that few programs compile.
+    """Packs the batches of a run into a few different shapes, so that few programs compile.
 
-    `jax.jit` compiles a step for each combination of capacities. A batch that is packed by itself
-    has capacities of its own; a packer remembers those of earlier batches. The first batch gets
-    capacities that hold nearly all batches of such lengths. A batch that does not fit makes all of
-    them larger, and a run ends with two or three combinations in all.
+    `jax.jit` compiles a step for each combination of capacities. A packer remembers the capacities
+    of earlier batches and uses them again. The first batch gets capacities that hold nearly all
+    batches with such lengths. A batch that does not fit makes all capacities larger. A run usually
+    ends with two or three combinations.
 
-    A batch remembers its packer: `jaxrec.mesh.shard_batch` chooses the capacities of each device by
-    it, on which processes agree, and `jaxrec.data.pad_batch` those of a smaller batch. The packer
-    may be used from several threads.
+    A batch remembers its packer. `jaxrec.mesh.shard_batch` uses it to choose the capacities of each
+    device, the same on all processes, and `jaxrec.data.pad_batch` to choose those of a smaller
+    batch. A packer may be used from several threads.
 
     Args:
-        lengths: Numbers of ids of samples, by feature, where they are known before the first batch:
-            ``[samples]`` integers.
+        lengths: ``[samples]`` integers by feature: number of ids per sample, where it is known
+            before the first batch.
         capacities: Smallest capacity of some features, of a batch or of a device's part.
 
     Raises:
@@ -120,17 +120,17 @@ class Packer:
                 f"a Packer chooses the {given[0]}: give Packer(capacities=) the smallest ones, or "
                 "pack with KeyedJaggedArray's constructors"
             )
-        # The memory goes in as the capacities: `pack` asks it once it knows how many ids there are.
+        # The memory takes the place of the capacities: `pack` asks it once it has counted the ids.
         batch: KeyedJaggedArray = pack(*data, **{**options, "capacities": self._memory})
         return batch._with(memory=self._memory)
 
     def fit(self, batch: Any) -> Any:
-        """Return a host batch in remembered capacities, for batches that were packed elsewhere.
+        """Change a host batch that was packed elsewhere to remembered capacities.
 
         The first batch of each kind keeps its capacities, and so do batches of another packer.
 
         Args:
-            batch: Any pytree; all but its `KeyedJaggedArray`s on the host stays as it is.
+            batch: Any pytree. Only its `KeyedJaggedArray`s on the host change.
 
         Example:
             >>> packer = Packer()
@@ -141,13 +141,14 @@ class Packer:
         return jax.tree.map(self._fitted, batch, is_leaf=_is_ragged)
 
     def _fitted(self, leaf: Any) -> Any:
+        # A batch over a mesh is excluded: its devices already have their capacities.
         is_packed = _is_ragged(leaf) and leaf.memory is None and len(leaf.keys) > 0
         if not is_packed or not isinstance(leaf.lengths, np.ndarray) or leaf.lengths.ndim != 1:
             return leaf
         return fitted(leaf, self._memory, first=leaf.capacities)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the packer remembers, for JSON: a later run begins with the same capacities.
+        """Return the packer's memory as data for JSON, for a later run with the same capacities.
 
         Example:
             >>> packer = Packer()
@@ -161,16 +162,16 @@ class Packer:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Packer:
-        """Return the packer that `to_dict` described.
+        """Return a packer with the memory that `to_dict` saved.
 
         Raises:
-            ValueError: It describes something else.
+            ValueError: ``saved`` is not what `to_dict` returns.
         """
         return cls._with(CapacityMemory.from_dict(saved))
 
     @classmethod
     def of_moments(cls, moments: Mapping[str, LengthMoments]) -> Packer:
-        """Return a packer that knows moments of lengths, by feature."""
+        """Return a packer that knows the moments of some features' lengths."""
         return cls._with(CapacityMemory(moments, {}))
 
     @classmethod
@@ -186,7 +187,7 @@ def fitted(
     lengths: Sequence[np.ndarray] | None = None,
     first: Sequence[int] | None = None,
 ) -> KeyedJaggedArray:
-    """Return a host batch in the capacities of a memory; see `CapacityMemory.fit`."""
+    """Return a host batch in the capacities that `CapacityMemory.fit` chooses."""
     if lengths is None:
         lengths = np.split(np.asarray(batch.lengths), np.cumsum(batch.strides)[:-1])
     inverse = None if batch.inverse_indices is None else np.asarray(batch.inverse_indices)

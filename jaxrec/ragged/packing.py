@@ -1,4 +1,4 @@
-"""Columns on the host packed into the arrays of one padded batch."""
+"""Packing of host columns into the arrays of one padded batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxrec.ragged.shared_bags import capacities_of_samples, demands_of_samples,
 
 
 class Packed(NamedTuple):
-    """The fields of a `KeyedJaggedArray`; `pack` returns NumPy arrays."""
+    """The fields of a `KeyedJaggedArray`."""
 
     values: AnyArray
     lengths: AnyArray
@@ -38,13 +38,13 @@ class PackOptions(TypedDict, total=False):
         inverse_indices: The bag of each sample: ``[keys, batch]`` integers, or ``[batch]`` for each
             feature by name, or TorchRec's pair ``(names, [keys, batch])``. Features may then have
             different numbers of bags. Without it bag ``b`` is sample ``b``'s.
-        capacities: Capacity of some keys' segments by name, or of all in order. Other keys get
-            `capacity_for` their ids. `jaxrec.Packer` chooses them for a whole run.
-        sample_capacities: Where samples share bags, capacity of some keys by name, or of all in
-            order, once each sample has ids of its own (`KeyedJaggedArray.expanded`). Other keys get
-            their own capacity, doubled as often as needed. A loop that pins ``capacities`` pins
-            these, too, or a batch whose samples share more compiles anew. `jaxrec.Packer` chooses
-            both.
+        capacities: Capacity of some keys by name, or of all keys in order. Other keys get
+            `capacity_for` their ids. `jaxrec.Packer` chooses capacities for a whole run.
+        sample_capacities: Capacity of keys in `KeyedJaggedArray.expanded`, where samples share
+            bags: of some keys by name, or of all keys in order. Other keys get their capacity,
+            doubled until it holds the ids of all samples. A loop that sets ``capacities`` should
+            set these too; otherwise a batch with more sharing compiles again. `jaxrec.Packer`
+            chooses both.
         bounds: Number of ids of the features' tables, by name; ids must be below it. Ids of a
             feature without a bound must fit int32.
         bounds_mode: ``"raise"`` on an id outside (the default), ``"clamp"`` it to 0 with one
@@ -55,7 +55,7 @@ class PackOptions(TypedDict, total=False):
             -1 (2**64 - 1), signed or not; ``values`` are int64 and keep its bits. Strings and bytes
             become 64-bit hashes (`hash_ids`); the hash -1 becomes -2. The ids of one feature are
             all integers, all strings or all bytes; features may differ. Ids of a feature in
-            ``bounds`` must be integers, checked as with 32 bits.
+            ``bounds`` must be integers, checked against its bound of up to 2**63.
     """
 
     inverse_indices: Any | None
@@ -67,7 +67,7 @@ class PackOptions(TypedDict, total=False):
 
 
 def id_bits_of(options: PackOptions) -> int:
-    """Return the option ``id_bits``."""
+    """Return the option ``id_bits``, checked."""
     id_bits = options.get("id_bits", 32)
     if id_bits not in (32, 64):
         raise ValueError(f"id_bits is {id_bits!r}; expected 32 or 64")
@@ -88,13 +88,8 @@ def pack(
 ) -> Packed:
     """Check columns and pack each into its own segment of static capacity.
 
-    Args:
-        keys: Names of the features.
-        columns: Their data.
-        varied_strides: Whether the columns may have different numbers of bags without
-            ``inverse_indices``.
-        inverse_indices, sample_capacities, bounds, bounds_mode, id_bits: See `PackOptions`.
-        capacities: See `PackOptions`; or a memory, which chooses both kinds.
+    Takes `PackOptions`; a memory in place of ``capacities`` chooses both kinds. With
+    ``varied_strides`` columns may differ in their number of bags without ``inverse_indices``.
     """
     keys = feature_names(keys)
     if repeated := {key for key in keys if keys.count(key) > 1}:
@@ -116,12 +111,13 @@ def pack(
     id_type = np.int64 if id_bits == 64 else np.int32
     bounds = by_name("bounds", bounds)
     by_key = dict(zip(keys, columns, strict=True))
-    # Ids are checked before they are copied, while they still have the type that they came in: an
-    # id of 2**40 would fit int32 after a cut.
+    # Ids are checked in the type they came in. A cast to int32 would turn 2**40 into a valid 0.
     columns = list(check_columns(by_key, bounds, bounds_mode, id_bits).values())
     needed = [column.values.size for column in columns]
     if isinstance(capacities, CapacityMemory):
-        if inverse_indices is not None:  # with as many bags as samples the number never changes
+        if inverse_indices is not None:
+            # The number of distinct bags varies from batch to batch, and each number is a shape
+            # that compiles. Padded to one bag per sample it is always the same.
             columns = [_with_bags(column, inverse_indices.shape[1]) for column in columns]
             strides = tuple(column.lengths.size for column in columns)
         of_bags = [column.lengths for column in columns]
@@ -174,7 +170,7 @@ def checked_values(
 def pinned_capacities(
     keys: Sequence[str], needed: Sequence[int], capacities: Mapping[str, int] | Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Return the capacity of each key: the given one, else `capacity_for` its ids."""
+    """Return each key's capacity: the given one, which must suffice, or `capacity_for` its ids."""
     if not isinstance(capacities, Mapping | Sequence | np.ndarray | None):
         raise TypeError(
             f"capacities is {capacities!r}; expected capacities by name, {{name: capacity}}, or "
@@ -198,7 +194,7 @@ def pinned_capacities(
                 f"feature {key!r} has {count} ids, but its capacity is {capacity}; "
                 f"give it at least {count} (on the ladder: {capacity_for(count)})"
             )
-    # Positions of ids are int32 on a device, whatever the ids are.
+    # Devices index the values with int32, however wide the ids are.
     if sum(pinned) >= 2**31:
         raise ValueError(f"a batch holds fewer than 2**31 ids, but capacities sum to {sum(pinned)}")
     return pinned
@@ -212,7 +208,7 @@ def pinned_sample_capacities(
     capacities: Sequence[int],
     given: Mapping[str, int] | Sequence[int] | None,
 ) -> tuple[int, ...]:
-    """Return the capacity of each key once each sample has ids of its own."""
+    """Return the capacity of each key in `KeyedJaggedArray.expanded`."""
     of_samples = capacities_of_samples(lengths, inverse, strides, capacities)
     if given is None:
         return of_samples
@@ -227,8 +223,8 @@ def pinned_sample_capacities(
 def _padded(
     arrays: Sequence[np.ndarray], capacities: Sequence[int], dtype: np.typing.DTypeLike
 ) -> np.ndarray:
-    """Put each array at the front of its segment, zeros behind it."""
-    # Zeros are ids of every table: code that forgets the padding reads a row that exists.
+    """Put each array at the front of its segment, and zeros behind it."""
+    # Zero is an id of every table: code that forgets about padding still reads a row that exists.
     padded = np.zeros(sum(capacities), dtype)
     start = 0
     for array, capacity in zip(arrays, capacities, strict=True):
@@ -249,7 +245,7 @@ def _padded_weights(
 
 
 def as_float32(feature: str, weights: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the weights of a column as float32."""
+    """Return a column's weights as float32; they must be finite."""
     with np.errstate(over="ignore"):
         narrow = weights.astype(np.float32, copy=False)
     if not (finite := np.isfinite(narrow)).all():
@@ -263,11 +259,12 @@ def as_float32(feature: str, weights: np.ndarray, lengths: np.ndarray) -> np.nda
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: np.typing.DTypeLike) -> np.ndarray:
+    # The empty array is for a batch without keys: NumPy concatenates one array or more.
     return np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype, casting="unsafe")
 
 
 def checked_inverse(keys: Sequence[str], strides: Sequence[int], inverse: Any) -> np.ndarray:
-    """Return the bag of each sample, ``[keys, batch]`` int32."""
+    """Return ``inverse_indices``, checked, as ``[keys, batch]`` int32."""
     inverse = integers("inverse_indices", "bag number", ordered_inverse(keys, inverse))
     if inverse.ndim != 2 or inverse.shape[0] != len(keys):
         raise ValueError(
@@ -284,7 +281,7 @@ def checked_inverse(keys: Sequence[str], strides: Sequence[int], inverse: Any) -
 
 
 def check_indices(indices: Int[AnyArray, " selected"], count: int) -> None:
-    """Raise an error for an index out of range, where indices are known."""
+    """Refuse indices outside ``[0, count)``; traced ones pass."""
     if isinstance(indices, jax.core.Tracer):
         return
     indices = np.asarray(indices)
@@ -300,7 +297,7 @@ def checked_capacities(
     lengths: Int32[Array, "keys rows"],
     capacities: Mapping[str, int] | Sequence[int] | None,
 ) -> tuple[int, ...]:
-    """Return a capacity for each key, checked where lengths are known."""
+    """Return `pinned_capacities` for ``[keys, rows]`` lengths; traced ones pass any capacity."""
     if not isinstance(lengths, jax.core.Tracer):
         return pinned_capacities(keys, np.asarray(lengths.sum(axis=1)).tolist(), capacities)
     if capacities is None:

@@ -1,4 +1,4 @@
-"""Ragged batches as text: nested lists where they are small and their numbers known."""
+"""Ragged batches as text: nested lists if they are small and on this process, shapes otherwise."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 
-# Number of elements up to which a person still reads them all.
+# Number of elements that a person still reads.
 _LARGEST = 64
 
 
 def keyed_jagged(batch: Any) -> str:
-    """Print a `KeyedJaggedArray`: the bags of each key, or the shapes of its arrays."""
+    """Return a `KeyedJaggedArray` as text: the bags of each key, or the shapes of its arrays."""
     fields = (batch.values, batch.lengths, batch.weights, batch.inverse_indices)
     if not _is_small(*fields) or batch.lengths.shape != (sum(batch.strides),):
         return (
@@ -35,7 +35,7 @@ def keyed_jagged(batch: Any) -> str:
 
 
 def jagged(column: Any) -> str:
-    """Print a `JaggedArray`: its rows, or the shapes of its arrays."""
+    """Return a `JaggedArray` as text: its rows, or the shapes of its arrays."""
     fields = (column.values, column.lengths, column.weights)
     if not _is_small(*fields) or column.lengths.ndim != 1:
         return (
@@ -50,13 +50,13 @@ def jagged(column: Any) -> str:
 
 
 def keyed(array: Any) -> str:
-    """Print a `KeyedArray`: the columns of each key."""
+    """Return a `KeyedArray` as text: its shape and the columns of each key."""
     dims = ", ".join(f"{key!r}: {dim}" for key, dim in zip(array.keys, array.dims, strict=True))
     return f"KeyedArray(values={_shape(array.values)}, dims={{{dims}}})"
 
 
 def _is_small(*arrays: Any) -> bool:
-    """Return whether arrays (or None) are small and have known numbers on this process."""
+    """Return whether all arrays that are not None are small and readable on this process."""
     values, lengths, *optional = arrays
     given = [values, lengths, *(array for array in optional if array is not None)]
     return all(_is_known(array) and array.size <= _LARGEST for array in given)

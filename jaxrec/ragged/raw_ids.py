@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import numpy as np
 from jax.experimental.hijax import register_hitype
 
-RESERVED = -1  # also 2**64 - 1: many pipelines pad with it
+RESERVED = -1  # the bits of 2**64 - 1 too; many pipelines pad with it
 _MESSAGE = (
     "raw 64-bit ids stay on the host, since JAX would cut them to 32 bits: loop over "
     "jaxrec.tier.ahead(model, batches), which turns them into rows, make row indices of them with "
@@ -29,22 +29,19 @@ class RawIds(np.ndarray):
     def __jax_array__(self) -> NoReturn:
         refuse()
 
-    # What is computed from ids is not an id: ``ids % 1000`` are row indices, which JAX may have.
+    # The result of arithmetic is not an id: ``ids % 1000`` are row indices, which JAX may have.
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
         array = np.asarray(array)
         return array[()] if return_scalar else array
 
 
 def refuse(where: str = "values") -> NoReturn:
-    """Raise the error that says where raw ids belong.
-
-    Args:
-        where: Name of the array.
-    """
+    """Refuse raw ids in the array named ``where``, with a hint where they belong."""
     raise ValueError(f"{where}: {_MESSAGE}")
 
 
-# Without it JAX takes subclasses of NumPy's arrays for these.
+# Without this, JAX treats a subclass of NumPy's array as a plain one, and `__jax_array__` is never
+# called.
 register_hitype(RawIds, lambda _: refuse())
 
 
@@ -61,5 +58,5 @@ def as_raw(array: Any) -> Any:
 
 
 def like(array: Any, *sources: Any) -> Any:
-    """Return an array that NumPy made of others, as raw ids if one of those is."""
+    """Return NumPy's result as raw ids if one of its sources is."""
     return as_raw(array) if any(map(is_raw, sources)) else array

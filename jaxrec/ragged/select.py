@@ -1,4 +1,4 @@
-"""Samples and distinct ids picked from a batch."""
+"""Selection of samples and of distinct ids from a batch."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def keyed_jagged_index_select(
 ) -> KeyedJaggedArray:
     """Return the samples ``indices[0], indices[1], ...`` of a batch, for every key.
 
-    FBGEMM's ``keyed_jagged_index_select_dim1``. Where samples share bags (``inverse_indices``) the
-    bags stay as they are, and only the samples' places in them are picked.
+    FBGEMM's ``keyed_jagged_index_select_dim1``. Where samples share bags, the bags stay and only
+    ``inverse_indices`` change.
 
     Args:
         features: The batch.
         indices: ``[selected]`` from 0 to ``batch_size - 1``; they may repeat.
-        capacities: Capacities of the result, by name or in order. Other keys keep their capacity
-            under jit, which holds the ids of samples that do not repeat; otherwise they get
-            `capacity_for` their ids.
+        capacities: Capacities of the result, by name or in order. Other keys get `capacity_for`
+            their ids. Under jit they keep their capacity, which suffices if no sample repeats.
 
     Returns:
-        A batch of ``selected`` samples. Under jit, where no error can be raised, an index out of
-        range gives an empty bag, and a key whose ids exceed its capacity has the id -1 (and the
-        weight NaN) throughout, which makes its embeddings NaN.
+        A batch of ``selected`` samples. Under jit no error can be raised. An index out of range
+        then gives an empty bag (where samples share bags, the bag of another sample). If the ids of
+        a key exceed its capacity, all ids of that key are -1 (and all weights NaN), which makes its
+        embeddings NaN.
 
     Raises:
         IndexError: An index is out of range.
@@ -56,6 +56,8 @@ def keyed_jagged_index_select(
     if features.inverse_indices is not None:
         inverse_indices = jnp.asarray(features.inverse_indices)[:, indices]
         is_traced = isinstance(inverse_indices, jax.core.Tracer)
+        # Outside of jit the capacities become unknown, and `expanded` computes them for the new
+        # samples. Under jit those of the batch are the best guess.
         sample_capacities = features.sample_capacities if is_traced else ()
         return dataclasses.replace(
             features, inverse_indices=inverse_indices, sample_capacities=sample_capacities
@@ -65,7 +67,8 @@ def keyed_jagged_index_select(
             f"keys have different numbers of bags, {features.strides}, and no inverse_indices say "
             "which sample has which"
         )
-    # A sample is picked as if it shared its bags: `expanded` knows how to write such bags out.
+    # The selected samples share the bags of the batch, one bag each. `expanded` then copies each
+    # bag to every sample that has it, and does so within static capacities.
     bags = jnp.broadcast_to(indices, (len(features.keys), indices.shape[0]))
     by_key = jnp.asarray(features.lengths).reshape(len(features.keys), features.batch_size)
     lengths = by_key.at[:, jnp.where(indices < 0, features.batch_size, indices)].get(
@@ -75,7 +78,6 @@ def keyed_jagged_index_select(
         capacities = features.capacity_per_key | dict(capacities or {})
     new_capacities = checked_capacities(features.keys, lengths, capacities)
 
-    # The samples that are picked share the bags of the batch; then each gets its own.
     ids = to_device(features.values)
     return features._with(
         values=ids, inverse_indices=bags, sample_capacities=new_capacities
@@ -86,11 +88,11 @@ class UniqueIndices(NamedTuple):
     """The distinct ids of groups of features.
 
     Attributes:
-        unique: For each group one bag of its distinct ids, ascending, under the name of the group's
-            first feature.
+        unique: One key per group, named like the group's first feature, with one bag of the group's
+            distinct ids in ascending order.
         inverse: ``[capacity]`` int32. ``unique.values[inverse[i]]`` is the id at position ``i`` of
-            the batch's values; at padding the length of ``unique.values``, which
-            ``rows.at[inverse].get(mode="fill")`` leaves out.
+            the batch's values. At padding it is the length of ``unique.values``, so that
+            ``rows.at[inverse].get(mode="fill")`` does not read a row.
     """
 
     unique: KeyedJaggedArray
@@ -100,15 +102,15 @@ class UniqueIndices(NamedTuple):
 def jagged_unique_indices(
     features: KeyedJaggedArray, groups: Sequence[Sequence[str]] | None = None
 ) -> UniqueIndices:
-    """Return each id of a batch once, and where it went; works under jit.
+    """Return each id of a batch once, and its new position; works under jit.
 
-    FBGEMM's op of that name. Rows of a table are then looked up once an id: look ``unique`` up with
-    a `jaxrec.EmbeddingCollection`, compute on its rows, and read ``rows[inverse]``.
+    FBGEMM's op of that name. It lets a model read each row once: look ``unique`` up with a
+    `jaxrec.EmbeddingCollection`, compute on its rows, and read ``rows[inverse]``.
 
     Args:
         features: The batch; its weights are left out.
-        groups: Keys whose ids are of one table, group by group, each key in one group. None: each
-            key is a group.
+        groups: For each table the keys with ids of that table; each key is in one group. None: each
+            key is its own group.
 
     Raises:
         KeyError: A group names a key that the batch lacks.
@@ -134,16 +136,19 @@ def jagged_unique_indices(
     starts = np.concatenate([[0], np.cumsum(capacities)]).astype(np.int32)
     is_id = by_group.segment_ids < by_group.lengths.shape[0]
 
-    # Ids of a group ascend, and its padding stands behind them, still within its segment.
+    # One sort for all groups: first by group, then padding behind ids, then by id. So each group
+    # stays in its own segment.
     place = 2 * group_of + (~is_id).astype(jnp.int32)
     positions = jnp.arange(total, dtype=jnp.int32)
-    # Positions that lie as the ids: under `jax.vmap` over Explicit axes the sort would not say how
-    # the order lies.
+    # `0 * place` gives the positions the sharding of the ids. Without it JAX cannot infer that of
+    # the sort's result under `jax.vmap` over Explicit axes.
     place, ids, order = jax.lax.sort((place, ids, positions + 0 * place), num_keys=2)
     is_used = place % 2 == 0
     is_new = is_used & (
         (positions == 0) | (place != jnp.roll(place, 1)) | (ids != jnp.roll(ids, 1))
     )
+    # Distinct ids are counted over the whole batch; the difference at a group's start turns the
+    # count into a slot within the group's segment.
     counted = complete_cumsum(is_new.astype(jnp.int32))
     before = counted[starts]
     first = jnp.asarray(starts[:-1]) - before[:-1]
@@ -178,7 +183,7 @@ def _check_groups(features: KeyedJaggedArray, groups: Sequence[Sequence[str]]) -
 def _in_batch_order(
     features: KeyedJaggedArray, by_group: KeyedJaggedArray, inverse: Int32[Array, " capacity"]
 ) -> Int32[Array, " capacity"]:
-    """Return numbers of the positions of a permuted batch in the order of the batch."""
+    """Return ``inverse``, which follows the keys of ``by_group``, in the order of the batch."""
     capacities = by_group.capacities
     starts = dict(zip(by_group.keys, np.cumsum((0, *capacities))[:-1].tolist(), strict=True))
     parts = [

@@ -1,4 +1,4 @@
-"""Bags that samples share, and the ids of each sample: ``inverse_indices`` written out."""
+"""Batches whose samples share bags: capacities, and the expansion to one bag per sample."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from jaxrec.ragged.columns import integers
 from jaxrec.ragged.offsets import bag_ids, bag_starts
 from jaxrec.ragged.raw_ids import like
 
-# Position of an id that has no space: no element of an array, nor the padding behind it.
+# Position of an id for which the capacity had no space. It differs from every position in an array
+# and from that of padding, so that the id turns into NaN and does not vanish.
 LOST = -1
 
 
@@ -26,8 +27,8 @@ class SampleIds(NamedTuple):
     """The ids of each sample, as positions in the arrays of a batch whose samples share bags.
 
     Attributes:
-        positions: ``[sum(sample_capacities)]`` position of each id; at padding the number of
-            positions, and `LOST` throughout a key whose ids exceed its capacity.
+        positions: ``[sum(sample_capacities)]`` positions in ``values``; ``sum(capacities)`` at
+            padding, and `LOST` for all ids of a key that exceeds its capacity.
         lengths: ``[keys * batch]`` number of ids of each key of each sample.
     """
 
@@ -42,25 +43,21 @@ def sample_ids(
     capacities: Sequence[int],
     sample_capacities: Sequence[int],
 ) -> SampleIds:
-    """Give each sample the ids of its bags.
-
-    Args:
-        lengths: Lengths of all bags.
-        bags: Bag of each sample, counted within its key; one outside the key is empty.
-        strides: Number of bags of each key.
-        capacities: Length of each key's segment of the batch's values.
-        sample_capacities: Length of each key's segment of the result.
-    """
+    """Give each sample the ids of its bags; ``bags`` outside their key count as empty."""
     lengths, bags = jnp.asarray(lengths), jnp.asarray(bags)
     num_keys, batch = bags.shape
     first_bags = np.cumsum((0, *strides), dtype=np.int32)[:-1, None]
     is_bag = (bags >= 0) & (bags < np.array(strides, np.int32)[:, None])
     bags = jnp.where(is_bag, bags + first_bags, lengths.shape[0])
     limits = np.array(sample_capacities, np.int32)[:, None]
+    # Samples whose ids end beyond the capacity are cut at it, so that positions stay within the
+    # key's segment. The cut is never silent: the whole key is marked `LOST` below.
     ends = jnp.cumsum(take(lengths, bags), axis=1, dtype=jnp.int32)
     fitting_ends = jnp.pad(jnp.minimum(ends, limits), [(0, 0), (1, 0)])
     fitting = jnp.diff(fitting_ends, axis=1).reshape(-1)
     samples = (batch,) * num_keys
+    # A sample's ids lie one after the other in both layouts, so one shift per sample, the distance
+    # between its starts, turns a new position into an old one.
     owner = bag_ids(fitting, samples, sample_capacities)
     starts = take(bag_starts(lengths, strides, capacities), bags).reshape(-1)
     shifts = take(starts - bag_starts(fitting, samples, sample_capacities), owner)
@@ -78,9 +75,9 @@ def _sample_ids_on_host(
     capacities: Sequence[int],
     sample_capacities: Sequence[int],
 ) -> SampleIds:
-    """Compute `sample_ids` of NumPy arrays; the capacities hold all ids."""
-    # The loop is over keys, tens or hundreds of them; NumPy runs over samples and ids. Readers
-    # expand batches in threads of their own, where a compiled program would wait for the device.
+    """Compute `sample_ids` of NumPy arrays; the capacities must hold all ids."""
+    # Readers expand batches in their own threads, where a compiled program would wait for the
+    # device. The loop runs over keys, at most a few hundred; NumPy runs over samples and ids.
     positions = np.full(sum(sample_capacities), sum(capacities), np.int32)
     all_taken = [np.zeros(0, np.int32)]
     first_bag = first_id = start = 0
@@ -97,10 +94,7 @@ def _sample_ids_on_host(
 
 
 def expand(batch: Any) -> Any:
-    """Return a `KeyedJaggedArray` with ``inverse_indices`` with bags of its own for each sample.
-
-    See `KeyedJaggedArray.expanded`.
-    """
+    """Compute `KeyedJaggedArray.expanded` of a batch with ``inverse_indices``."""
     if not batch.keys:
         return batch
     capacities = known_capacities(batch)
@@ -117,9 +111,10 @@ def expand(batch: Any) -> Any:
         found = find(lengths, inverse, batch.strides, batch.capacities, capacities)
 
         def pick(array: Any, lost: float) -> Any:
+            # One more element, a zero, for padding to read.
             padded = xp.pad(array, (0, 1))
             picked = padded[xp.where(found.positions == LOST, array.shape[0], found.positions)]
-            # Arrays are of several types, and -1 is a number of all of them by its bits alone.
+            # -1 sets all bits of any integer type, of the uint32 words of wide ids too.
             mark = np.asarray(lost).astype(array.dtype)
             return like(xp.where(found.positions == LOST, mark, picked), array)
 
@@ -140,12 +135,9 @@ def expand(batch: Any) -> Any:
 
 
 def on_each_device(function: Callable[..., Any], lengths: AnyArray, arrays: Sequence[Any]) -> Any:
-    """Apply a function of one batch to the arrays of a batch, which may lie over a mesh.
+    """Apply a function of one batch's arrays to a batch that may lie over a mesh.
 
-    Args:
-        function: Takes the arrays of one batch.
-        lengths: Lengths of the batch's bags, with an axis in front if it lies over a mesh.
-        arrays: Arrays of the batch, all with such an axis or none.
+    ``lengths`` are the batch's: two axes, ``[devices, bags]``, mean that it lies over a mesh.
     """
     if lengths.ndim == 1:
         return function(*arrays)
@@ -153,7 +145,8 @@ def on_each_device(function: Callable[..., Any], lengths: AnyArray, arrays: Sequ
     sharding = jax.typeof(jnp.asarray(lengths)).sharding
     if not sharding.mesh.explicit_axes:
         return by_device(*arrays)
-    # Gathers by an axis that is sharded explicitly have no sharding by themselves.
+    # Over Explicit axes JAX refuses a gather along a sharded axis, since it cannot tell how the
+    # result is sharded. In `shard_map` each device gathers from its own batch.
     placed: Any = lengths
     mesh = sharding.mesh if isinstance(lengths, jax.core.Tracer) else placed.sharding.mesh
     spec = PartitionSpec(sharding.spec[0])
@@ -163,10 +156,7 @@ def on_each_device(function: Callable[..., Any], lengths: AnyArray, arrays: Sequ
 
 
 def known_capacities(batch: Any) -> tuple[int, ...]:
-    """Return the `KeyedJaggedArray.sample_capacities` of a batch.
-
-    Missing ones are computed if the arrays are known, and are else the largest possible.
-    """
+    """Return a batch's ``sample_capacities``; unknown ones are computed, or bounded under jit."""
     if batch.sample_capacities:
         return batch.sample_capacities
     arrays = batch.lengths, batch.inverse_indices
@@ -178,7 +168,7 @@ def known_capacities(batch: Any) -> tuple[int, ...]:
 
 
 def with_known_capacities(batch: Any) -> Any:
-    """Return a `KeyedJaggedArray` with `known_capacities` if its samples share bags."""
+    """Set a batch's `known_capacities` if its samples share bags."""
     if batch.inverse_indices is None or batch.sample_capacities:
         return batch
     return batch._with(sample_capacities=known_capacities(batch))
@@ -187,17 +177,12 @@ def with_known_capacities(batch: Any) -> Any:
 def capacities_of_samples(
     lengths: AnyArray, inverse: AnyArray, strides: Sequence[int], capacities: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the capacity of each key once every sample has ids of its own; on the host.
+    """Return the capacity of each key in the expanded batch, on the host.
 
-    A key without padding, whose bags have equally many ids, has none then, either. Others have
-    their `sample_capacity`.
-
-    Args:
-        lengths: ``[*devices, sum(strides)]``.
-        inverse: ``[*devices, keys, batch]``.
-        strides: Number of bags of each key.
-        capacities: Capacity of each key.
+    ``lengths`` are ``[*devices, sum(strides)]``, ``inverse`` ``[*devices, keys, batch]``.
     """
+    # A key with equally long bags and no padding (one id per sample, say) expands to exactly its
+    # demand, which is the same for every batch. Other keys get a capacity with space to vary.
     lengths, batch = np.asarray(lengths), np.shape(inverse)[-1]
     result, first = [], 0
     demands = demands_of_samples(lengths, inverse, strides)
@@ -212,13 +197,7 @@ def capacities_of_samples(
 def demands_of_samples(
     lengths: AnyArray, inverse: AnyArray, strides: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the number of ids of each key once every sample has its own; on the host.
-
-    Args:
-        lengths: ``[*devices, sum(strides)]``; of the devices the fullest counts.
-        inverse: ``[*devices, keys, batch]``.
-        strides: Number of bags of each key.
-    """
+    """Return the number of ids of each key in the expanded batch, on the fullest device."""
     lengths, inverse = np.asarray(lengths), np.asarray(inverse)
     demands, first = [], 0
     for key, stride in enumerate(strides):
@@ -230,28 +209,15 @@ def demands_of_samples(
 
 
 def sample_capacity(capacity: int, demand: int, batch: int) -> int:
-    """Return the capacity of a key whose samples have ``demand`` ids, bags written out.
-
-    It is the key's own capacity doubled as often as needed, so that few programs compile: the share
-    of samples that share a bag changes little from batch to batch.
-
-    Args:
-        capacity: Capacity of the key.
-        demand: Number of ids of all samples.
-        batch: Number of samples; each has at most ``capacity`` ids.
-    """
+    """Return ``capacity``, doubled until it holds the ``demand`` of all samples."""
+    # Doubling keeps programs few: the share of samples that share a bag changes little from batch
+    # to batch. More than `capacity` ids per sample cannot occur.
     doubled = capacity << (max(demand - 1, 0) // max(capacity, 1)).bit_length()
     return min(doubled, capacity * max(batch, 1))
 
 
 def ordered_inverse(keys: Sequence[str], inverse: Any) -> Any:
-    """Return ``inverse_indices`` as one array, given so, by name, or as TorchRec's pair.
-
-    Args:
-        keys: Names of the features, in the order of the result's rows.
-        inverse: ``[keys, batch]``; or ``[batch]`` for each feature by name; or the pair
-            ``(names, [keys, batch])``. None stays None.
-    """
+    """Return ``inverse_indices`` in any form that `PackOptions` names as ``[keys, batch]``."""
     if isinstance(inverse, tuple) and len(inverse) == 2 and _are_names(inverse[0]):
         names, rows = inverse
         if len(names) != len(rows):

@@ -25,22 +25,22 @@ def validate(
 ) -> Ragged:
     """Check a batch or a column whole, and return it.
 
-    TorchRec's ``validate_keyed_jagged_tensor``. The constructors check host data when they pack it;
-    this checks what they cannot see, such as arrays that a step on a device made. It copies the
-    arrays to the host. Batches over a mesh are checked device by device.
+    TorchRec's ``validate_keyed_jagged_tensor``. The constructors check host data when they pack it.
+    This also checks arrays on a device, such as the result of a step, and copies them to the host.
+    Batches over a mesh are checked device by device.
 
     Args:
         batch: A `KeyedJaggedArray`, or a `JaggedArray` of any elements.
-        bounds: Number of ids of some features' tables, such as ``collection.bounds``. Other ids
-            must be 0 or more and, but for `WideIds`, fit int32. A `JaggedArray` takes
-            ``{name: bound}``.
+        bounds: Number of ids of some features' tables, such as ``collection.bounds``. Ids of other
+            features must be 0 or more and fit int32 (`WideIds`: int64); raw ids must not be -1. A
+            `JaggedArray` takes ``{name: bound}``; without one its elements may be any numbers.
         name: Name of a `JaggedArray` in errors.
 
     Returns:
         The batch, unchanged.
 
     Raises:
-        TypeError: It is something else, is traced, or has arrays of another type.
+        TypeError: The batch is of another class or traced, or ids or lengths are not integers.
         ValueError: Shapes do not fit; a length is negative; the ids of a sample end beyond the
             capacity; an id is out of range; a weight is not finite; an inverse index names no bag.
             The message names the feature and the sample.
@@ -52,8 +52,8 @@ def validate(
             ...
         ValueError: 'clicks', sample 2: its elements end at 6, beyond the capacity 4
     """
-    # Everything is checked on the host and by key, since a message that names the sample is worth
-    # more than speed to someone who calls this.
+    # Checks run on the host, key by key. People call this to find a mistake, so an error that names
+    # the sample matters more than speed.
     names = batch.keys if isinstance(batch, KeyedJaggedArray) else (name,)
     bounds = _checked_bounds(bounds, names)
     if isinstance(batch, JaggedArray):
@@ -84,7 +84,7 @@ def _checked_bounds(bounds: Mapping[str, int] | None, names: Sequence[str]) -> d
 
 
 def _on_host(batch: Ragged) -> Ragged:
-    """Return a batch with its arrays on the host."""
+    """Copy a batch to the host."""
     for leaf in jax.tree.leaves(batch):
         if isinstance(leaf, jax.core.Tracer):
             raise TypeError("validate needs the numbers of a batch: call it outside of jax.jit")
@@ -92,7 +92,7 @@ def _on_host(batch: Ragged) -> Ragged:
 
 
 def _parts(batch: KeyedJaggedArray) -> Iterator[tuple[int | None, KeyedJaggedArray]]:
-    """Yield the batch of each device of a mesh with its number, or the batch itself."""
+    """Yield each device's number and batch; ``None`` and the batch if it is not over a mesh."""
     _check_shapes(batch)
     if batch.lengths.ndim == 1:
         yield None, batch
@@ -115,7 +115,7 @@ def _check_shapes(batch: KeyedJaggedArray) -> None:
 
 
 def _check_array(what: str, array: Any, shape: str, *num_axes: int) -> None:
-    """Raise an error if an array has other elements than integers, or other axes."""
+    """Require integers, and a number of axes among ``num_axes``."""
     if array.dtype.kind not in "iu":
         raise TypeError(f"{what} are integers, got {array.dtype}")
     if array.ndim not in num_axes:
@@ -125,7 +125,8 @@ def _check_array(what: str, array: Any, shape: str, *num_axes: int) -> None:
 def _check_column(
     label: str, name: str, column: JaggedArray, bound: int | None, *, are_ids: bool
 ) -> None:
-    """Check one column; ``label`` begins messages, ``name`` is that of its feature."""
+    """Check one column; messages begin with ``label``."""
+    # int64, and lengths before their sums: damaged int32 lengths could sum to something harmless.
     lengths, capacity = np.asarray(column.lengths, np.int64), column.values.shape[0]
     if (lengths < 0).any():
         sample = int(np.argmax(lengths < 0))

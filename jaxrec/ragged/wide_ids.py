@@ -1,9 +1,8 @@
 """64-bit ids as two 32-bit words, the one form in which they may go to a device.
 
-`WideIds` has the words in two arrays, as batches and arithmetic want them. Where whole ids are
-gathered or kept, as in the maps of managed collisions, both words lie side by side: ``[..., 2]``
-uint32, high word first. JAX cuts 64-bit integers to 32 bits silently unless ``jax_enable_x64`` is
-set; words of 32 bits arrive whole either way.
+JAX cuts 64-bit integers to 32 bits silently unless ``jax_enable_x64`` is set. `WideIds` keeps the
+high and the low words in two arrays, for batches and arithmetic. Code that gathers or stores whole
+ids keeps both words side by side: ``[..., 2]`` uint32, high word first.
 """
 
 from __future__ import annotations
@@ -66,10 +65,10 @@ def join_int64(words: UInt32[AnyArray, "*shape 2"]) -> Int64[np.ndarray, "*shape
 class WideIds:
     """64-bit ids on devices: raw ids, or row indices of tables of more than 2**31 rows.
 
-    They are the ``values`` of a batch that `jaxrec.mesh.shard_batch` made with ``id_bits=64``, or
+    They are the ``values`` of a batch from `jaxrec.mesh.shard_batch` with ``id_bits=64``, or from
     `jaxrec.tier.managed_collision.id_words`. Slices are wide ids too, and ``np.asarray`` gives
-    int64. JAX refuses them, since it would need ``jax_enable_x64`` to take them whole.
-    ``+ * ^ %`` take the ids as unsigned, modulo ``2**64``, and ``<`` as signed.
+    int64. JAX functions refuse them. ``+``, ``*``, ``^`` and ``%`` treat the ids as unsigned,
+    modulo ``2**64``, and ``<`` as signed.
 
     Attributes:
         high: The upper 32 bits of each id.
@@ -81,7 +80,7 @@ class WideIds:
 
     @classmethod
     def of(cls, ids: np.ndarray) -> WideIds:
-        """Return int64 ids, which are on the host, as wide ids in NumPy arrays.
+        """Split int64 ids on the host into wide ids, in NumPy arrays.
 
         Example:
             >>> WideIds.of(np.array([2**32 + 5])).low
@@ -92,12 +91,12 @@ class WideIds:
 
     @classmethod
     def of_words(cls, words: Words) -> WideIds:
-        """Return ids whose words lie side by side as wide ids."""
+        """Make wide ids of ``[..., 2]`` words."""
         return cls(words[..., 0], words[..., 1])
 
     @property
     def words(self) -> UInt32[Array, "*shape 2"]:
-        """The ids with their words side by side."""
+        """The ids as ``[..., 2]`` words."""
         return jnp.stack([self.high, self.low], -1)
 
     @property
@@ -132,6 +131,7 @@ class WideIds:
     def __add__(self, other: WideIds | int) -> WideIds:
         other = _wide(other)
         low = self.low + other.low
+        # uint32 wraps around: a sum below an addend has lost a carry.
         return WideIds(self.high + other.high + (low < other.low).astype(jnp.uint32), low)
 
     def __mul__(self, other: WideIds | int) -> WideIds:
@@ -144,8 +144,8 @@ class WideIds:
         return WideIds(self.high ^ other.high, self.low ^ other.low)
 
     def __mod__(self, divisor: int) -> Int32[Array, "*shape"]:
-        # Long division for divisors below 2**31. A digit has as many bits as fit a word together
-        # with a remainder.
+        # Long division, for divisors below 2**31. Each step appends the next digit of the id to the
+        # remainder, and both must fit a word: the larger the divisor, the fewer bits a digit has.
         bits = 16
         while bits + divisor.bit_length() > 32:
             bits //= 2
@@ -181,36 +181,37 @@ class WideIds:
         return ~is_negative & ((self.high < high) | ((self.high == high) & (self.low < low)))
 
     def is_equal(self, other: Any) -> Bool[AnyArray, "*shape"]:
-        """Return which ids are those of another array, of wide ids or int32."""
+        """Return where the ids equal those of another array, wide or int32."""
         other = widen(other)
         return (self.high == other.high) & (self.low == other.low)
 
     def minus(self, number: int) -> UInt32[Array, "*shape"]:
-        """Return the lower 32 bits of the ids minus a number."""
+        """Return the low word of the ids minus a number."""
         return jnp.asarray(self.low - _words(number)[1])
 
     def narrow(self) -> Int32[Array, "*shape"]:
-        """Return the ids as int32, `BAD_ID` for those that int32 does not hold."""
+        """Return the ids as int32; an id outside ``[0, 2**31)`` becomes `BAD_ID`."""
         return jnp.where(self.is_below(1 << 31), self.low.astype(jnp.int32), BAD_ID)
 
 
 def narrow(ids: Any) -> Any:
-    """Return ids as an int32 array; see `WideIds.narrow`."""
+    """Return `WideIds.narrow` of wide ids, and other ids as a JAX array."""
     return ids.narrow() if isinstance(ids, WideIds) else jnp.asarray(ids)
 
 
 def widen(ids: Any) -> WideIds:
-    """Return ids as wide ids: int32, or of any width on the host."""
+    """Return ids as wide ids: int32 on a device, any integers on the host."""
     if isinstance(ids, WideIds):
         return ids
     if isinstance(ids, np.ndarray):
         return WideIds.of(np.asarray(ids, np.int64))
     ids = jnp.asarray(ids)
+    # The shift copies the sign bit into the whole high word, so -1 stays -1.
     return WideIds((ids >> 31).astype(jnp.uint32), ids.astype(jnp.uint32))
 
 
 def concatenate_wide(parts: Sequence[Any], axis: int = -1) -> Any:
-    """Concatenate ids, wide or int32, to wide ids."""
+    """Concatenate wide or int32 ids to wide ids."""
     wide = [widen(part) for part in parts]
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis), *wide)
 
@@ -218,21 +219,23 @@ def concatenate_wide(parts: Sequence[Any], axis: int = -1) -> Any:
 def equal_words(
     a: UInt32[Array, "*shape 2"], b: UInt32[Array, "*#shape 2"]
 ) -> Bool[Array, "*shape"]:
-    """Return where two ids are the same."""
+    """Return where two arrays of words hold the same id."""
     return (a[..., 0] == b[..., 0]) & (a[..., 1] == b[..., 1])
 
 
 def argsort_words(ids: UInt32[Array, "n 2"]) -> Int32[Array, " n"]:
     """Return the stable order that sorts ids as signed integers."""
+    # `lax.sort` orders by several keys, so the words need not be joined: the signed high word, then
+    # the unsigned low one.
     position = jnp.arange(ids.shape[0], dtype=jnp.int32)
     return jax.lax.sort((_signed(ids[:, 0]), ids[:, 1], position), num_keys=2)[-1]
 
 
-@jax.jit  # for callers outside of jit, where XLA would compile the loop anew at each call
+@jax.jit  # outside of jit, XLA would compile the loop again at each call
 def search_words(
     sorted_ids: UInt32[Array, "slots 2"], ids: UInt32[Array, "n 2"]
 ) -> Int32[Array, " n"]:
-    """Return for each id the number of smaller ids among ascending signed ones, by bisection."""
+    """Return for each id the number of smaller ones in ``sorted_ids``, which ascend as int64."""
     count, wide = sorted_ids.shape[0], WideIds.of_words(ids)
 
     def halve(
@@ -244,6 +247,7 @@ def search_words(
         is_below &= first < last
         return jnp.where(is_below, middle + 1, first), jnp.where(is_below, last, middle)
 
+    # `jnp.searchsorted` compares single words only, so the bisection is written out.
     first = jnp.zeros(ids.shape[0], jnp.int32)
     if count == 0:
         return first
@@ -269,11 +273,12 @@ class IdRuns:
 
 @jax.jit
 def find_runs(ids: UInt32[Array, "n 2"], is_valid: Bool[Array, " n"]) -> IdRuns:
-    """Find the distinct ids of a list, without its padding."""
+    """Find the distinct ids where ``is_valid``."""
     size = ids.shape[0]
     position = jnp.arange(size, dtype=jnp.int32)
     if size == 0:
         return IdRuns(ids, position, jnp.int32(0))
+    # Padding sorts behind all ids, so the runs of ids are numbered from 0 without gaps.
     is_padding = (~is_valid).astype(jnp.int32)
     keys = (is_padding, _signed(ids[:, 0]), ids[:, 1], position)
     is_padding, _, _, order = jax.lax.sort(keys, num_keys=3)
@@ -301,6 +306,7 @@ def _signed(words: UInt32[Array, "*shape"]) -> Int32[Array, "*shape"]:
 
 def _multiply_words(a: Any, b: Any) -> tuple[Any, Any]:
     """Return the high and the low word of the product of two words."""
+    # Schoolbook multiplication of 16-bit halves: no partial sum exceeds a word.
     half, mask = np.uint32(16), np.uint32(0xFFFF)
     a_high, a_low, b_high, b_low = a >> half, a & mask, b >> half, b & mask
     lowest = a_low * b_low
