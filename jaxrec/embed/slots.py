@@ -79,7 +79,7 @@ class TableRows:
 
     table: str
     rows: np.ndarray  # row indices, int [n]
-    # Process whose row store has each row, int [n]; None: rows do not come from row stores.
+    # Process whose row store has each row, int [n]; None: all processes take part alike.
     owners: np.ndarray | None = None
 
 
