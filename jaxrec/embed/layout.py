@@ -243,7 +243,7 @@ def _group(
 
 
 def _within_int32(tables: list[TableConfig]) -> Iterator[tuple[TableConfig, ...]]:
-    """Cut a list of tables where int32 can no longer number their rows in one array."""
+    """Cut a list of tables into parts, so that int32 numbers the rows of each part."""
     part: list[TableConfig] = []
     for table in tables:
         num_rows = sum(other.num_embeddings for other in [*part, table])

@@ -1,5 +1,27 @@
 """Tables on one device."""
 
+# Groups
+#
+# Tables of one width, format and optimizer lie one under the other in one array, their *group*:
+#
+#     product  4096 rows    rows    0 to 4095 of [8192, 64]    row_offsets = (0, 4096)
+#     user     4096 rows    rows 4096 to 8191
+#              padding      row  8192: reads give zeros, writes are dropped; it has no memory
+#
+# One kernel call looks up all tables of a group, and one updates them: a model with 26 tables of
+# one width takes one lookup and one update a step, not 26 of each. Row 8192 leaves a position out
+# of a lookup or an update without a change of shapes: batches are padded with it, and in a skipped
+# step all lookups are of it.
+#
+# In place
+#
+# Tables may fill the device, so that two versions of an array never fit. Methods that change rows
+# therefore donate: they are traced in the user's step, which donates the model, or are compiled
+# functions here with `donate_argnums`. Whatever would make XLA copy a table is avoided: a choice
+# between the old and the new rows (`is_applied`), branches, whole arrays of first values or of host
+# data beside the table. A store is immutable all the same: methods return a new one, and the old
+# one's buffers are gone.
+
 from __future__ import annotations
 
 import dataclasses
@@ -53,8 +75,6 @@ class Tables(TableStore):
         layout: The tables in groups, and which features read them.
     """
 
-    # Tables of one width, format and optimizer share an array, so that a step looks up and updates
-    # all of them by one kernel call each. A model with 26 features then needs a call or two.
     rows: dict[str, Float[TableArray, "rows dim"]]
     state: dict[str, dict[str, TableArray]]
     layout: TableLayout = dataclasses.field(metadata={"static": True})
@@ -137,8 +157,7 @@ class Tables(TableStore):
             bounded, optimizer = bound_samples(parts[group.name], group.optimizer)
             gradient = dataclasses.replace(merge(bounded), is_applied=is_applied)
             lookups = gradient.lookups
-            # A skipped step writes to padding, which is nowhere. A choice between the old and the
-            # new table after the update would hold both in memory.
+            # In a skipped step every lookup is of padding.
             written = gradient.rows_to_write(lookups.rows, group.num_rows)
             updated, state[group.name] = kernels.fused_update(
                 self.rows[group.name],

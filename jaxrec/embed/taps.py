@@ -78,8 +78,8 @@ class TappedModule(nnx.Module):
     tables: nnx.Variable
 
     def __init__(self) -> None:
-        # The five below are empty except while `jaxrec.value_and_grad` works on the model: a tap
-        # and its residuals for each call, a tap for each table that the loss reads whole.
+        # The five below are empty except while a training step works on the model: a tap and its
+        # residuals for each call, and a tap for each table that the loss reads whole.
         self.taps: nnx.List[Tap] = nnx.List([])
         self.residuals: nnx.List[TapResiduals] = nnx.List([])
         self.table_taps: nnx.Dict[Tap] = nnx.Dict({})

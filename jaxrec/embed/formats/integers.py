@@ -186,6 +186,6 @@ class TrainedInt8Rows(Fused8Rows):
         codes = jnp.clip(codes, 0, 255)
         if noise is not None:
             # If the scale is smaller than the offset's last bit, several codes unpack to one float.
-            # Of these, take the code that packing that float gives.
+            # We take the one that packing this float again gives.
             codes = jnp.round(((codes * scale + offset) - offset) / scale)
         return jnp.concatenate([codes.astype(jnp.uint8), as_bytes(scale), as_bytes(offset)], axis=1)

@@ -5,6 +5,11 @@ update gets tables and optimizer state as operands and returns them in the same 
 functions below are described in `jaxrec.embed.kernels.reference`.
 """
 
+# Why a library of our own: XLA's gathers and scatters on CPUs take rows one by one, on one core,
+# and wait for the memory of each. The library requests rows before their turn (prefetching), uses
+# all of XLA's threads, and compiles its loops for AVX2, AVX-512 and any other machine, among which
+# it chooses when it is loaded.
+
 from __future__ import annotations
 
 import ctypes

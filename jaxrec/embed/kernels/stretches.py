@@ -65,8 +65,8 @@ def sum_in_chunks(
     depths = positions - jax.lax.cummax(jnp.where(is_first, positions, 0))
     is_last = jnp.concatenate([is_first[1:], jnp.ones(1, bool)])
     is_written = is_last & (segments >= 0) & (segments < num_segments)
-    # What is not written goes past the end. Each position gets a number of its own there, since the
-    # scatter below is told that its indices are unique.
+    # Sums that are not written go past the end, each to a number of its own, since the scatter
+    # below is told that its indices are unique.
     targets = jnp.where(is_written, segments, num_segments + positions)
 
     lanes = jnp.arange(chunk, dtype=jnp.int32)

@@ -7,10 +7,10 @@ reference. If they do not, the reference runs calls of that form, and a warning 
 
 # Why on the user's card
 #
-# The tests run without a GPU: they interpret the kernels, and compile them to machine code. What a
-# card computes depends on its driver and on the compiler there, and a wrong embedding shows only in
-# a model that learns a bit worse. So no kernel is trusted before it was compared on the card where
-# it will run.
+# The tests run without a GPU: they interpret the kernels, and compile them to machine code. The
+# numbers that come out of a card also depend on its driver and on the compiler there, and a wrong
+# embedding shows only in a model that learns a bit worse. So no kernel is trusted before it was
+# compared with the reference on the card where it will run.
 #
 # A new primitive needs `Form.of`, `size_of` and an example here.
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 LANES = 32  # threads of a warp
 ELEMENTS = 16  # of a lane, in a tile that sums groups
-# Of a lane, in a tile that updates rows: it holds the row and its state beside the gradient.
+# A lane that updates rows has fewer: it holds the row and its state beside the gradient.
 RUN_ELEMENTS = 8
 
 Found: TypeAlias = tuple[Any, Array]  # row indices (and weights) of a turn, and which are used
@@ -83,8 +83,8 @@ class Tile:
     ) -> Tile:
         """Return the tile that sums groups of packed rows of ``dim`` bytes.
 
-        A byte has the columns of ``sums`` sums. A lane loads ``vector`` bytes at once, by their
-        alignment, and has ``elements`` sums.
+        A byte holds ``sums`` columns, each with a sum. A lane loads ``vector`` bytes at once, as
+        their alignment allows, and has ``elements`` sums.
         """
         # A lane loads four times as many bytes as it has sums, if groups are that long. Then as
         # many bytes are on their way as with rows of floats.
