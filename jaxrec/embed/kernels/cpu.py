@@ -5,10 +5,10 @@ update gets tables and optimizer state as operands and returns them in the same 
 functions below are described in `jaxrec.embed.kernels.reference`.
 """
 
-# Why a library of our own: XLA's gathers and scatters on CPUs take rows one by one, on one core,
-# and wait for the memory of each. The library requests rows before their turn (prefetching), uses
-# all of XLA's threads, and compiles its loops for AVX2, AVX-512 and any other machine, among which
-# it chooses when it is loaded.
+# Why a library of our own: lookups and updates wait for memory, and XLA's gathers and scatters on
+# CPUs, which do not request rows before their turn, were three times slower than FBGEMM's kernels.
+# The library prefetches rows, uses the threads of XLA's pool, and has its loops for AVX2, AVX-512
+# and any other machine; it takes the best that the processor has.
 
 from __future__ import annotations
 
