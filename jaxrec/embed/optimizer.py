@@ -46,8 +46,8 @@ class Optimizer(nnx.Optimizer):
         tx: The optax transformation of the dense parameters.
         wrt: Filter of the dense parameters; the same as `jaxrec.value_and_grad`'s.
         debug: Whether compiled steps check ids and gradients on the host, which costs time. An id
-            outside its table raises an error with the feature, the sample and the id. A step that
-            would be skipped raises an error with the names of what is not finite.
+            outside its table raises an error with the feature, the sample and the id. A skipped
+            step raises an error that names what is not finite.
 
     Attributes:
         step: Number of updates made, given to learning-rate schedules of tables.

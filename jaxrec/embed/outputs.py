@@ -217,8 +217,8 @@ def _positions_of_samples(
     group: Group, features: KeyedJaggedArray, layout: BagLayout
 ) -> tuple[Int32[Array, " sample_capacity"], tuple[int, ...]]:
     """Return the lookup of each id of each sample, and each feature's capacity for samples' ids."""
-    # A position without an id becomes padding, whose row is zeros. An id for which the capacity has
-    # no space becomes a bad row: NaN, not a silent loss.
+    # A position without an id becomes padding, whose row is zeros. An id that does not fit into the
+    # capacity becomes a bad row: NaN, and not a silent loss.
     keys = [features.keys.index(feature) for feature, _ in group.features]
     of_batch = known_capacities(features)
     capacities = tuple(of_batch[key] for key in keys)

@@ -1,4 +1,4 @@
-"""`TableStore`: the interface behind which rows of tables live, wherever that is."""
+"""`TableStore`: the interface to tables, wherever their rows live."""
 
 from __future__ import annotations
 
@@ -92,10 +92,7 @@ class TableStore(abc.ABC):
 
     @property
     def bounds(self) -> dict[str, int]:
-        """Number of valid ids of each feature, by which packing checks ids.
-
-        It is that of the feature's smallest table.
-        """
+        """Number of valid ids of each feature, for the checks of packing: its smallest table's."""
         return self.layout.bounds
 
     @property
@@ -217,7 +214,7 @@ class TableStore(abc.ABC):
 
         Raises:
             KeyError: No table has that name.
-            TypeError: The gradient would not fit. By default that of any table does not.
+            TypeError: The gradient would not fit. By default, a store refuses every table.
         """
         raise TypeError(
             f"a loss reads the whole table {name!r}, whose rows do not lie on one device: its "

@@ -2,9 +2,23 @@
 
 `IMPLEMENTATIONS` lists them in order of preference, and for each platform the first one that takes
 a call runs it. `describe` tells which one was chosen and why.
+
+**A new implementation** is a module or a folder beside this file, and a line in `IMPLEMENTATIONS`
+with its name, its platforms and whether it must pass a trial. The module has
+
+* a function for each primitive that it implements, with the name and the arguments of the function
+  in `reference`; hints may be missing;
+* ``refuse(primitive, arguments) -> str | None``, the reason why it does not take a call, in words
+  that `jaxrec doctor` prints;
+* ``OPTIONS``, if it has any: by primitive, keyword arguments that change the speed alone, with the
+  values that `jaxrec tune` tries.
+
+**A new primitive** is a function in `reference`, and a line in
+``jaxrec/embed/kernels/__init__.py``. If its implementations are tried or timed, `trial` gets its
+form and an example.
 """
 
-# What can change that order
+# Three things change the order of preference:
 #
 # 1. Names that the user gave: `use_kernels`, or the environment variable JAXREC_KERNELS.
 # 2. A choice of `jaxrec tune` for calls like this one.
@@ -12,25 +26,9 @@ a call runs it. `describe` tells which one was chosen and why.
 #
 # `answers` keeps 2 and 3 in a file of the user's cache directory.
 #
-# How to add an implementation
-#
-# Write a module or a folder beside this file, and a line in `IMPLEMENTATIONS`. The module has
-#
-# * a function for each primitive that it implements, with the name and the arguments of the
-#   function in `reference`; hints may be missing;
-# * `refuse(primitive, arguments) -> str | None`, the reason why it does not take a call, in words
-#   that `jaxrec doctor` prints;
-# * `OPTIONS`, if it has any: by primitive, keyword arguments that change the speed alone, with the
-#   values that `jaxrec tune` tries.
-#
-# It may use `base`, `reference` and `updates`, but not the registry: a contract in pyproject.toml,
-# which names the module too, checks that. The registry imports it by name when it is first asked,
-# since Pallas takes long to import and most processes have no GPU.
-#
-# How to add a primitive
-#
-# Write a function in `reference` and a line in jaxrec/embed/kernels/__init__.py. If its
-# implementations are tried or timed, add its form and an example to `trial`.
+# Implementations know nothing of the registry: a contract in pyproject.toml, which names each of
+# them, checks that. The registry imports them by name when they are first asked, since Pallas takes
+# long to import and most processes have no GPU.
 
 from __future__ import annotations
 

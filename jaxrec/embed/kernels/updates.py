@@ -233,7 +233,7 @@ def _swept(
     optimizer: RowOptimizer,
     count: Int32[Array, ""],
 ) -> Shaped[Array, "n width"]:
-    """Return stored rows after a sweep, stored again."""
+    """Unpack stored rows, sweep them, and pack them again."""
     dim = table.shape[1]
     row_format = table.row_format if isinstance(table, PackedRows) else PlainRows(table.dtype.name)
     new = optimizer.sweep(row_format.unpack(stored, dim))
