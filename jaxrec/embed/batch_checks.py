@@ -99,6 +99,8 @@ def _parts(features: KeyedJaggedArray) -> Iterator[tuple[int, np.ndarray, np.nda
     elif np.ndim(values) == 1:
         yield 0, np.asarray(values), np.asarray(lengths)
     elif isinstance(values, jax.Array) and isinstance(lengths, jax.Array):
+        # Over a mesh each process sees its own shards. Ids and lengths of a device are found by the
+        # index of their shard.
         by_index = {shard.index[0].start or 0: shard.data for shard in lengths.addressable_shards}
         for shard in values.addressable_shards:
             first = shard.index[0].start or 0
@@ -124,6 +126,7 @@ class TracedCapacities:
         """Record a traced batch's capacities; the warning calls the collection ``name``."""
         if self._has_warned or not isinstance(features.lengths, jax.core.Tracer):
             return
+        # Batches of other features, or with other numbers of bags, are other calls: no warning.
         kind = (features.keys, features.strides, features.lengths.shape)
         seen = self._seen.setdefault(kind, set())
         seen.add(features.capacities)

@@ -72,11 +72,13 @@ class Collection(TappedModule):
         # `nnx.jit` and `nnx.eval_shape` may make the model: a tracer would be dead afterwards.
         if not isinstance(key, jax.core.Tracer):
             _keys[self] = key
+        # With all tables frozen there is nothing to miss, and `jax.grad` of the model is allowed.
         self.is_trainable = any(
             table.trainable and (table.optimizer or optimizer).is_trained for table in tables
         )
         self.is_weighted = is_weighted
         self.dtype = jnp.dtype(dtype).name
+        # Sees each compilation of a step, since a collection is called once for each trace.
         self._traced_capacities = TracedCapacities()
 
     @property
@@ -427,6 +429,7 @@ class EmbeddingCollection(Collection):
         features = with_known_capacities(features)
         activations = cast(dict[str, Array], self.lookup(features, dtype=self.dtype))
         outputs = self._store.layout.outputs
+        # Only the features that are read: expanding copies ids, and a batch may have many others.
         read = features.select(list(dict.fromkeys(output.feature for output in outputs)))
         read, result = read.expanded(), {}
         for output in outputs:

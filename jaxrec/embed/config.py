@@ -63,6 +63,7 @@ class TableConfig:
     inference_format: RowFormat | None = dataclasses.field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
+        # Outputs of a feature that several tables read are called "feature@table".
         if not isinstance(self.name, str) or not self.name or "@" in self.name:
             raise ValueError(
                 f"a table's name is a non-empty string without '@', got name={self.name!r}"
@@ -116,6 +117,7 @@ class TableConfig:
 
     def _positive_int(self, field: str) -> int:
         value = getattr(self, field)
+        # In Python, True is an integer.
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(
                 f"table {self.name!r}: {field} is an integer of 1 or more, got {value!r}"
@@ -124,6 +126,7 @@ class TableConfig:
 
     def _checked_features(self) -> tuple[str, ...]:
         names = self.feature_names
+        # A string is a sequence of strings: "user" would mean the features "u", "s", "e" and "r".
         if isinstance(names, str):
             raise TypeError(
                 f"table {self.name!r}: feature_names is a sequence of names, got the string "

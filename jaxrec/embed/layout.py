@@ -156,6 +156,8 @@ class TableLayout:
 
         A group's own output is ``[batch, features * dim]``.
         """
+        # Most collections are a few runs: then the output is a few slices, not one for each
+        # feature.
         runs: list[tuple[int, slice]] = []
         for output in self.outputs:
             start = output.position * self.groups[output.group].dim
@@ -235,6 +237,7 @@ def _group(
     taken: Counter[str] = Counter()
     for (row_format, dim, optimizer, _), alike in members.items():
         for part in _within_int32(alike):
+            # Groups that differ in the optimizer alone are float32_64, float32_64_2, ...
             name = f"{row_format.name}_{dim}"
             taken[name] += 1
             suffix = "" if taken[name] == 1 else f"_{taken[name]}"

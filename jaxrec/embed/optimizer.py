@@ -206,6 +206,7 @@ def _report_not_finite(gradients: Gradients, step: Int[Array, ""]) -> None:
         for call in calls:
             for name, rows in call.items():
                 group = gradients.stores[path].groups[name]
+                # Two messages for one gradient: it is not finite, or its square is not.
                 where = f"the gradient of the embeddings of {path or 'the model'}, group {name}"
                 optimizer, has_numbers = group.optimizer, jnp.isfinite(rows.values).all()
                 too_large = (
@@ -249,6 +250,8 @@ def _check_arguments(model: nnx.Module, tx: optax.GradientTransformation) -> Non
 
 
 def _check_accumulates_nothing(opt_state: Any) -> None:
+    # `optax.MultiSteps` may be anywhere in a chain, so we look for its state and not at `tx`
+    # itself.
     def is_accumulator(node: Any) -> bool:
         return isinstance(node, optax.MultiStepsState)
 
@@ -283,4 +286,5 @@ def _variables(tree: Any) -> list[nnx.Variable]:
 
 
 def _select(condition: Bool[Array, ""], new: Array, old: Array) -> Array:
+    # A variable that the update did not touch needs no choice in the program.
     return new if new is old else jnp.where(condition, new, old)

@@ -103,6 +103,7 @@ class TableStore(abc.ABC):
     @property
     def without_rows(self) -> TableStore:
         """The same store without arrays, a pytree without leaves, for `Gradients` to carry."""
+        # None has no leaves, so nothing is left of the pytree but its static fields.
         return jax.tree.map(lambda leaf: None, self)
 
     @property
@@ -124,6 +125,7 @@ class TableStore(abc.ABC):
         Raises:
             KeyError: No table has that name.
         """
+        # Every row has the same column slices; row 0 stands for all.
         slices = self.row_slots(name, np.zeros(1, np.int64))
         (config,) = (config for config in self.configs if config.name == name)
         # A packed row that is cut by columns has a scale for each slice, so slices are added up.
@@ -318,7 +320,8 @@ class TableStore(abc.ABC):
             state: Arrays of their state by name; those that it lacks stay as they are.
         """
 
-    # Whole tables.
+    # Whole tables. These defaults go over the host, by the rows of all row indices; a store with
+    # arrays of its own overrides them.
 
     def read(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
         """Return the rows of one table, a copy.

@@ -103,6 +103,7 @@ def place_variable(variable: nnx.Variable, placement: DensePlacement) -> None:
 
 def release_variable(variable: nnx.Variable) -> None:
     """Undo `place_variable`; the array stays."""
+    # `place_variable` begins with this: a placed kind must not derive from a placed kind.
     if isinstance(variable, PlacedVariable):
         variable.__class__ = _kind(variable)  # type: ignore[assignment]  # a base
         variable.del_metadata(_PLACEMENT)
@@ -166,6 +167,7 @@ def put(array: Array, sharding: NamedSharding) -> Array:
     return jax.lax.with_sharding_constraint(array, sharding)
 
 
+# Cached: variables of one kind must get one class, or Flax takes equal models for different ones.
 @functools.cache
 def _placed_kind(kind: type[nnx.Variable]) -> type[nnx.Variable]:
     return types.new_class(f"Placed{kind.__name__}", (PlacedVariable, kind))

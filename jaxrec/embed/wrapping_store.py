@@ -55,6 +55,9 @@ class WrappingStore(TableStore):
         """Return this store around another inner store."""
         return dataclasses.replace(self, inner=inner)
 
+    # The four abstract methods are written out. The others are added below the class, too late for
+    # `abc`, which looks for methods that are missing when the class is made.
+
     def lookup(
         self,
         features: KeyedJaggedArray,
@@ -120,4 +123,5 @@ def _returns_store(method: Callable[..., Any]) -> bool:
 for _name in vars(TableStore):
     if not _name.startswith("_") and _name not in {*vars(WrappingStore), "rows_of"}:
         setattr(WrappingStore, _name, _pass_on(_name))
+# In `TableStore`, `layout` is an annotation without a value, which `vars` does not list.
 WrappingStore.layout = property(lambda self: self.inner.layout)
