@@ -1,4 +1,4 @@
-"""Checks of a batch against a collection: ids outside their tables, and capacities that vary."""
+"""Checks of a batch against a collection: ids outside of tables, and capacities that vary."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.bounds import find_bad_ids
 from jaxrec.ragged.wide_ids import WideIds
 
-# Number of combinations at which a loop is told. A `jaxrec.Packer` makes two or three.
+# Combinations of capacities at which we warn of a compilation for each. A `jaxrec.Packer` makes two
+# or three in a whole training.
 _MANY = 5
 
 
 def check_ids(features: KeyedJaggedArray, bounds: Mapping[str, int], *, always: bool) -> None:
-    """Raise a ValueError at an id outside its tables, given each feature's number of ids.
+    """Raise a ValueError if an id is outside its table; ``bounds`` has each feature's ids.
 
-    A batch that is being traced is checked only with ``always``, by a call back to the host.
+    A traced batch is checked only with ``always``, by a call back to the host.
     """
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(features)):
         _raise_bad_id(bounds, features)
@@ -32,7 +33,7 @@ def check_ids(features: KeyedJaggedArray, bounds: Mapping[str, int], *, always: 
 
 
 def call_back(function: Callable[..., None], *arrays: Any) -> None:
-    """Call a function of arrays on the host, where they are traced when they have values."""
+    """Call a function on the host: now, or if arrays are traced, when the program has values."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arrays)):
         jax.debug.callback(function, *arrays)
     else:
@@ -49,9 +50,9 @@ def _raise_bad_id(bounds: Mapping[str, int], features: KeyedJaggedArray) -> None
 
 
 def bad_id_of_batch(model: nnx.Module, batch: Any) -> str | None:
-    """Return a sentence about an id outside its table, of any batch in a pytree; None: all fit.
+    """Return a sentence about an id outside its table in any batch of a pytree; None: all fit.
 
-    With several processes it looks at the part that lies on this process's devices.
+    With several processes it sees the part on this process's devices.
     """
     leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, KeyedJaggedArray))
     for features in leaves:
@@ -66,6 +67,7 @@ def bad_id_of_batch(model: nnx.Module, batch: Any) -> str | None:
 
 def _describe_bad_ids(features: KeyedJaggedArray, bounds: Mapping[str, int]) -> str | None:
     """Return a sentence about the first feature with an id outside its table; None: all fit."""
+    # Ids are checked here, on the host: a kernel can make a bad id NaN, but not say which it was.
     parts = list(_parts(features))
     for key, feature in enumerate(features.keys):
         if feature not in bounds:
@@ -86,7 +88,7 @@ def _describe_bad_ids(features: KeyedJaggedArray, bounds: Mapping[str, int]) -> 
 
 
 def _parts(features: KeyedJaggedArray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Iterate over the number, ids and lengths of each device's part of a batch."""
+    """Yield the device's number, ids and lengths for each part of a batch."""
     values: Any = features.values  # an array, or wide ids
     lengths = features.lengths
     if isinstance(values, WideIds):
@@ -97,6 +99,8 @@ def _parts(features: KeyedJaggedArray) -> Iterator[tuple[int, np.ndarray, np.nda
     elif np.ndim(values) == 1:
         yield 0, np.asarray(values), np.asarray(lengths)
     elif isinstance(values, jax.Array) and isinstance(lengths, jax.Array):
+        # Over a mesh each process sees its own shards. Ids and lengths of a device are found by the
+        # index of their shard.
         by_index = {shard.index[0].start or 0: shard.data for shard in lengths.addressable_shards}
         for shard in values.addressable_shards:
             first = shard.index[0].start or 0
@@ -108,20 +112,21 @@ def _parts(features: KeyedJaggedArray) -> Iterator[tuple[int, np.ndarray, np.nda
 
 
 class TracedCapacities:
-    """The combinations of capacities that a collection was traced with; warns once of many.
+    """The combinations of capacities that a collection was traced with; warns once of many."""
 
-    It belongs to a collection, and to the copies of it that Flax makes in each trace. All are
-    equal, so that models with equal collections share compiled programs.
-    """
+    # An attribute of a collection, and so of the copies that Flax makes in each trace. Flax
+    # compares attributes to find a compiled program: instances are all equal, or models with equal
+    # collections would not share one.
 
     def __init__(self) -> None:
         self._seen: dict[tuple[object, ...], set[tuple[int, ...]]] = {}
         self._has_warned = False
 
     def add(self, name: str, features: KeyedJaggedArray) -> None:
-        """Record the capacities of a traced batch for the collection called ``name``."""
+        """Record a traced batch's capacities; the warning calls the collection ``name``."""
         if self._has_warned or not isinstance(features.lengths, jax.core.Tracer):
             return
+        # Batches of other features, or with other numbers of bags, are other calls: no warning.
         kind = (features.keys, features.strides, features.lengths.shape)
         seen = self._seen.setdefault(kind, set())
         seen.add(features.capacities)

@@ -1,4 +1,4 @@
-"""Tables as checkpoints hold them: rows in order, in equal parts over the devices, padded."""
+"""Tables in the form of checkpoints: rows in order, padded, in equal parts over the devices."""
 
 from __future__ import annotations
 
@@ -16,23 +16,16 @@ from jaxrec.embed.formats import TableArray
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LogicalTable:
-    """A table's rows in order, followed by zeros, whatever the layout of its store.
+    """A table's rows in order, then zeros, whatever the placement: ``[padded_rows, dim]``."""
 
-    Attributes:
-        rows: ``[padded_rows, embedding_dim]``, in equal parts over the devices of the store.
-        state: The optimizer state of each row, arrays of ``padded_rows`` rows, sharded as ``rows``.
-    """
-
-    rows: Any
-    state: dict[str, Any]
+    rows: Any  # in equal parts over the store's devices
+    state: dict[str, Any]  # optimizer state by name, ``[padded_rows, ...]``, sharded like rows
 
 
 def part_rows(rows: int, parts: int) -> int:
-    """Return the number of rows of each of ``parts`` equal parts that hold ``rows`` rows.
-
-    It is four binary digits followed by zeros: less than an eighth is padding, tables of like
-    sizes share compiled programs, and parts divide into chunks of a file.
-    """
+    """Return the padded number of rows of each of ``parts`` equal parts of ``rows`` rows."""
+    # Four binary digits, then zeros: 1,000,000 rows become 1,048,576. Padding is less than an
+    # eighth, tables of like sizes share compiled programs, and parts divide into a file's chunks.
     least = -(-rows // parts)
     unit = 1 << max(0, least.bit_length() - 4)
     return -(-least // unit) * unit
@@ -45,7 +38,7 @@ def take_rows(
     count: Int32[Array, ""],
     padded_rows: int,
 ) -> Shaped[Array, "padded_rows ..."]:
-    """Return ``count`` rows from ``first`` on, followed by zeros."""
+    """Return ``count`` rows from ``first`` on, then zeros up to ``padded_rows``."""
     rows = _row_indices(array, first, count, padded_rows)
     return array.at[rows].get(mode="fill", fill_value=0)
 
@@ -65,6 +58,6 @@ def put_rows(
 def _row_indices(
     array: TableArray, first: Int32[Array, ""], count: Int32[Array, ""], padded_rows: int
 ) -> Int32[Array, " padded_rows"]:
-    """Return the indices of the rows; past the end of the array after ``count`` of them."""
+    """Return the indices of ``count`` rows, then indices past the end of the array."""
     index = jnp.arange(padded_rows, dtype=jnp.int32)
     return jnp.where(index < count, first + index, array.shape[0])

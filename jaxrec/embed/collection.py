@@ -24,20 +24,24 @@ from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray
 from jaxrec.ragged.raw_ids import is_raw, refuse
 from jaxrec.ragged.shared_bags import with_known_capacities
 
-# The key of each collection's first values, for rows that are drawn after the tables are made. Were
-# it an attribute of the module, Flax would compile a step anew for each key.
+# The random key of each collection, for rows that are drawn after the tables were made (in open
+# vocabularies). As an attribute of the module it would be static, and Flax would compile the step
+# again for each key.
 _keys: weakref.WeakKeyDictionary[Collection, Array] = weakref.WeakKeyDictionary()
 
 
 class TableVariable(nnx.Variable):
-    """The `TableStore` of a collection. Not an `nnx.Param`, so that optax leaves it alone."""
+    """Variable that holds a collection's `TableStore`.
+
+    It is not an `nnx.Param`: optax, weight decay and clipping never see tables.
+    """
 
 
 class Collection(TappedModule):
     """Base of `EmbeddingBagCollection` and `EmbeddingCollection`.
 
     Attributes:
-        tables: A `TableVariable` with the tables and their optimizer state.
+        tables: A `TableVariable` with the store of the tables and their optimizer state.
     """
 
     _config: ClassVar[type[TableConfig]]
@@ -65,18 +69,21 @@ class Collection(TappedModule):
         super().__init__()
         key = rngs.params()
         self.tables = TableVariable(init_tables(tables, optimizer, key, store))
+        # `nnx.jit` and `nnx.eval_shape` may make the model: a tracer would be dead afterwards.
         if not isinstance(key, jax.core.Tracer):
             _keys[self] = key
+        # With all tables frozen there is nothing to miss, and `jax.grad` of the model is allowed.
         self.is_trainable = any(
             table.trainable and (table.optimizer or optimizer).is_trained for table in tables
         )
         self.is_weighted = is_weighted
         self.dtype = jnp.dtype(dtype).name
+        # Sees each compilation of a step, since a collection is called once for each trace.
         self._traced_capacities = TracedCapacities()
 
     @property
     def first_key(self) -> Array | None:
-        """Key of the tables' first values; None in copies and where `jax.jit` made the tables."""
+        """Random key of the tables' first values; None in copies, and if `jax.jit` made them."""
         return _keys.get(self)
 
     @property
@@ -86,7 +93,7 @@ class Collection(TappedModule):
 
     @property
     def bounds(self) -> dict[str, int]:
-        """Number of ids that the tables of each feature have; packing checks ids against it."""
+        """Number of valid ids of each feature, for ``bounds=`` of the batch's constructors."""
         return self._store.bounds
 
     @property
@@ -94,11 +101,10 @@ class Collection(TappedModule):
         return self.tables.get_value()
 
     def table(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
-        """Return the rows of one table, a copy.
+        """Return a copy of one table's rows.
 
-        In the loss of `jaxrec.value_and_grad` the copy is differentiated: a softmax over all items
-        or a penalty on a table trains it. The table then gets a dense gradient, and its row
-        optimizer updates every row.
+        In the loss of `jaxrec.value_and_grad` the copy is differentiated: a softmax over all items,
+        or a penalty on the table, trains it. The step then updates every row of the table.
 
         Raises:
             KeyError: There is no table of that name.
@@ -107,7 +113,7 @@ class Collection(TappedModule):
         return self.read_table(name)
 
     def table_average(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
-        """Return the moving averages of one table's rows, which `jaxrec.optim.ema` keeps, a copy.
+        """Return the moving averages of one table's rows that `jaxrec.optim.ema` keeps.
 
         Raises:
             KeyError: There is no table of that name.
@@ -133,7 +139,7 @@ class Collection(TappedModule):
         self.tables.set_value(self._store.write(name, values))
 
     def table_state(self, name: str) -> dict[str, Array]:
-        """Return the optimizer state of one table's rows, a copy.
+        """Return a copy of one table's optimizer state, arrays of ``num_embeddings`` rows.
 
         Raises:
             KeyError: If there is no table of that name.
@@ -150,20 +156,20 @@ class Collection(TappedModule):
         self.tables.set_value(self._store.write_state(name, dict(state)))
 
     def rows(self, name: str, ids: Any) -> Shaped[np.ndarray, "n embedding_dim"]:
-        """Return the rows of some ids of one table, on the host; the table is not copied.
+        """Return the rows of some ids on the host, without a copy of the table.
 
-        Call it between two steps, in the thread that trains. With several processes all of them
+        Call it between two steps, in the thread that trains. With several processes, all of them
         call it with the same ids, and each gets all rows.
 
         Args:
             name: Name of the table.
-            ids: Row indices, integers ``[n]``; they may repeat. A table with an open vocabulary
-                (`jaxrec.tier.make`) takes ids or strings as batches have them. The row of an id
-                that was evicted to a store is read there. An id without any row reads the values
-                of evaluation (`jaxrec.tier.Dynamic.unknown`).
+            ids: Row indices, integers ``[n]``, in any order, repeated or not. A table with an open
+                vocabulary (`jaxrec.tier.make`) takes the ids or strings of batches. If an id's row
+                was evicted to a store, it is read there. An id without a row reads what it reads in
+                evaluation (`jaxrec.tier.Dynamic.unknown`).
 
         Returns:
-            The rows in the order of the ids, of the table's type.
+            ``[n, embedding_dim]`` in the order of the ids, of the table's type.
 
         Raises:
             KeyError: There is no table of that name.
@@ -186,15 +192,15 @@ class Collection(TappedModule):
     def load_rows(
         self, name: str, ids: Any, values: Float[Array | np.ndarray, "n embedding_dim"]
     ) -> None:
-        """Set the rows of some ids of one table, in place; their optimizer state stays.
+        """Set the rows of some ids, in place; their optimizer state stays.
 
-        With several processes all of them call it with the same arguments.
+        With several processes, all of them call it with the same arguments.
 
         Args:
             name: Name of the table.
-            ids: Distinct ids, as for `rows`. In a table with an open vocabulary each has a row of
-                its own, in the table or in its store.
-            values: Rows in the order of the ids; converted to the table's type.
+            ids: Distinct ids, as for `rows`. In a table with an open vocabulary, each must have a
+                row already, in the table or in its store.
+            values: ``[n, embedding_dim]`` in the order of the ids; converted to the table's type.
 
         Raises:
             KeyError, TypeError: As for `rows`.
@@ -205,7 +211,7 @@ class Collection(TappedModule):
         self.tables.set_value(self._store.rows_of(name, ids).write({"rows": values}))
 
     def row_state(self, name: str, ids: Any) -> dict[str, np.ndarray]:
-        """Return the optimizer state of some ids of one table, on the host.
+        """Return the optimizer state of some ids' rows, on the host.
 
         Args:
             name: Name of the table.
@@ -223,7 +229,7 @@ class Collection(TappedModule):
         return values
 
     def load_row_state(self, name: str, ids: Any, state: Mapping[str, Array | np.ndarray]) -> None:
-        """Set the optimizer state of some ids of one table, in place; their rows stay.
+        """Set the optimizer state of some ids' rows, in place; the rows stay.
 
         Args:
             name: Name of the table.
@@ -239,7 +245,7 @@ class Collection(TappedModule):
         self.tables.set_value(self._store.rows_of(name, ids).write(state))
 
     def _require_eager(self, method: str, name: str) -> None:
-        """Raise where rows would be read while a function is traced or differentiated."""
+        """Raise a TypeError if a function is being traced or differentiated."""
         remedy = (
             "look the ids up by calling the collection with a batch, or call "
             f"{method} before and pass the rows in"
@@ -248,7 +254,7 @@ class Collection(TappedModule):
             raise TypeError(
                 f"a loss calls {method}({name!r}, ...), through which no gradient flows; {remedy}"
             )
-        # A constant is a tracer where a function is traced, whatever its arguments are.
+        # While a function is traced, even a new constant is a tracer.
         if isinstance(jnp.zeros(()), jax.core.Tracer):
             raise TypeError(
                 f"{method}({name!r}, ...) reads or writes rows from the host, which a function "
@@ -284,15 +290,15 @@ class Collection(TappedModule):
 
 
 class EmbeddingBagCollection(Collection):
-    """Tables whose rows are pooled over each bag of ids.
+    """Tables whose rows are pooled over each bag of ids, to their sum or mean.
 
     Args:
         tables: The tables. Those of equal width, type and optimizer are stored and looked up
             together.
-        optimizer: How rows change, for tables that do not say it themselves; row-wise Adagrad if
-            None. The update happens in `jaxrec.Optimizer.update`.
-        is_weighted: Whether each row is multiplied by its id's weight. The mean divides by the
-            number of ids nevertheless, as TorchRec's does.
+        optimizer: Row optimizer of the tables that name none; None: row-wise Adagrad.
+            `jaxrec.Optimizer.update` applies it.
+        is_weighted: Whether each row is multiplied by its id's weight. A mean still divides by the
+            number of ids, as TorchRec's does.
         dtype: Type of the pooled embeddings; sums are taken in float32.
         rngs: Gives the random key of the tables' first values.
         store: Makes the `TableStore` that holds the rows; None: `Tables` on one device, or on the
@@ -339,14 +345,14 @@ class EmbeddingBagCollection(Collection):
             features: The batch; keys that no table reads are ignored.
 
         Returns:
-            ``[batch, sum(dims)]``, a block for each feature of each table, by table and then by
-            feature. A block is named after the feature, or ``feature@table`` where several tables
+            ``[batch, sum(dims)]``: a block of columns for each feature of each table, by table and
+            then by feature. A block's key is the feature, or ``feature@table`` if several tables
             read the feature. Empty bags give zeros.
 
         Raises:
             KeyError: If the batch lacks a feature.
-            ValueError: If an id is outside its table (seen outside of `jax.jit`; inside, it makes
-                the result NaN), or the collection is weighted and the batch is not.
+            ValueError: If an id is outside its table, or the collection is weighted and the batch
+                has no weights. Inside of `jax.jit`, an id outside its table makes the result NaN.
 
         Warns:
             UserWarning: The batch has weights and the collection is not weighted.
@@ -363,9 +369,9 @@ class EmbeddingCollection(Collection):
 
     Args:
         tables: The tables; they may differ in width.
-        optimizer: How rows change, for tables that do not say it themselves; row-wise Adagrad if
-            None. The update happens in `jaxrec.Optimizer.update`.
-        need_indices: Whether the result carries the ids as its weights.
+        optimizer: Row optimizer of the tables that name none; None: row-wise Adagrad.
+            `jaxrec.Optimizer.update` applies it.
+        need_indices: Whether each `JaggedArray` of the result has the ids as its ``weights``.
         dtype: Type of the embeddings.
         rngs: Gives the random key of the tables' first values.
         store: Makes the `TableStore` that holds the rows; None: `Tables` on one device, or on the
@@ -408,21 +414,22 @@ class EmbeddingCollection(Collection):
             features: The batch; keys that no table reads are ignored.
 
         Returns:
-            For each feature of each table a `JaggedArray` whose ``values`` are
-            ``[capacity, embedding_dim]``, zeros at padding; named after the feature, or
-            ``feature@table`` where several tables read the feature. Where samples share bags
-            (``inverse_indices``), each sample has the embeddings of its own bags, in the
-            `KeyedJaggedArray.sample_capacities`.
+            For each feature of each table a `JaggedArray` with ``values`` of
+            ``[capacity, embedding_dim]``, zeros at padding. Its key is the feature, or
+            ``feature@table`` if several tables read the feature. If samples share bags
+            (``inverse_indices``), each sample has the embeddings of its own bag, and capacities
+            are the batch's `KeyedJaggedArray.sample_capacities`.
 
         Raises:
             KeyError: If the batch lacks a feature.
-            ValueError: If an id is outside its table (seen outside of `jax.jit`; inside, its
-                embedding is NaN).
+            ValueError: If an id is outside its table. Inside of `jax.jit`, its embedding is NaN.
         """
         self._check_batch(features)
+        # Computed once, for the lookup and for the expansion below.
         features = with_known_capacities(features)
         activations = cast(dict[str, Array], self.lookup(features, dtype=self.dtype))
         outputs = self._store.layout.outputs
+        # Only the features that are read: expanding copies ids, and a batch may have many others.
         read = features.select(list(dict.fromkeys(output.feature for output in outputs)))
         read, result = read.expanded(), {}
         for output in outputs:

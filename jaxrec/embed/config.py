@@ -15,6 +15,7 @@ from jaxrec.embed.formats import TABLE_FORMATS, RowFormat, check_rows
 from jaxrec.embed.formats.floats import PlainRows
 from jaxrec.optim import RowOptimizer
 
+# Key, shape and type to values, as in `jax.nn.initializers`.
 Initializer: TypeAlias = Callable[[Array, tuple[int, ...], DTypeLike], Array]
 
 TABLE_DTYPES = tuple(TABLE_FORMATS)
@@ -31,8 +32,8 @@ class TableConfig:
             than 2**31 rows lie over a mesh (`jaxrec.shard`) or behind a cache
             (`jaxrec.tier.Cached`), and their batches have ids of 64 bits.
         embedding_dim: Columns of the table, 1 or more.
-        feature_names: Keys of the batch that are looked up in this table; the table's own name if
-            none are given. A feature may be looked up in several tables.
+        feature_names: Keys of the batch that read this table; by default the table's own name.
+            Several tables may read one feature.
         dtype: Format of the stored rows: "float32", "bfloat16", "float16", or one byte an element:
             "int8" (a float32 scale and offset for each row), "float8_e4m3" or "float8_e5m2" (a
             float32 scale for each row). Rows of one byte an element are read, looked up and updated
@@ -40,15 +41,15 @@ class TableConfig:
         initializer: One of "uniform" (within ``±1/sqrt(num_embeddings)``, TorchRec's default),
             "normal" (standard deviation ``1/sqrt(embedding_dim)``), "xavier_uniform",
             "xavier_normal", "zeros", "ones"; or a function ``(key, shape, dtype) -> array`` as in
-            `jax.nn.initializers`. Such a function is called for each row, under `jax.vmap`, with
-            the shape ``(1, embedding_dim)``, so its values must not depend on other rows or on
-            their number: one that scales by fan-in, such as ``lecun_normal()``, is refused when
-            the table is made. Row ``r`` is ``initializer(jax.random.fold_in(key, r), (1, dim))``.
-        optimizer: How this table's rows change; the collection's optimizer if None.
-        trainable: Whether the table is trained. False is ``optimizer=jaxrec.optim.frozen()``: its
-            rows stay as they are, it has no optimizer state, and steps spend nothing on it.
-        inference_format: Format of stored rows that are for inference alone, in the place of
-            ``dtype``'s; `jaxrec.serve.quantize` sets it.
+            `jax.nn.initializers`. Row ``r`` is then
+            ``initializer(jax.random.fold_in(key, r), (1, embedding_dim))``, under `jax.vmap`. The
+            function sees one row, so its values must not depend on the number of rows:
+            ``lecun_normal()``, which scales by fan-in, is refused when the table is made.
+        optimizer: Row optimizer of this table; None: the collection's.
+        trainable: Whether the table is trained. False is ``optimizer=jaxrec.optim.frozen()``: rows
+            stay as they are, there is no optimizer state, and steps spend nothing on the table.
+        inference_format: Format of rows stored for inference alone, in place of ``dtype``'s;
+            `jaxrec.serve.quantize` sets it.
     """
 
     name: str
@@ -62,10 +63,13 @@ class TableConfig:
     inference_format: RowFormat | None = dataclasses.field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
+        # Outputs of a feature that several tables read are called "feature@table".
         if not isinstance(self.name, str) or not self.name or "@" in self.name:
             raise ValueError(
                 f"a table's name is a non-empty string without '@', got name={self.name!r}"
             )
+        # The dataclass is frozen and hashable, so fields are normalized past its own `__setattr__`:
+        # lists become tuples, NumPy's integers Python's, and types their names.
         for field in ("num_embeddings", "embedding_dim"):
             object.__setattr__(self, field, self._positive_int(field))
         object.__setattr__(self, "feature_names", self._checked_features())
@@ -91,7 +95,7 @@ class TableConfig:
         return self.inference_format or TABLE_FORMATS[str(self.dtype)]
 
     def stores_like(self, other: TableConfig) -> bool:
-        """Return whether another table has rows of the same bytes, and for the same use."""
+        """Return whether another table stores rows in the same bytes and for the same use."""
         is_inference = self.inference_format is not None
         return (self.row_format, is_inference) == (
             other.row_format,
@@ -99,18 +103,21 @@ class TableConfig:
         )
 
     def check_rows(self, where: str, rows: Array | np.ndarray, first_row: int = 0) -> None:
-        """Raise a ValueError where the table cannot hold rows; floats of training may be any.
+        """Raise a ValueError if the table's format cannot hold ``rows``, ``[n, embedding_dim]``.
 
         Args:
             where: Begins the message, such as "table 'user', ".
-            rows: Rows ``[n, embedding_dim]``.
-            first_row: Index of the first of them, for the message.
+            rows: The rows.
+            first_row: Row index of the first of them, for the message.
         """
+        # Plain rows that are trained may have any value, NaN too. Packed rows cannot hold a NaN,
+        # and rows for inference should not.
         if self.inference_format is not None or not isinstance(self.row_format, PlainRows):
             check_rows(self.row_format, where, rows, first_row)
 
     def _positive_int(self, field: str) -> int:
         value = getattr(self, field)
+        # In Python, True is an integer.
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(
                 f"table {self.name!r}: {field} is an integer of 1 or more, got {value!r}"
@@ -119,6 +126,7 @@ class TableConfig:
 
     def _checked_features(self) -> tuple[str, ...]:
         names = self.feature_names
+        # A string is a sequence of strings: "user" would mean the features "u", "s", "e" and "r".
         if isinstance(names, str):
             raise TypeError(
                 f"table {self.name!r}: feature_names is a sequence of names, got the string "
@@ -140,7 +148,7 @@ class TableConfig:
 
 
 def refuse_training(tables: Sequence[TableConfig]) -> None:
-    """Raise a TypeError where tables are for inference."""
+    """Raise a TypeError if any of the tables is for inference."""
     quantized = [table for table in tables if table.inference_format is not None]
     if quantized:
         formats = ", ".join(f"{table.name!r} ({table.row_format.name})" for table in quantized)
@@ -151,11 +159,8 @@ def refuse_training(tables: Sequence[TableConfig]) -> None:
 
 
 def table_dtype(dtype: DTypeLike) -> str:
-    """Return the name of a table's ``dtype``.
-
-    Raises:
-        ValueError: Tables cannot have it.
-    """
+    """Return the name of a table's ``dtype``; a ValueError if tables cannot have it."""
+    # JAX's name "float8_e4m3fn" says "finite, no infinities"; ours is the shorter one.
     try:
         name = jnp.dtype(dtype).name.removesuffix("fn")
     except TypeError:
@@ -165,16 +170,12 @@ def table_dtype(dtype: DTypeLike) -> str:
     return name
 
 
-# int32 numbers the rows, the row after the last (padding) and one beyond it.
+# Rows are int32, and so are the row after the last (padding) and one more, which reads give as NaN.
 MAX_ROWS = np.iinfo(np.int32).max - 2
 
 
 def check_num_rows(tables: Sequence[TableConfig]) -> None:
-    """Check that int32 can number the rows of each table, which are to be on one device.
-
-    Raises:
-        ValueError: A table has more rows.
-    """
+    """Raise a ValueError if int32 cannot number the rows of a table on one device."""
     for table in tables:
         if table.num_embeddings > MAX_ROWS:
             raise ValueError(

@@ -1,9 +1,9 @@
-"""First values of rows: a row is a function of its table's key and its number alone.
+"""First values of rows: row ``r`` is ``initializer(fold_in(table_key, r), (1, dim))``."""
 
-Row ``r`` of a table is ``initializer(fold_in(table_key, r), (1, dim))``, with a 64-bit ``r``. So it
-begins the same in a whole table, in a shard, behind a cache and in an open vocabulary, where its
-number is its id. Tables are filled block by block, in place.
-"""
+# A row is a function of its table's key and of its own number, 64 bits wide. So it begins the same
+# in a whole table, in a shard, behind a cache and in an open vocabulary, where the id is the
+# number. A model that is sharded, or restored on other devices, draws the same rows. That rules out
+# initializers that draw a whole table at once.
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def _xavier_variance(num_rows: int, dim: int) -> float:
     return 2.0 / (num_rows + dim)
 
 
-# By name: the standard values, and what scales them for a table of the given rows and columns.
+# By name: a function that draws rows of a standard size, and their factor, given a table's rows and
+# columns. The factor is an operand, so that tables of different sizes share a compiled program.
 INITIALIZERS: dict[str, tuple[Callable, Callable[[int, int], float]]] = {
     "uniform": (_uniform, lambda rows, dim: rows**-0.5),
     "normal": (jax.random.normal, lambda rows, dim: dim**-0.5),
@@ -41,23 +42,15 @@ INITIALIZERS: dict[str, tuple[Callable, Callable[[int, int], float]]] = {
 
 
 def table_key(key: Key[Array, ""] | Shaped[Array | np.ndarray, "_"], name: str) -> KeyWords:
-    """Return the random key of a table, which depends on its name and not on its place.
-
-    Args:
-        key: The key of the table's collection, or its data.
-        name: Name of the table.
-    """
+    """Return a table's random key, given its collection's key (or that key's data) and its name."""
+    # By name and not by position, so that a table added before this one does not change its rows.
     return fold_words(key_words(key), jnp.uint32(0), jnp.uint32(zlib.crc32(name.encode())))
 
 
 def draw_and_scale(
     initializer: str | Callable, num_rows: int, dim: int
 ) -> tuple[Callable, np.float32]:
-    """Return an initializer that draws a row, and the factor of its values.
-
-    Raises:
-        ValueError: The initializer draws rows that depend on other rows or on their number.
-    """
+    """Return a function that draws a row, and the factor of its values."""
     if not isinstance(initializer, str):
         check_row_wise(initializer, dim)
         return initializer, np.float32(1)
@@ -73,18 +66,15 @@ def draw_rows(
     low: UInt32[Array, " n"],
     dim: int,
 ) -> Float[Array, "n dim"]:
-    """Return the first values of rows; traced.
+    """Return the first values of rows ``high * 2**32 + low``; traced.
 
-    Args:
-        draw: Function that draws a row, as `draw_and_scale` returns it.
-        scale: Factor of its values; of all rows, or of each, ``[n]``.
-        key: The table's key; or that of each row's table, ``[n, 2]``.
-        high, low: Words of the rows' numbers, or of the ids that the rows are for.
-        dim: Columns of the table.
+    ``draw`` and ``scale`` are from `draw_and_scale`. The scale and the table's key are for all
+    rows, or one for each: ``[n]`` and ``[n, 2]``.
     """
     words = fold_words(key, high, low)
     values = jax.vmap(lambda of_row: draw_with(draw, of_row, (1, dim))[0])(words)
-    # One factor for all rows XLA would multiply by the initializer's own, with other last bits.
+    # Without the barrier, XLA multiplies a factor that all rows share by a constant inside of the
+    # initializer first. The last bits would differ from rows that are drawn with a factor each.
     scales = jax.lax.optimization_barrier(jnp.broadcast_to(scale, high.shape))
     return values * scales[:, None]
 
@@ -92,17 +82,10 @@ def draw_rows(
 def slice_columns(
     values: Float[Array, "*rows dim"], first: Array | int, stop: Array | int, width: int
 ) -> Float[Array, "*rows width"]:
-    """Return some columns of values, with zeros behind them.
-
-    Args:
-        values: Whole rows.
-        first: The first column.
-        stop: The column after the last.
-        width: Number of columns of the result, with the zeros.
-    """
+    """Return columns ``[first, stop)`` of values, then zeros up to ``width`` columns."""
     if values.shape[-1] == width:
         return values
-    # A slice that reaches beyond the last column would begin earlier than asked.
+    # `dynamic_slice` moves a slice that reaches beyond the last column to the front, so pad first.
     padding = [(0, 0)] * (values.ndim - 1) + [(0, width)]
     part = jax.lax.dynamic_slice_in_dim(jnp.pad(values, padding), first, width, values.ndim - 1)
     is_column = jnp.arange(width, dtype=jnp.int32) < stop - first
@@ -111,13 +94,12 @@ def slice_columns(
 
 @functools.lru_cache(maxsize=256)
 def check_row_wise(initializer: Callable, dim: int) -> None:
-    """Compare rows that an initializer draws together with rows that it draws alone.
-
-    Raises:
-        ValueError: Rows drawn alone have another shape or size or differ less, as those of
-            initializers by fan-in and of functions that ignore the key do; or rows drawn together
-            depend on their place.
-    """
+    """Raise a ValueError if an initializer cannot draw rows one by one."""
+    # We cannot read the function, so we compare what it draws: rows together, with two keys, and
+    # rows alone. It is refused if rows drawn alone have another shape or another size
+    # (`lecun_normal` scales by the number of rows), or differ less from each other (the function
+    # ignores its key), or if rows drawn together are alike for both keys (they depend on the row's
+    # position).
     few = max(64, 512 // dim)
     many = 32 * few
 
@@ -129,7 +111,7 @@ def check_row_wise(initializer: Callable, dim: int) -> None:
         alone = jax.vmap(functools.partial(draw, rows=1))(keys)
         draws = [draw(keys[0], many), draw(keys[1], many), alone]
         if any(isinstance(values, jax.core.Tracer) for values in draws):
-            return  # it draws on something that is being traced
+            return  # the function uses a value that is being traced: no comparison is possible
         for values, shape in zip(draws, [(many, dim), (many, dim), (few, 1, dim)], strict=True):
             if np.shape(values) != shape:
                 raise ValueError(
@@ -149,7 +131,7 @@ def check_row_wise(initializer: Callable, dim: int) -> None:
 
 
 def _difference(first: np.ndarray, second: np.ndarray, alone: np.ndarray) -> str:
-    """Return how rows drawn alone differ from two tables drawn together, or how these are alike."""
+    """Return how rows drawn alone differ from two tables drawn together, or the two are alike."""
     without_columns = [x - np.median(x, axis=0) for x in (first, second, alone)]
     for what, together, by_itself in (
         ("typical value", first, alone),
@@ -169,7 +151,7 @@ def _difference(first: np.ndarray, second: np.ndarray, alone: np.ndarray) -> str
 
 
 def _typical(values: np.ndarray) -> float:
-    """Return a size of values that is finite for Cauchy's distribution, too."""
+    """Return a typical size of values, finite also for a Cauchy distribution."""
     return float(np.sqrt(np.abs(values)).mean() ** 2)
 
 
@@ -184,24 +166,19 @@ def initialize_rows(
     start: int,
     num_rows: int,
 ) -> Float[TableArray, "rows dim"]:
-    """Fill ``num_rows`` rows of a group's array from ``start`` on; ``array`` is donated."""
+    """Fill a table's rows in a group's array, from row ``start`` on; ``array`` is donated."""
     draw, scale = draw_and_scale(initializer, num_rows, array.shape[1])
     place = place_of((0, num_rows), start, (0, array.shape[1]))
     return _fill(array, key, draw, scale, place)
 
 
 def place_of(rows: tuple[int, int], start: int, columns: tuple[int, int]) -> Int32[np.ndarray, "6"]:
-    """Return the place of a part of a table in an array, as `fill_rows` takes it.
+    """Return six numbers for `fill_rows`: which part of a table goes to which rows of an array.
 
-    Args:
-        rows: The table's first row in the part and the row after the last.
-        start: The row of the array that the first goes to.
-        columns: The table's first column in the part and the column after the last.
-
-    Returns:
-        The high and the low word of the table's first row, the number of rows, the row of the
-        array, the first column and the column after the last.
+    They are the two words of the part's first row in the table, its number of rows, its first row
+    in the array, and its columns ``[first, stop)``.
     """
+    # One int32 array, not six arguments: parts of all places share a compiled program.
     first, stop = rows
     words = np.array(divmod(first, 2**32), np.uint32).view(np.int32)
     return np.array([*words, stop - first, start, *columns], np.int32)
@@ -226,16 +203,9 @@ def fill_rows(
     place: Int32[Array, "6"],
     dim: int,
 ) -> Float[TableArray, "rows width"]:
-    """Fill rows of an array with a part of a table's first values.
+    """Fill rows of an array with a part of a table's first values; ``place`` is from `place_of`.
 
-    Args:
-        array: Where to; as wide as the part, or wider: then zeros are behind the part's columns.
-        key: The table's key.
-        draw: Function that draws a row.
-        scale: Factor of its values.
-        place: Where which rows and columns go, as `place_of` returns it. int32 holds it also for
-            tables whose rows it cannot number.
-        dim: Columns of the table.
+    ``dim`` are the table's columns. An array wider than the part gets zeros behind its columns.
     """
     block_rows = min(max(1, BLOCK_ELEMENTS // dim), array.shape[0])
     in_block = jnp.arange(block_rows, dtype=jnp.int32)
@@ -243,12 +213,14 @@ def fill_rows(
     count, start, first_column, stop_column = place[2:]
 
     def fill_block(number, bits):
+        # Row numbers are 64 bits wide, in two words: the low word of the sum wraps around, and
+        # is then smaller than before.
         of_part = number * block_rows + in_block
         row_low = low + of_part.astype(jnp.uint32)
         row_high = high + (row_low < low).astype(jnp.uint32)
         values = draw_rows(draw, scale, key, row_high, row_low, dim)
         part = slice_columns(values, first_column, stop_column, array.shape[1])
-        # Rows of the last block that int32 cannot number become negative, and are outside as well.
+        # Past the end of the last block, `of_part` may wrap around to negative numbers.
         is_inside = (of_part >= 0) & (of_part < count)
         rows = jnp.where(is_inside, start + of_part, array.shape[0])
         return bits.at[rows].set(as_bits(part.astype(array.dtype)), mode="drop")

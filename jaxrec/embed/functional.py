@@ -1,4 +1,4 @@
-"""Tables without a module, as pytrees: for Linen, Equinox and plain JAX."""
+"""Tables as pytrees without a module, for Linen, Equinox and plain JAX."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from jaxrec.optim import RowOptimizer
 from jaxrec.optim.hyperparameters import Step
 from jaxrec.ragged import KeyedJaggedArray
 
-# A function that makes a model takes no arguments, so `jaxrec.shard` cannot pass it a factory.
+# A context variable, since `jaxrec.shard` calls the user's function that makes a model, and that
+# function takes no arguments.
 _default_factory: contextvars.ContextVar[StoreFactory] = contextvars.ContextVar(
     "jaxrec_store_factory", default=Tables.init
 )
@@ -26,7 +27,7 @@ _default_factory: contextvars.ContextVar[StoreFactory] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def default_store(factory: StoreFactory) -> Iterator[None]:
-    """Make the tables of models that name no store with a factory, while this lasts."""
+    """Within this context, models that name no store make their tables with a factory."""
     token = _default_factory.set(factory)
     try:
         yield
@@ -50,9 +51,9 @@ def init_tables(
     Args:
         configs: The tables, all `EmbeddingBagConfig` or all `EmbeddingConfig`.
         optimizer: Optimizer of the tables that name none.
-        key: Random key. A table's values depend on it and on the table's name alone.
-        store: Makes the store. None: `Tables` on one device; in a function that `jaxrec.shard`
-            calls, tables on its mesh.
+        key: Random key. A table's first values depend on it and on the table's name alone.
+        store: Factory of the store. None: `Tables` on one device, or, in a function that
+            `jaxrec.shard` calls, tables over its mesh.
 
     Raises:
         ValueError, TypeError: The tables cannot form a collection (see `layout_tables`).
@@ -77,8 +78,8 @@ def lookup(
 ) -> tuple[Activations, Residuals]:
     """Look up all features of a batch.
 
-    Differentiable with respect to the batch's weights. Tables are not differentiated: give the
-    gradient of the activations to `apply_gradients`.
+    The result is differentiable with respect to the batch's weights, and not with respect to the
+    tables: give the gradient of the activations to `apply_gradients`.
 
     Args:
         tables: The tables.
@@ -88,12 +89,14 @@ def lookup(
         routes: Result of `TableStore.route` for the batch; None: compute it now.
 
     Returns:
-        The activations and the residuals for `apply_gradients`. Activations of pooled tables are a
-        `KeyedArray` of ``[batch, sum(dims)]``, blocks by table and then by feature, over a mesh
-        with the batch over its devices. Those of per-id tables are for each output the
-        ``[capacity, dim]`` rows of its ids, zeros at padding, over a mesh
-        ``[devices, capacity, dim]``. Where samples share bags (``inverse_indices``), the rows are
-        those of the ids of ``features.expanded()``, sample by sample.
+        The activations, and the residuals for `apply_gradients`.
+
+        Pooled tables give a `KeyedArray` of ``[batch, sum(dims)]``, blocks by table and then by
+        feature. Over a mesh its batch axis is sharded.
+
+        Per-id tables give a dict with ``[capacity, dim]`` for each output, zeros at padding. Over a
+        mesh that is ``[devices, capacity, dim]``. If samples share bags (``inverse_indices``), the
+        rows are those of the ids of ``features.expanded()``, sample by sample.
 
         An id outside its table gives NaN and updates nothing; `KeyedJaggedArray`'s constructors
         check ids on the host, with an error.
@@ -124,10 +127,10 @@ def lookup(
 def apply_gradients(
     tables: TableStore, residuals: Residuals, gradients: Activations, step: Step | int
 ) -> TableStore:
-    """Update the rows of one lookup: the second phase of a training step.
+    """Update the rows of one lookup: the second half of a training step.
 
-    Every row that occurs is updated once, however often it occurs; other rows and their state are
-    left alone. Under `jax.jit` with ``tables`` donated this happens in place.
+    A row is updated once by the sum of its gradients, however often it occurs. Other rows and their
+    state stay as they are. Under `jax.jit` with ``tables`` donated, this happens in place.
 
     Args:
         tables: The tables that were looked up.

@@ -1,4 +1,4 @@
-"""Gradients of a model with tables: dense ones as usual, those of tables as rows."""
+"""`Gradients` of a model with tables: of parameters as usual, of tables as gradients of rows."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Content = TypeVar("Content")
 # Sealed arrays
 #
 # Row indices are numbers, but a sum of two of them is nonsense, and functions over pytrees do not
-# know that: ``jax.tree.map(lambda g: 2 * g, gradients)`` would double the row indices together with
-# the gradients, and so update other rows. JAX has one public kind of array without arithmetic, the
-# random key, and any bits can be a key's data. A sealed array is such a key array: `jax.jit`,
-# `jax.lax.scan`, indexing, stacking and shardings take it, and every other operation is a
-# TypeError.
+# know that: `jax.tree.map(lambda g: 2 * g, gradients)` would double the row indices together with
+# the gradients, and the update would change other rows, without an error. JAX has one public kind
+# of array without arithmetic, the random key, and any bits can be a key's data. So we dress row
+# indices up as keys of a generator that cannot generate. `jax.jit`, `jax.lax.scan`, indexing,
+# stacking and shardings take such arrays; any other operation is a TypeError.
 
 
 def _refuse(*_: Any) -> Any:
@@ -51,15 +51,9 @@ _SEALED = define_prng_impl(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sealed(Generic[Content]):
-    """A pytree of arrays whose leaves refuse arithmetic.
+    """A pytree of arrays whose leaves refuse arithmetic, until it is opened."""
 
-    Attributes:
-        leaves: The leaves as key arrays, shaped as they were.
-        dtypes: Their dtypes.
-        tree: The structure of the pytree.
-    """
-
-    leaves: tuple[Any, ...]
+    leaves: tuple[Any, ...]  # key arrays of the leaves' shapes
     dtypes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     tree: Any = dataclasses.field(metadata={"static": True})
 
@@ -70,7 +64,7 @@ class Sealed(Generic[Content]):
 
 
 def seal(content: Content) -> Sealed[Content]:
-    """Seal a pytree of arrays of 32-bit numbers or booleans."""
+    """Seal a pytree of arrays, of 32-bit numbers or booleans."""
     leaves, tree = jax.tree.flatten(content)
     arrays = [jnp.asarray(leaf) for leaf in leaves]
     dtypes = tuple(array.dtype.name for array in arrays)
@@ -99,26 +93,24 @@ def _open(sealed: Any, dtype: str) -> Shaped[Array, "..."]:
 class SealedRowGradients:
     """The gradient of one group's rows in one call of a collection.
 
-    Attributes:
-        values: ``[lines, dim]`` gradient of the embeddings that the call looked up, line by line:
-            a bag or an id each. A row's gradient is the sum over the lines that it is part of.
-        sealed: The rows of each line with their factors, and the route of the call, out of
-            arithmetic's reach.
-        layouts: Where the group's features lay in the batches that were looked up.
+    ``values``, ``[lines, dim]``, is the gradient of the embeddings that the call looked up, one
+    line for each bag or id.
     """
 
+    # A row's gradient is the sum over the lines that the row is part of. `sealed` has what says so:
+    # the lookups, the route of the call and the bag of each line.
     values: Float[Array, "*_ lines dim"]
     sealed: Sealed[tuple[Lookups, Any, Int32[Array, " lines"] | None]]
     layouts: tuple[BagLayout, ...] = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def of(cls, gradient: RowGradients) -> SealedRowGradients:
-        """Seal everything of a gradient but its values."""
+        """Seal all of a gradient except its values."""
         content = gradient.lookups, gradient.route, gradient.bag_of_line
         return cls(gradient.values, seal(content), gradient.layouts)
 
     def open(self) -> RowGradients:
-        """Return the gradient as the update takes it."""
+        """Return the gradient in the form that the update takes."""
         lookups, route, bag_of_line = self.sealed.open()
         return RowGradients(lookups, self.values, self.layouts, route, bag_of_line)
 
@@ -132,18 +124,18 @@ SealedCalls: TypeAlias = list[dict[str, SealedRowGradients]]
 class Gradients:
     """The gradients that `value_and_grad` returns and `jaxrec.Optimizer.update` takes.
 
-    They can be scaled, added, cast, clipped and measured by the methods below and by ``+``, ``-``,
-    ``*`` and ``/``. They cross `jax.jit`, `jax.lax.scan` and the like as any pytree does; but
-    arithmetic by `jax.tree.map`, such as `optax.tree.norm`, is a TypeError, since row indices are
-    among the leaves (see `seal`).
+    Scale, add, cast, clip and measure them by the methods below and by ``+``, ``-``, ``*``, ``/``.
+    They are a pytree and cross `jax.jit`, `jax.lax.scan` and the like. But arithmetic over their
+    leaves, as of `jax.tree.map` or `optax.tree.norm`, is a TypeError, since row indices are among
+    the leaves.
 
     Attributes:
         dense: Gradients of the parameters, as `nnx.grad` gives them.
-        tables: For each collection, by its path in the model, and for each of its calls the
-            gradients of each group's rows. No array in here has the shape of a table, unless the
-            loss reads a whole table.
-        stores: For each collection the layout of its tables, without arrays.
-        loss_is_finite: Whether the loss was a finite number; the update is skipped if not.
+        tables: By the collection's path in the model, a list with an entry for each call: the
+            gradients of rows by group. No array here has the shape of a table, unless the loss
+            reads a whole table.
+        stores: By the collection's path, its store without arrays.
+        loss_is_finite: Whether the loss is a finite number. If not, the update is skipped.
 
     Example:
         >>> import jaxrec
@@ -169,20 +161,21 @@ class Gradients:
         stores: Mapping[str, TableStore],
         loss_is_finite: Bool[Array, ""],
     ) -> Gradients:
-        """Make gradients of those of parameters and of rows."""
+        """Join the gradients of parameters and of rows."""
         sealed = _map_calls(SealedRowGradients.of, tables)
         return cls(dense, sealed, dict(stores), seal(loss_is_finite))
 
     def rows(self) -> dict[str, Calls]:
-        """Return ``tables`` as the update takes them."""
+        """Return ``tables`` with all gradients of rows opened."""
         return _map_calls(lambda gradient: gradient.open(), self.tables)
 
     def map(self, function: Callable[[Array], Array]) -> Gradients:
         """Apply a function to every array of gradients.
 
         Args:
-            function: Takes the gradient of a parameter, or ``[lines, dim]`` gradients of embeddings
-                before they are summed by row, and returns an array of the same shape.
+            function: Returns an array of its argument's shape. It is called with the gradient of
+                each parameter, and with ``[lines, dim]`` gradients of embeddings, which are not yet
+                summed by row.
 
         Raises:
             ValueError: The function changes a shape.
@@ -214,8 +207,8 @@ class Gradients:
     def table_norms(self) -> dict[str, dict[str, Float[Array, ""]]]:
         """Return the Euclidean norm of each table's gradient, by collection and by table.
 
-        The gradients of a row are summed over all lines and calls first. Over a mesh this takes
-        the exchange of gradients that the update makes.
+        The gradients of each row are first summed over all lines and calls. Over a mesh, that takes
+        the same exchange of gradients as the update.
         """
         return {
             path: {name: jnp.sqrt(square) for name, square in squares.items()}
@@ -223,9 +216,10 @@ class Gradients:
         }
 
     def norm(self) -> Float[Array, ""]:
-        """Return the Euclidean norm of all gradients together, those of rows summed by row.
+        """Return the Euclidean norm of all gradients together.
 
-        Equals `optax.tree.norm` of the gradients of a model whose tables were parameters.
+        Gradients of rows are summed by row, so the norm is that of `optax.tree.norm` if tables were
+        parameters.
         """
         squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(self.dense)]
         squares += [s for tables in self._table_squares().values() for s in tables.values()]
@@ -234,8 +228,8 @@ class Gradients:
     def clip(self, max_norm: float | Float[Array, ""]) -> Gradients:
         """Scale the gradients down to a norm of at most ``max_norm``, tables included.
 
-        `optax.clip_by_global_norm`, whose own norm leaves the tables out. A norm that is not
-        finite makes the gradients NaN, so that the update is skipped.
+        Use it in place of `optax.clip_by_global_norm`, which sees no tables. If the norm is not
+        finite, the gradients become NaN, so that the update is skipped.
         """
         norm = self.norm()
         factor = jnp.where(norm < max_norm, 1, max_norm / norm)
@@ -244,8 +238,8 @@ class Gradients:
     def is_finite(self) -> Bool[Array, ""]:
         """Return whether the loss and all gradients are finite.
 
-        A gradient of embeddings whose square float32 does not hold is not, where the tables' row
-        optimizer squares it (see `RowOptimizer.largest_gradient`).
+        If a row optimizer squares gradients, a gradient of embeddings also counts as infinite when
+        its square exceeds float32 (`RowOptimizer.largest_gradient`).
         """
         finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(self.dense)]
         finite += [
@@ -257,13 +251,15 @@ class Gradients:
         return functools.reduce(operator.and_, finite, jnp.all(self.loss_is_finite.open()))
 
     def tied_to(self, value: Float[Array, ""]) -> Gradients:
-        """Make the gradients of rows depend on a value; see `tie_to`."""
+        """Make the gradients of rows depend on a value, so that XLA computes the value first."""
         return dataclasses.replace(
             self, tables=_map_calls(SealedRowGradients.of, tie_to(value, self.rows()))
         )
 
     def __add__(self, other: Gradients) -> Gradients:
-        """Gradients of the sum of two losses; each row is still updated once."""
+        """Return the gradients of the sum of two losses. The update still writes each row once."""
+        # Parameters' gradients are added. Gradients of rows are listed as further calls, and the
+        # update sums all calls by row.
         if not isinstance(other, Gradients):
             return NotImplemented
         if set(self.tables) != set(other.tables):
@@ -301,10 +297,11 @@ class Gradients:
 
 
 def rows_are_finite(gradient: SealedRowGradients, group: Group) -> Bool[Array, ""]:
-    """Return whether a group's row optimizer can take the gradients of some lookups."""
+    """Return whether a group's row optimizer can take a call's gradients."""
     largest = group.optimizer.largest_gradient
     if largest == math.inf:
         return jnp.all(jnp.isfinite(gradient.values))
+    # A lookup adds its line times its factor, so the limit shrinks by the largest factor above 1.
     lookups = gradient.open().lookups
     limit = jnp.float32(largest)
     if lookups.scales is not None:
@@ -315,14 +312,13 @@ def rows_are_finite(gradient: SealedRowGradients, group: Group) -> Bool[Array, "
 
 
 def mean_gradients(parts: Gradients | Sequence[Gradients]) -> Gradients:
-    """Return the gradient of the mean loss of several micro-batches: gradient accumulation.
+    """Return the gradients of the mean loss of several micro-batches, to accumulate gradients.
 
-    Rows keep their own gradients until the update, so that each is updated once a step whatever
-    micro-batches it occurs in.
+    The update then writes each row once, in whatever number of micro-batches it occurs.
 
     Args:
-        parts: The micro-batches' gradients, as a sequence or stacked along a leading axis (what
-            `jax.lax.scan` over micro-batches returns).
+        parts: The micro-batches' gradients: a sequence, or stacked along a leading axis as
+            `jax.lax.scan` over micro-batches returns them.
 
     Raises:
         ValueError: There are none.
@@ -354,17 +350,17 @@ def mean_gradients(parts: Gradients | Sequence[Gradients]) -> Gradients:
     return functools.reduce(operator.add, parts) / len(parts)
 
 
-# A NaN that no arithmetic produces.
+# Bits of a NaN that no arithmetic produces: XLA cannot know that a loss never has them.
 _NO_LOSS = 0x7FEDCBA9
 
 
 def tie_to(value: Float[Array, ""], tables: Mapping[str, Calls]) -> dict[str, Calls]:
-    """Make the gradients of rows depend on a value, such as the loss.
-
-    A table must not be written before all lookups have read it, or XLA reads from a copy of it. In
-    a model whose gradient does not depend on the embeddings only this dependence says so, and XLA
-    removes an `optimization_barrier` before it decides.
-    """
+    """Make the row indices of gradients depend on a value, such as the loss."""
+    # A table must be written after all lookups have read it, or XLA lets them read from a copy. If
+    # a model's gradient depends on the embeddings, that orders the two. A loss that is linear in
+    # them has no such dependence, so we add one: row indices are bad if the loss has bits that it
+    # never has. An `optimization_barrier` would be plainer, but XLA removes it before it decides on
+    # copies.
     bits = jax.lax.bitcast_convert_type(value.astype(jnp.float32), jnp.uint32)
     is_value = bits != _NO_LOSS
 

@@ -1,4 +1,4 @@
-"""Groups of tables that are stored together, and the features that read them."""
+"""Layout of a collection: tables stored together in groups, and the features that read them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,10 @@ from jaxrec.ragged import KeyedJaggedArray
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Tables of equal width, type and optimizer, stored as one ``[num_rows, dim]`` array.
+    """Tables of equal width, format and optimizer, stored as one ``[num_rows, dim]`` array."""
 
-    Where the type is not a float of 16 or 32 bits, the array is a `PackedRows`.
-
-    Attributes:
-        name: Name of the group, such as ``"float32_64"``.
-        tables: The tables, one under the other in this order.
-        optimizer: How their rows change.
-    """
-
-    name: str
-    tables: tuple[TableConfig, ...]
+    name: str  # such as "float32_64"
+    tables: tuple[TableConfig, ...]  # one under the other, in this order
     optimizer: RowOptimizer
 
     @property
@@ -45,7 +37,7 @@ class Group:
 
     @property
     def is_pooled(self) -> bool:
-        """Whether the rows of each bag are added or averaged."""
+        """Whether bags are summed or averaged, rather than read row by row."""
         return isinstance(self.tables[0], EmbeddingBagConfig)
 
     @property
@@ -60,7 +52,7 @@ class Group:
 
     @property
     def features(self) -> tuple[tuple[str, int], ...]:
-        """(feature, index of the table) of each lookup into the group, in output order."""
+        """The features that read the group, each with the index of its table, by table."""
         return tuple(
             (feature, index)
             for index, table in enumerate(self.tables)
@@ -68,12 +60,8 @@ class Group:
         )
 
     def bags(self, features: KeyedJaggedArray) -> BagLayout:
-        """Return the layout of the group's features in a batch.
-
-        Raises:
-            KeyError: If the batch lacks a feature of the group.
-            TypeError: If the batch holds no integers.
-        """
+        """Return the layout of the group's features in a batch; a KeyError if it lacks one."""
+        # Static numbers from the batch's keys and capacities: no array is read.
         if not jnp.issubdtype(features.values.dtype, np.integer):
             raise TypeError(f"ids are integers, but the batch holds {features.values.dtype}")
         index = {key: i for i, key in enumerate(features.keys)}
@@ -103,37 +91,24 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """One block of a collection's output.
+    """One block of a collection's output: a feature's embeddings from one table."""
 
-    Attributes:
-        key: Name of the block: the feature, or ``feature@table`` where several tables read it.
-        feature: The feature.
-        group: Index of the group that it is looked up in.
-        position: Its place among the group's features.
-        dim: Number of its columns, the first of the group's.
-    """
-
-    key: str
+    key: str  # the feature, or "feature@table" if several tables read it
     feature: str
-    group: int
-    position: int
-    dim: int
+    group: int  # index of the table's group
+    position: int  # of the feature among the group's features
+    dim: int  # columns of the block: the first ones of the group's rows
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TableLayout:
-    """The tables of a collection, in groups, and its outputs, by table and then by feature.
+    """The tables of a collection, in groups, and its outputs, by table and then by feature."""
 
-    Attributes:
-        configs: Configurations of the tables, in the order given.
-        groups: The same tables, stored together where they are alike.
-        outputs: Blocks of the collection's output, in order.
-    """
-
-    configs: tuple[TableConfig, ...]
+    configs: tuple[TableConfig, ...]  # in the order that the user gave
     groups: tuple[Group, ...]
-    outputs: tuple[Output, ...]
+    outputs: tuple[Output, ...]  # in the order of the collection's output
 
+    # Flax prints a model with its stores. All fields of a hundred tables would fill pages.
     def __repr__(self) -> str:
         groups = (
             f"{group.name}: {', '.join(table.name for table in group.tables)}"
@@ -158,7 +133,7 @@ class TableLayout:
 
     @property
     def bounds(self) -> dict[str, int]:
-        """Number of ids that all tables of a feature have, by feature."""
+        """Number of valid ids of each feature: the rows of its smallest table."""
         bounds: dict[str, int] = {}
         for table in self.configs:
             for feature in table.feature_names:
@@ -168,11 +143,7 @@ class TableLayout:
         return bounds
 
     def find(self, name: str) -> tuple[Group, int]:
-        """Return the group of a table, and the table's index in it.
-
-        Raises:
-            KeyError: If there is no table of that name.
-        """
+        """Return a table's group and its index there; a KeyError if no table has the name."""
         for group in self.groups:
             for index, table in enumerate(group.tables):
                 if table.name == name:
@@ -181,7 +152,12 @@ class TableLayout:
         raise KeyError(f"no table is named {name!r}; there are {names}")
 
     def column_runs(self) -> list[tuple[int, slice]]:
-        """Return the outputs in order as (group, columns of its block), neighbours joined."""
+        """Return the outputs in order as (group, columns of its output), neighbours joined.
+
+        A group's own output is ``[batch, features * dim]``.
+        """
+        # Most collections are a few runs: then the output is a few slices, not one for each
+        # feature.
         runs: list[tuple[int, slice]] = []
         for output in self.outputs:
             start = output.position * self.groups[output.group].dim
@@ -197,17 +173,9 @@ def layout_tables(
     optimizer: RowOptimizer,
     apart: Callable[[TableConfig], Hashable] = lambda table: None,
 ) -> TableLayout:
-    """Group tables and name the outputs of a collection.
+    """Group tables and name the outputs of a collection; errors say why tables cannot form one.
 
-    Args:
-        tables: The tables; all of one kind.
-        optimizer: Optimizer of the tables that name none.
-        apart: Tables for which this differs do not share a group.
-
-    Raises:
-        ValueError: If there are no tables; if two have one name; if an optimizer refuses the
-            width of its table.
-        TypeError: If bags and per-id tables are mixed.
+    Tables for which ``apart`` returns different values do not share a group.
     """
     tables = tuple(tables)
     if not tables:
@@ -243,7 +211,7 @@ def layout_tables(
 def inference_layout(
     configs: Sequence[TableConfig], formats: Mapping[str, RowFormat]
 ) -> TableLayout:
-    """Group tables whose rows are stored for inference, each in a format, by name."""
+    """Group tables that are stored for inference; ``formats`` are by the table's name."""
     tables = [
         dataclasses.replace(config, trainable=False, inference_format=formats[config.name])
         for config in configs
@@ -258,6 +226,7 @@ def _group(
 ) -> tuple[Group, ...]:
     members: dict[tuple, list[TableConfig]] = {}
     for table in tables:
+        # The optimizer is part of what groups tables, so that one call updates the whole array.
         optimizer = (table.optimizer or default) if table.trainable else frozen()
         if (reason := optimizer.refuse(table.embedding_dim)) is not None:
             raise ValueError(f"table {table.name!r}: {reason}")
@@ -268,6 +237,7 @@ def _group(
     taken: Counter[str] = Counter()
     for (row_format, dim, optimizer, _), alike in members.items():
         for part in _within_int32(alike):
+            # Groups that differ in the optimizer alone are float32_64, float32_64_2, ...
             name = f"{row_format.name}_{dim}"
             taken[name] += 1
             suffix = "" if taken[name] == 1 else f"_{taken[name]}"
@@ -276,7 +246,7 @@ def _group(
 
 
 def _within_int32(tables: list[TableConfig]) -> Iterator[tuple[TableConfig, ...]]:
-    """Cut tables into parts whose rows int32 can number."""
+    """Cut a list of tables into parts, so that int32 numbers the rows of each part."""
     part: list[TableConfig] = []
     for table in tables:
         num_rows = sum(other.num_embeddings for other in [*part, table])

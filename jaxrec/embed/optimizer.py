@@ -1,4 +1,4 @@
-"""The optimizer of a model with tables; `jaxrec.embed.training_step` tells what comes before it."""
+"""The optimizer of a model with tables: step 6 of `jaxrec.embed.training_step`."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ class Hyperparameter(nnx.Variable):
 
 
 class SkipCount(nnx.Variable):
-    """A number of steps that were skipped, an int32 scalar."""
+    """Number of skipped steps, an int32 scalar."""
 
 
 class Optimizer(nnx.Optimizer):
-    """optax for the dense parameters, each table's own row optimizer for its rows.
+    """Optimizer of a model with tables: optax for its dense parameters, row optimizers for rows.
 
-    Use it as `nnx.Optimizer`, with the gradients of `jaxrec.value_and_grad`. A step whose loss or
+    Use it like `nnx.Optimizer`, with the gradients of `jaxrec.value_and_grad`. A step whose loss or
     gradients are not finite is skipped: no parameter, row or state changes, and ``step`` does not
     advance.
 
     Args:
-        model: The model; its dense parameters' optimizer state is made from it.
+        model: The model, from whose dense parameters the optax state is made.
         tx: The optax transformation of the dense parameters.
         wrt: Filter of the dense parameters; the same as `jaxrec.value_and_grad`'s.
-        debug: Whether compiled steps check every batch and every step. An id outside its table is
-            an error that names the feature, the sample and the id; a step that is skipped is an
-            error that names what is not finite. The checks call back to the host, which costs time.
+        debug: Whether compiled steps check ids and gradients on the host, which costs time. An id
+            outside its table raises an error with the feature, the sample and the id. A skipped
+            step raises an error that names what is not finite.
 
     Attributes:
         step: Number of updates made, given to learning-rate schedules of tables.
@@ -84,6 +84,8 @@ class Optimizer(nnx.Optimizer):
         debug: bool = False,
     ):
         _check_arguments(model, tx)
+        # Parameters that are sharded on their own (`PlacedVariable`) are gathered at each read,
+        # which optax must not do: state is made from the shards, and lies as they do.
         super().__init__(model, _on_arrays(tx), wrt=wrt)
         self.tx = tx
         for variable, sharding in self._update_shardings(model):
@@ -97,7 +99,8 @@ class Optimizer(nnx.Optimizer):
         modules = tapped_modules(model).values()
         for module in modules:
             module.debug = debug
-        # On a mesh from the start, or the second step, with what the first returns, compiles anew.
+        # Counters are put on the tables' mesh now. A step returns them there, so that with counters
+        # on one device the first step and the second would be two programs.
         for module in modules:
             nnx.update(self, module.tables.get_value().devices.put_beside(nnx.state(self)))
 
@@ -106,7 +109,7 @@ class Optimizer(nnx.Optimizer):
         return {name: float(variable.get_value()) for name, variable in self._values.items()}
 
     def set_hyperparameters(self, **values: float | np.floating | Array) -> None:
-        """Set hyperparameters of the row optimizers, without a new compilation.
+        """Set hyperparameters of the row optimizers; compiled steps take the new values.
 
         Args:
             values: The new value of each `jaxrec.optim.hyperparameter` by name, 0 or more.
@@ -123,6 +126,7 @@ class Optimizer(nnx.Optimizer):
                     f"jaxrec.optim.hyperparameter({name!r}, value) to a row optimizer as its "
                     "learning_rate or weight_decay"
                 )
+            # Its constructor has the check of values. Traced ones cannot be checked.
             if not isinstance(value, jax.core.Tracer):
                 hyperparameter(name, float(value))
             old, new = self._values[name].get_value(), jnp.asarray(value, jnp.float32)
@@ -132,7 +136,7 @@ class Optimizer(nnx.Optimizer):
     def update(  # type: ignore[override]  # takes the gradients of tables along
         self, model: nnx.Module, grads: Gradients, **kwargs: Any
     ) -> None:
-        """Advance the dense parameters and the rows that were looked up, by one step.
+        """Update the dense parameters and the rows that were looked up, by one step.
 
         Args:
             model: The model.
@@ -159,38 +163,42 @@ class Optimizer(nnx.Optimizer):
         step = UpdateStep(self.step.get_value().astype(jnp.int32), values)
         if self.debug:
             _report_not_finite(grads, step.count)
-        # Gradients are computed before the updates that read them, not fused into each: programs
-        # that differ elsewhere, such as those of `RoutedSteps`, then give the same bits.
+        # The barrier keeps XLA from fusing the computation of gradients into each update. Fused,
+        # they round otherwise, and programs that differ elsewhere (`RoutedSteps`) would give other
+        # bits.
         dense, is_applied = jax.lax.optimization_barrier((grads.dense, is_applied))
         self._update_dense(model, dense, is_applied, **kwargs)
         for path, calls in grads.tables.items():
             modules[path].apply_gradients(calls, step, is_applied)
         is_skipped = (~is_applied).astype(jnp.int32)
         self.skipped.set_value(self.skipped.get_value() + is_skipped)
+        # Counts up while steps are skipped, and back to 0 at the first that is not.
         in_a_row = (self.skipped_in_a_row.get_value() + is_skipped) * is_skipped
         self.skipped_in_a_row.set_value(in_a_row)
 
     def _update_dense(
         self, model: nnx.Module, gradients: nnx.State, is_applied: Bool[Array, ""], **kwargs: Any
     ) -> None:
-        """Advance the dense parameters and optax's state, unless the step is skipped."""
+        """Update the dense parameters, optax's state and the count of steps, unless skipped."""
+        # Dense parameters are small beside tables, so the old and the new ones may be held at once.
         variables = _variables((nnx.state(model, self.wrt), self.opt_state, self.step))
         before = [variable.get_raw_value() for variable in variables]
         super().update(model, gradients, **kwargs)
         for variable, old in zip(variables, before, strict=True):
             new = variable.get_raw_value()
             variable.set_raw_value(jax.tree.map(functools.partial(_select, is_applied), new, old))
-        # XLA chooses the sharding of a result, unless it is said; the next step takes the same.
+        # XLA chooses the sharding of a result unless we name one. The next step must find the same
+        # sharding, or it compiles again.
         for variable, sharding in self._update_shardings(model):
             variable.set_raw_value(put(variable.get_raw_value(), sharding))
 
     def _update_shardings(self, model: nnx.Module) -> list[tuple[nnx.Variable, NamedSharding]]:
-        """Return where the variables of a dense update lie, if a parameter is placed."""
+        """Return the variables of a dense update with their shardings, if any is placed."""
         return update_shardings(nnx.state(model, self.wrt), nnx.state(self.opt_state))
 
 
 def _report_not_finite(gradients: Gradients, step: Int[Array, ""]) -> None:
-    """Raise `NotFiniteError` on the host, from compiled code too; it names what is not finite."""
+    """Raise a `NotFiniteError` with the names of what is not finite, from compiled code too."""
     is_finite: dict[str, Array] = {"the loss": gradients.loss_is_finite.open()}
     for keys, leaf in jax.tree.leaves_with_path(gradients.dense):
         is_finite[f"the gradient of parameter {_path_name(keys)}"] = jnp.isfinite(leaf).all()
@@ -198,6 +206,7 @@ def _report_not_finite(gradients: Gradients, step: Int[Array, ""]) -> None:
         for call in calls:
             for name, rows in call.items():
                 group = gradients.stores[path].groups[name]
+                # Two messages for one gradient: it is not finite, or its square is not.
                 where = f"the gradient of the embeddings of {path or 'the model'}, group {name}"
                 optimizer, has_numbers = group.optimizer, jnp.isfinite(rows.values).all()
                 too_large = (
@@ -225,7 +234,7 @@ def _path_name(path: tuple[Any, ...]) -> str:
 
 
 def _on_arrays(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return the transformation with an ``init`` that reads sharded parameters as they lie."""
+    """Return the transformation with an ``init`` that reads the shards of placed parameters."""
     return optax.GradientTransformation(lambda state: tx.init(without_placements(state)), tx.update)
 
 
@@ -241,6 +250,8 @@ def _check_arguments(model: nnx.Module, tx: optax.GradientTransformation) -> Non
 
 
 def _check_accumulates_nothing(opt_state: Any) -> None:
+    # `optax.MultiSteps` may be anywhere in a chain, so we look for its state and not at `tx`
+    # itself.
     def is_accumulator(node: Any) -> bool:
         return isinstance(node, optax.MultiStepsState)
 
@@ -275,4 +286,5 @@ def _variables(tree: Any) -> list[nnx.Variable]:
 
 
 def _select(condition: Bool[Array, ""], new: Array, old: Array) -> Array:
+    # A variable that the update did not touch needs no choice in the program.
     return new if new is old else jnp.where(condition, new, old)

@@ -1,4 +1,4 @@
-"""From the rows of a batch's ids to the outputs of a collection, as every store does it."""
+"""From the rows of a batch's ids to the outputs of a collection, for every store alike."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ from jaxrec.ragged.wide_ids import narrow
 def lookup_weights(
     features: KeyedJaggedArray, is_weighted: bool
 ) -> Float[Array, " capacity"] | None:
-    """Return the batch's weights as kernels take them, in float32; None if they are not used.
-
-    Raises:
-        ValueError: The collection is weighted and the batch has no weights.
-    """
+    """Return the batch's weights in float32; None if the collection is not weighted."""
     if not is_weighted:
         return None
     require_weights(features)
@@ -40,7 +36,7 @@ def lookup_weights(
 
 
 def require_weights(features: KeyedJaggedArray) -> None:
-    """Raise a ValueError where a batch for a weighted collection has no weights."""
+    """Raise a ValueError if a batch for a weighted collection has no weights."""
     if features.weights is None:
         raise ValueError(
             "the collection is weighted and the batch has no weights; give them to the batch's "
@@ -49,12 +45,8 @@ def require_weights(features: KeyedJaggedArray) -> None:
 
 
 def warn_of_unused_weights(features: KeyedJaggedArray, tables: Sequence[TableConfig]) -> None:
-    """Warn of a batch with weights where tables are pooled without.
-
-    Args:
-        features: The batch.
-        tables: The tables that are looked up.
-    """
+    """Warn if a batch has weights and its tables are pooled without them."""
+    # Only pooling could have used the weights.
     if features.weights is None or not isinstance(tables[0], EmbeddingBagConfig):
         return
     names = ", ".join(repr(table.name) for table in tables)
@@ -76,12 +68,14 @@ def pool(
     dtype: DTypeLike,
     **hints: int,
 ) -> Float[Array, "bags dim"]:
-    """`kernels.pooled_lookup`, differentiable in the weights."""
+    """Pool the rows of bags, ``[bags, dim]``, differentiably with respect to the weights."""
     if weights is None:
         return kernels.pooled_lookup(table, ids, lengths, None, layout, dtype, **hints)
     return _pool_weighted(table, ids, lengths, weights, (layout, dtype, tuple(hints.items())))
 
 
+# A rule of our own: JAX cannot differentiate through a native kernel, and would make a table-sized
+# gradient of the reference. Tables get no gradient here (None): taps carry theirs.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _pool_weighted(table, ids, lengths, weights, static):
     layout, dtype, hints = static
@@ -93,7 +87,7 @@ def _pool_weighted_forward(table, ids, lengths, weights, static):
 
 
 def _pool_weighted_backward(static, residuals, gradient):
-    """Return a weight's gradient, the dot product of its row and its bag's gradient."""
+    """Return each weight's gradient: the dot product of its row and its bag's gradient."""
     table, ids, lengths, weights = residuals
     layout = static[0]
     if layout.num_bags == 0:  # a batch without samples
@@ -104,6 +98,7 @@ def _pool_weighted_backward(static, residuals, gradient):
     if lookups.scales is not None:
         dots = dots * lookups.scales
     dots = jnp.where(lookups.rows == table.shape[0], 0, dots)
+    # Features' segments may overlap (one feature, two tables), so they are added, not concatenated.
     by_feature = jnp.split(dots, np.cumsum(layout.capacities)[:-1])
     total = jnp.zeros(weights.shape, jnp.float32)
     for start, part in zip(layout.id_starts, by_feature, strict=True):
@@ -117,7 +112,8 @@ _pool_weighted.defvjp(_pool_weighted_forward, _pool_weighted_backward)
 def flatten(
     features: KeyedJaggedArray, weights: Array | None, layout: BagLayout, group: Group
 ) -> Lookups:
-    """Return the group's lookups in a batch, one by one; bags that no sample has give padding."""
+    """Return a group's flat lookups in a batch; those in bags without a sample become padding."""
+    # Lookups are residuals of the update. The gradient of weights comes from `pool` alone.
     weights = None if weights is None else jax.lax.stop_gradient(weights)
     ids, lengths = narrow(features.values), jnp.asarray(features.lengths)
     lookups = kernels.flatten_bags(ids, lengths, weights, layout, group.num_rows)
@@ -131,10 +127,9 @@ def of_used_bags(
     group: Group,
     padding: int,
 ) -> Lookups:
-    """Return the lookups with ``padding`` as the row of those in bags that no sample has.
-
-    Lookups that are not pooled lose their bags.
-    """
+    """Return lookups with row ``padding`` in bags without a sample, and with bags if pooled."""
+    # A bag that no sample has must not touch its rows: they would count as looked up, and
+    # optimizers with a decay or moments change a looked-up row even without a gradient.
     if shares_bags(features, layout):
         bags = _bag_of_sample(group, features, layout)
         is_used = jnp.zeros(layout.num_bags, bool).at[bags].set(True)
@@ -144,11 +139,7 @@ def of_used_bags(
 
 
 def shares_bags(features: KeyedJaggedArray, layout: BagLayout) -> bool:
-    """Return whether `inverse_indices` say which bag each sample has.
-
-    Their bags are pooled in float32, so that the gradients of samples that share a bag are added
-    in float32.
-    """
+    """Return whether samples share bags: the batch's `inverse_indices` say which bag each has."""
     return features.inverse_indices is not None and layout.num_bags > 0
 
 
@@ -161,21 +152,7 @@ def join_pooled(
     dtype: DTypeLike,
     **residuals: Any,
 ) -> tuple[KeyedArray, Residuals]:
-    """Return the output of a pooled collection and the residuals of the lookup.
-
-    Args:
-        tables: The tables.
-        features: The batch.
-        layouts: Layout of each group's features in the batch.
-        pooled: The pooled rows of each group's bags.
-        lookups: The flat lookups of each group.
-        dtype: Type of the output.
-        **residuals: Further fields of `Residuals`.
-
-    Raises:
-        ValueError: Features have different numbers of bags, and no `inverse_indices` say which
-            sample has which.
-    """
+    """Join the pooled rows of each group's bags to a collection's output, with its residuals."""
     blocks, bag_of_sample = [], {}
     for group in tables.groups:
         layout, bags = layouts[group.name], pooled[group.name]
@@ -188,6 +165,7 @@ def join_pooled(
                 "bags; features of different numbers of bags need inverse_indices"
             )
         blocks.append(bags.astype(dtype).reshape(-1, layout.num_features * group.dim))
+    # Outputs are in the order of tables; neighbours in a group are copied together.
     columns = [blocks[group][:, columns] for group, columns in tables.column_runs()]
     values = jnp.concatenate(columns, axis=1)
     keyed = KeyedArray(values, tables.output_keys, tables.output_dims)
@@ -204,20 +182,9 @@ def split_rows(
     dtype: DTypeLike,
     **residuals: Any,
 ) -> tuple[dict[str, Float[Array, "_capacity _dim"]], Residuals]:
-    """Return the outputs of a per-id collection and the residuals of the lookup.
-
-    Where samples share bags, each sample gets the rows of its bags: the outputs are those of
-    `KeyedJaggedArray.expanded`, though each row is looked up once a bag.
-
-    Args:
-        tables: The tables.
-        features: The batch.
-        layouts: Layout of each group's features in the batch.
-        rows: The row of each lookup of each group.
-        lookups: The flat lookups of each group.
-        dtype: Type of the outputs.
-        **residuals: Further fields of `Residuals`.
-    """
+    """Split the rows of each group's lookups into a per-id collection's outputs, with residuals."""
+    # If samples share bags, the outputs are those of the expanded batch, sample by sample. Tables
+    # were read once for each bag; here rows are copied from the lookups to the samples.
     rows, lookup_of_line = dict(rows), {}
     capacities = {name: layout.capacities for name, layout in layouts.items()}
     for group in tables.groups:
@@ -249,10 +216,9 @@ def _bag_of_sample(
 def _positions_of_samples(
     group: Group, features: KeyedJaggedArray, layout: BagLayout
 ) -> tuple[Int32[Array, " sample_capacity"], tuple[int, ...]]:
-    """Return the lookup of each id of each sample, and the number of ids of each feature.
-
-    A position without an id has the number of lookups, and one without space `kernels.BAD_ROW`.
-    """
+    """Return the lookup of each id of each sample, and each feature's capacity for samples' ids."""
+    # A position without an id becomes padding, whose row is zeros. An id that does not fit into the
+    # capacity becomes a bad row: NaN, and not a silent loss.
     keys = [features.keys.index(feature) for feature, _ in group.features]
     of_batch = known_capacities(features)
     capacities = tuple(of_batch[key] for key in keys)

@@ -1,9 +1,9 @@
-"""Gradients of looked-up embeddings as gradients of rows.
+"""Gradients of looked-up embeddings as gradients of rows: step 4 of `training_step`."""
 
-Step 4 of `jaxrec.embed.training_step`. A gradient stays a list of lookups beside the gradients of
-their bags for as long as possible: calls are joined, and samples that share a bag are added up, but
-the sum over the lookups of a row is left to the update, which has to sort them anyway.
-"""
+# A gradient of rows stays a list of lookups beside the gradients of their bags, for as long as
+# possible. That is small: a bag of 20 ids has one gradient, not 20. Calls are joined and samples
+# that share a bag are added up here. The sum over the lookups of a row is left to the update, which
+# has to sort them by row anyway.
 
 from __future__ import annotations
 
@@ -24,27 +24,20 @@ from jaxrec.ragged import KeyedArray
 
 # Outputs differ in capacity and width, so the names of these axes bind nothing.
 Activations: TypeAlias = KeyedArray | dict[str, Float[Array, "*_devices _capacity _dim"]]
-"""Looked-up embeddings: pooled, or by output the rows of each id."""
+"""Looked-up embeddings: pooled ``[batch, sum(dims)]``, or by output ``[capacity, dim]``."""
 
 Routes: TypeAlias = dict[str, Any]
-"""Routes of one batch by group: what an exchange learns from ids alone. A pytree."""
+"""By group, the route of one batch: the plan of its exchange. A pytree."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """Data of a lookup that its update needs.
-
-    Attributes:
-        lookups: Flat lookups of each group.
-        bag_of_sample: For each group the bag of each sample and feature, as a row of the pooled
-            output; of tables that are not pooled the lookup of each line of the output, out of
-            range at padding. Only where the batch has `inverse_indices`.
-        layouts: Layout of each group's features in the batch.
-        routes: Routes of the groups that lie over a mesh.
-    """
+    """Data of a lookup that its update needs, by group."""
 
     lookups: dict[str, Lookups]
+    # Only if the batch has `inverse_indices`: the bag of each sample and feature, `[batch,
+    # features]`. Without pooling, the lookup of each line of the output, out of range at padding.
     bag_of_sample: dict[str, Int32[Array, "..."]]
     layouts: tuple[BagLayout, ...] = dataclasses.field(metadata={"static": True})
     routes: Routes = dataclasses.field(default_factory=dict)
@@ -53,34 +46,29 @@ class Residuals:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowGradients:
-    """Gradients of one group's rows before they are summed by row.
+    """Gradients of one group's rows, before they are summed by row.
 
-    Attributes:
-        lookups: The row and the factor of each line of ``values``.
-        values: ``[lines, dim]`` gradient of the looked-up embeddings.
-        layouts: Layouts of the group's features in the batches that were looked up, in turn.
-        route: Route of the lookup; None if there is none, or if there were several lookups.
-        bag_of_line: The bag of each line (or the lookup, if bags are not pooled), where the
-            optimizer bounds the gradients of samples (``clip_value``) and samples share bags:
-            `bound_samples` adds such lines up. None: line ``i`` is the gradient of bag ``i``.
-        is_applied: Whether the update takes place; None: it does.
+    Lookup ``i`` adds ``scales[i] * values[bags[i]]`` to the gradient of ``rows[i]``.
     """
 
     lookups: Lookups
     values: Float[Array, "lines dim"]
     layouts: tuple[BagLayout, ...] = dataclasses.field(default=(), metadata={"static": True})
-    route: Any = None
+    route: Any = None  # of the lookup; None on one device, and after `merge` of several lookups
+    # The bag of each line (without pooling: its lookup) if samples share bags and their gradients
+    # are still to be added, after they were clipped: see `bound_samples`. None: line i is of bag i.
     bag_of_line: Int32[Array, " lines"] | None = None
+    # False: the step is skipped. None: it is not.
     is_applied: Bool[Array, ""] | None = None
 
     def rows_to_write(self, rows: Int32[Array, " n"], num_rows: int) -> Int32[Array, " n"]:
-        """Return the rows that the update writes: padding where it does not take place."""
+        """Return the rows that the update writes: only padding if the step is skipped."""
         return rows if self.is_applied is None else jnp.where(self.is_applied, rows, num_rows)
 
     def sum_by_row(
         self, num_rows: int, clip_value: float | None = None, **hints: Any
     ) -> tuple[kernels.Runs, Float[Array, "lookups dim"]]:
-        """Return the runs of equal rows, and the sum of each run; hints are those of `sum_rows`."""
+        """Return the runs of equal rows and each run's sum; hints are those of `sum_rows`."""
         runs = kernels.build_runs(self.lookups.rows, num_rows)
         by_run = dataclasses.replace(self.lookups, rows=runs.inverse)
         return runs, kernels.sum_rows(by_run, self.values, runs.unique.size, clip_value, **hints)
@@ -89,7 +77,7 @@ class RowGradients:
 def group_gradients(
     layout: TableLayout, residuals: Residuals, cotangents: Activations
 ) -> dict[str, RowGradients]:
-    """Return the gradients of each group's rows, given those of the looked-up embeddings."""
+    """Return each group's gradients of rows, given the gradient of the looked-up embeddings."""
     gradients = {}
     blocks = _group_blocks(layout, cotangents)
     for group, bags, block in zip(layout.groups, residuals.layouts, blocks, strict=True):
@@ -98,7 +86,8 @@ def group_gradients(
             bag_of_line = residuals.bag_of_sample[group.name].reshape(-1)
         route = residuals.routes.get(group.name)
         gradient = RowGradients(residuals.lookups[group.name], lines, (bags,), route, bag_of_line)
-        # A bound on samples' gradients holds before they are added: `bound_samples` does it then.
+        # Samples that share a bag are added now, since lines are fewer afterwards. But if the
+        # optimizer clips samples' gradients, that comes first: `bound_samples` does both later.
         if group.optimizer.clip_value is None:
             gradient = add_samples(gradient)
         gradients[group.name] = gradient
@@ -108,14 +97,14 @@ def group_gradients(
 def table_gradient(
     layout: TableLayout, name: str, gradient: Float[Array, "rows dim"]
 ) -> dict[str, RowGradients]:
-    """Return the gradient of a whole table as that of a lookup of all its rows."""
+    """Return the gradient of a whole table as that of one lookup of each of its rows."""
     group, index = layout.find(name)
     rows = group.row_offsets[index] + jnp.arange(gradient.shape[0], dtype=jnp.int32)
     return {group.name: RowGradients(Lookups(rows, None, None), gradient.astype(jnp.float32))}
 
 
 def add_samples(gradient: RowGradients, bound: float | None = None) -> RowGradients:
-    """Add the gradients of the samples that share a bag, each element bounded before."""
+    """Add the gradients of samples that share a bag, elements clipped to ``bound`` first."""
     if bound is None and gradient.bag_of_line is None:
         return gradient
     if gradient.bag_of_line is None:
@@ -123,6 +112,7 @@ def add_samples(gradient: RowGradients, bound: float | None = None) -> RowGradie
         values = jnp.clip(gradient.values.astype(jnp.float32), -bound, bound)
     else:
         (layout,), lookups = gradient.layouts, gradient.lookups
+        # Bags are rows of this sum, so the kernel for sums by row does it.
         count = lookups.rows.size if lookups.bags is None else layout.num_bags
         lines = Lookups(gradient.bag_of_line, None, None)
         values = kernels.sum_rows(lines, gradient.values, count, bound)
@@ -132,8 +122,8 @@ def add_samples(gradient: RowGradients, bound: float | None = None) -> RowGradie
 def bound_samples(
     parts: Sequence[RowGradients], optimizer: RowOptimizer
 ) -> tuple[list[RowGradients], RowOptimizer]:
-    """Return the gradients of bags, and the optimizer without the bound if it was applied here."""
-    # Where no bags are shared, the kernels bound gradients while they sum them.
+    """Return the gradients of bags; the optimizer comes back without a bound applied here."""
+    # If no bags are shared, a bag is a sample, and the kernels clip gradients while they sum them.
     if all(part.bag_of_line is None for part in parts):
         return list(parts), optimizer
     bounded = [add_samples(part, optimizer.clip_value) for part in parts]
@@ -141,13 +131,15 @@ def bound_samples(
 
 
 def merge(parts: Sequence[RowGradients]) -> RowGradients:
-    """Return one gradient for several lookups of the same tables, so that rows are updated once."""
+    """Join the gradients of several lookups of a group, so that each row is updated once."""
     if len(parts) == 1:
         return parts[0]
     has_bags = any(part.lookups.bags is not None for part in parts)
     has_scales = any(part.lookups.scales is not None for part in parts)
     first_line, bags, scales = 0, [], []
     for part in parts:
+        # Where some parts have bags or factors and others do not, the others get theirs written
+        # out. Lines of a part begin behind those of the parts before.
         lookups, count = part.lookups, part.lookups.rows.size
         lines = jnp.arange(count, dtype=jnp.int32) if lookups.bags is None else lookups.bags
         ones = jnp.ones(count, jnp.float32) if lookups.scales is None else lookups.scales
@@ -170,7 +162,7 @@ def _joined_owners(parts: Sequence[Lookups]) -> Int32[Array, " lookups"] | None:
 
 
 def group_parts(calls: Sequence[dict[str, RowGradients]]) -> dict[str, list[RowGradients]]:
-    """Return the gradients of each group that any call has gradients of, call by call."""
+    """Return by group the gradients of all calls that looked the group up."""
     names = dict.fromkeys(name for call in calls for name in call)
     return {name: [call[name] for call in calls if name in call] for name in names}
 
@@ -178,10 +170,7 @@ def group_parts(calls: Sequence[dict[str, RowGradients]]) -> dict[str, list[RowG
 def table_squares(
     groups: Sequence[Group], calls: Sequence[dict[str, RowGradients]]
 ) -> dict[str, Float[Array, ""]]:
-    """Return the sum of squares of each trained table's gradient, by name.
-
-    The gradients of a row are summed first. Bounds of optimizers are not applied.
-    """
+    """Return each trained table's sum of squares of its gradient, summed by row but not clipped."""
     squares: dict[str, Array] = {}
     parts = group_parts(calls)
     for group in groups:
@@ -190,6 +179,7 @@ def table_squares(
         gradient = merge([add_samples(part) for part in parts[group.name]])
         runs, sums = gradient.sum_by_row(group.num_rows)
         by_row = jnp.where(runs.unique < group.num_rows, jnp.sum(sums * sums, axis=1), 0)
+        # Runs behind the last row have zero squares, so it does not matter which table gets them.
         starts = jnp.asarray(group.row_offsets[1:], jnp.int32)
         table = jnp.searchsorted(starts, runs.unique, side="right")
         by_table = sum_by_table(by_row, table, len(group.tables))
@@ -198,7 +188,7 @@ def table_squares(
 
 
 def _group_blocks(layout: TableLayout, cotangents: Activations) -> list[Float[Array, "..."]]:
-    """Return the gradient of each group's own output: undo the order of the outputs."""
+    """Cut the gradient of the output into groups: undo `join_pooled` or `split_rows`."""
     if not isinstance(cotangents, KeyedArray):
         keys = [
             [o.key for o in sorted(layout.outputs, key=lambda o: o.position) if o.group == g]
@@ -213,7 +203,7 @@ def _group_blocks(layout: TableLayout, cotangents: Activations) -> list[Float[Ar
     start = 0
     for number, columns in layout.column_runs():
         width = columns.stop - columns.start
-        # Only the last output of a run may be narrower than the group.
+        # Only the last output of a run may be narrower than its group.
         whole = -(-width // layout.groups[number].dim) * layout.groups[number].dim
         blocks[number][columns.start] = _widened(values[:, start : start + width], whole)
         start += width
@@ -221,6 +211,6 @@ def _group_blocks(layout: TableLayout, cotangents: Activations) -> list[Float[Ar
 
 
 def _widened(values: Float[Array, "lines _"], dim: int) -> Float[Array, "lines dim"]:
-    """Return values with columns of zeros behind them."""
+    """Return values padded with columns of zeros."""
     missing = dim - values.shape[1]
     return jnp.pad(values, ((0, 0), (0, missing))) if missing else values

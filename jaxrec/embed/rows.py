@@ -1,9 +1,18 @@
-"""Rows of tables with their optimizer state, between a store and the host.
+"""Reads and writes of rows with their optimizer state, between a store and the host.
 
-`TableStore.rows_of` gives the rows of some ids, as users know them. `read` and `write` take rows of
-several tables by their indices, with one program a group of tables: a tier moves rows so between
-two steps. No table is copied, and sizes are on a ladder, so that few programs compile.
+`Rows` (`TableStore.rows_of`) takes the ids of one table as users know them. `read` and `write` take
+row indices of several tables, with one compiled program for each group: a tier calls them between
+two steps. They never copy a table.
 """
+
+# Three kinds of numbers name a row, and this file translates:
+#
+#     id         what users know: an integer, or a string in an open vocabulary
+#     row index  position in the table, 0 .. num_embeddings - 1   (`TableStore.find_ids`)
+#     slot       position in a device's array of the group        (`TableStore.row_slots`)
+#
+# A request of n rows becomes a gather of `slots.size_for(n)` slots, padded with -1. There are few
+# padded sizes, so that a program compiled for one request serves most others.
 
 from __future__ import annotations
 
@@ -19,38 +28,31 @@ from jaxtyping import Array
 from jaxrec.embed.slots import GroupSlots, RowSlots, TableRows, group_slots
 from jaxrec.optim import RowOptimizer
 
-# Number of bytes that are read or written at once, so that devices need no more beside the tables.
+# Bytes that are read or written at once: 32 MiB is all that devices need beside the tables.
 _BYTES = 1 << 25
 
-# Number of bytes of float32 rows in a part of a table.
+# Bytes of float32 rows in one part that `TableStore.parts` yields.
 _PART_BYTES = 1 << 24
 
 
 class OutsideRows(Protocol):
-    """Rows of ids that a store keeps outside of its arrays, such as in a file.
+    """Rows that a store keeps outside of its arrays, in a file for example.
 
-    Attributes:
-        positions: Positions of these ids among those that were asked for, int ``[m]``.
+    ``positions``, int ``[m]``, says which of the requested ids they belong to.
     """
 
     positions: np.ndarray
 
     def read(self) -> dict[str, np.ndarray]:
-        """Return the rows, under ``"rows"``, and their optimizer state by name, ``[m, ...]``."""
+        """Return the rows under ``"rows"``, and their optimizer state by name, ``[m, ...]``."""
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
-        """Set what `read` returns, or some of it; the rest stays as it is."""
+        """Set the arrays of `read` that ``values`` has; the others stay as they are."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FoundIds:
-    """Places of the rows of some ids.
-
-    Attributes:
-        rows: Row index of each id in the table's arrays, int ``[n]``; -1 where the row is outside
-            of them.
-        outside: The rows outside of the arrays; None: there are none.
-    """
+    """Row index of each id, int ``[n]``; -1 for a row outside of the table's arrays."""
 
     rows: np.ndarray
     outside: OutsideRows | None = None
@@ -58,14 +60,9 @@ class FoundIds:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of some ids of a table; see `TableStore.rows_of`.
+    """The rows of some ids of a table, from `TableStore.rows_of`.
 
-    With several processes all of them call a method with the same arguments.
-
-    Attributes:
-        store: The `TableStore`.
-        table: Name of the table.
-        ids: The ids as users know them, any array-like ``[n]``.
+    With several processes, all of them make the same calls: reads and writes are collectives.
     """
 
     store: Any
@@ -79,18 +76,7 @@ class Rows:
         return self.store.groups[part.group].optimizer
 
     def read(self, *, with_state: bool = True) -> dict[str, np.ndarray]:
-        """Return the rows, and their optimizer state; with several processes each gets all.
-
-        Args:
-            with_state: Whether the optimizer state is read too.
-
-        Returns:
-            The rows under ``"rows"``, ``[n, embedding_dim]``, and the state by name, ``[n, ...]``.
-
-        Raises:
-            KeyError: No table has that name.
-            TypeError, ValueError: The table has no such ids.
-        """
+        """Return the rows under ``"rows"``, ``[n, embedding_dim]``, and their state by name."""
         shapes = self._shapes()
         found = self.store.find_ids(self.table, self.ids)
         if not with_state:
@@ -99,6 +85,8 @@ class Rows:
             key: np.zeros((found.rows.size, *shape.shape[1:]), shape.dtype)
             for key, shape in shapes.items()
         }
+        # Part by part, so that a read of a whole table needs `_BYTES` on the device and not another
+        # table.
         for part in _parts(np.flatnonzero(found.rows >= 0), shapes):
             request = TableRows(self.table, found.rows[part])
             (values,) = read(self.store.placed, [request], with_state=with_state).to_host()
@@ -111,18 +99,13 @@ class Rows:
         return result
 
     def write(self, values: Mapping[str, Any]) -> Any:
-        """Set the rows, or their optimizer state, in place, and return the store.
+        """Set rows (``"rows"``) or state (by name) in place, and return the new store.
 
-        Args:
-            values: Rows under ``"rows"`` and state by name, ``[n, ...]``; what is missing stays.
-
-        Raises:
-            KeyError: No table has that name.
-            TypeError, ValueError: The table has no such ids, an id is repeated, values have another
-                shape, or the table cannot hold them.
+        Arrays that ``values`` lacks stay as they are.
         """
         store, name, shapes = self.store, self.table, self._shapes()
         found = store.find_ids(name, self.ids, is_written=True)
+        # All checks come before the first write: an error must not leave half of the rows set.
         arrays = {}
         for key, value in values.items():
             wanted = found.rows.size, *shapes[key].shape[1:]
@@ -139,46 +122,31 @@ class Rows:
         return store.with_placed(placed)
 
     def _shapes(self) -> dict[str, Any]:
-        """Return shapes and types of the table's rows and state, ``[rows, ...]``."""
+        """Return shapes and types of the table's arrays, ``[rows, ...]``."""
         logical = self.store.checkpoint_shapes(self.table)
         return {"rows": logical.rows, **logical.state}
 
 
 def check_values(store: Any, name: str, rows: np.ndarray) -> None:
-    """Raise a ValueError where a table cannot hold elements of rows that are to be set.
-
-    Args:
-        store: The `TableStore`.
-        name: Name of the table.
-        rows: The rows, ``[n, embedding_dim]``.
-    """
+    """Raise a ValueError if a table's format cannot hold ``rows``, ``[n, embedding_dim]``."""
     (config,) = (config for config in store.configs if config.name == name)
     config.check_rows(f"table {name!r}, given ", rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class RowsOnDevices:
-    """Rows that `read` gathered; `to_host` waits for them.
-
-    Attributes:
-        requests: The rows.
-        dims: Number of columns of each request's table.
-        groups: Their slots, by group.
-        arrays: Rows and state of the slots, by group.
-        on_host: Returns an array of a group on the host, shaped like its slots.
-    """
+    """Rows and state that `read` gathers, by group; `to_host` waits for them."""
 
     requests: tuple[TableRows, ...]
-    dims: tuple[int, ...]
+    dims: tuple[int, ...]  # columns of each request's table
     groups: Mapping[str, GroupSlots]
     arrays: Mapping[str, tuple[Array, dict[str, Array]]]
+    # Brings an array of a group to the host, shaped like its slots. A store over several processes
+    # brings its own.
     on_host: Callable[[Array, GroupSlots], np.ndarray] = lambda array, slots: np.asarray(array)
 
     def to_host(self) -> list[dict[str, np.ndarray]]:
-        """Return for each request its rows and state by name; the rows are under ``"rows"``.
-
-        Some of the arrays may be views that cannot be written.
-        """
+        """Return the rows (``"rows"``) and state of each request; some are read-only views."""
         results: list[dict[str, np.ndarray]] = [{} for _ in self.requests]
         for group, slots in self.groups.items():
             rows, state = self.arrays[group]
@@ -199,6 +167,7 @@ class RowsOnDevices:
         values: np.ndarray,
     ) -> None:
         is_wide = values.ndim > part.slots.ndim
+        # On one device the gathered rows are the answer already: no copy.
         if part.is_in_order and (not is_wide or values.shape[1] == self.dims[number]):
             result[name] = values
             return
@@ -206,6 +175,7 @@ class RowsOnDevices:
         if name not in result:
             width = (self.dims[number],) if is_wide else ()
             result[name] = np.zeros((count, *width), values.dtype)
+        # Over a mesh a row may come in column slices, and padding has the index -1.
         target = result[name][:, slice(*part.columns)] if is_wide else result[name]
         is_row = part.index >= 0
         rows = values[is_row]
@@ -213,15 +183,9 @@ class RowsOnDevices:
 
 
 def read(store: Any, requests: Sequence[TableRows], *, with_state: bool = True) -> RowsOnDevices:
-    """Gather rows of tables with their optimizer state; the devices may still compute them.
+    """Start to gather rows with their state; ``store`` is a `TableStore.placed`.
 
-    Args:
-        store: The store that has the arrays (`TableStore.placed`).
-        requests: The rows.
-        with_state: Whether the state is gathered too.
-
-    Raises:
-        KeyError: The store has no such table.
+    The devices may still compute when it returns.
     """
     groups = group_slots(store, requests)
     arrays = {
@@ -240,18 +204,13 @@ def table_dims(store: Any, requests: Sequence[TableRows]) -> tuple[int, ...]:
 def write(
     store: Any, requests: Sequence[TableRows], values: Sequence[Mapping[str, np.ndarray]]
 ) -> Any:
-    """Set rows of tables and their optimizer state, in place: the store is donated.
+    """Set rows (``"rows"``) and state (by name) in place: ``store.placed`` is donated.
 
-    Args:
-        store: The store that has the arrays (`TableStore.placed`).
-        requests: The rows; a row must not occur twice.
-        values: For each request its rows, under ``"rows"``, and state by name. What is missing
-            stays as it is.
-
-    Raises:
-        KeyError: The store has no such table.
+    A row must not occur twice. Within a group, an array is set if all requests have it.
     """
     for group, slots in group_slots(store, requests).items():
+        # One scatter writes the rows of all tables of a group, so their requests must agree on the
+        # arrays. Tables of one group have one optimizer, hence the same names of state.
         numbers = {number for number, _, _ in slots.parts}
         names = set.intersection(*[set(values[number]) for number in numbers])
         arrays = {
@@ -278,52 +237,37 @@ def _write(
     store: Any, slots: Array, rows: Array | None, state: dict[str, Array], group: str
 ) -> Any:
     if rows is None:
+        # `write_rows` always sets rows. For state alone, we set the rows that are there.
         rows, _ = store.read_rows(group, slots)
     return store.write_rows(group, slots, rows, state)
 
 
 def rows_per_part(dim: int) -> int:
-    """Return the number of rows of ``dim`` columns in a part, a power of two."""
+    """Return the rows of a part of `TableStore.parts`: a power of two, up to 16 MiB of float32."""
     return 1 << max(0, (_PART_BYTES // (4 * dim)).bit_length() - 1)
 
 
 def as_ids(table: str, ids: Any) -> np.ndarray:
-    """Return ids as an array of one axis, of whatever type they have.
-
-    Args:
-        table: Name of the table, for errors.
-        ids: Any array-like.
-
-    Raises:
-        ValueError: There are several axes.
-    """
+    """Return ids as an array ``[n]`` of their own type; ``table`` is for the error message."""
     array = np.asarray(ids)
     if array.ndim != 1:
         raise ValueError(
             f"table {table!r}: ids have one axis, got an array of shape {list(array.shape)}"
         )
-    # NumPy makes floats of a list with integers below and above 2**63.
+    # NumPy turns [1, 2**63] into floats, which would round the ids.
     if array.dtype.kind == "f" and all(type(value) is int for value in ids):
         return np.array(ids, object)
     return array
 
 
 def row_indices(table: str, ids: Any, num_embeddings: int) -> np.ndarray:
-    """Return the ids of a plain table, which are its row indices, as int64 ``[n]``.
-
-    Args:
-        table: Name of the table, for errors.
-        ids: Integers, ``[n]``.
-        num_embeddings: Number of rows of the table.
-
-    Raises:
-        TypeError: The ids are not integers.
-        ValueError: An id is outside the table, or ``ids`` has several axes.
-    """
+    """Check that ids are row indices of a table, and return them as int64 ``[n]``."""
     array = as_ids(table, ids)
+    # An empty list is an array of float64, which is no error here.
     if not array.size:
         return np.zeros(0, np.int64)
-    # Python integers beyond 64 bits make an array of objects.
+    # Python integers of more than 64 bits make an array of objects. They are out of range, and that
+    # message helps more than one about the type.
     is_integer = array.dtype.kind in "iu" or (
         array.dtype.kind == "O" and all(type(value) is int for value in array.tolist())
     )
@@ -340,7 +284,7 @@ def row_indices(table: str, ids: Any, num_embeddings: int) -> np.ndarray:
 
 
 def check_distinct(table: str, ids: np.ndarray) -> None:
-    """Raise a ValueError where an id occurs twice: only one of its rows could be kept."""
+    """Raise a ValueError if an id occurs twice: which of its rows would stay is undefined."""
     in_order = np.sort(ids)
     is_repeat = in_order[1:] == in_order[:-1]
     if is_repeat.any():

@@ -1,4 +1,4 @@
-"""Slots of rows: where the arrays of a store have them, and the devices that they are on."""
+"""Slots of rows: their positions in a store's arrays, and the devices that have them."""
 
 from __future__ import annotations
 
@@ -11,52 +11,50 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+# Sizes of padded requests: see `size_for`.
 _SMALLEST_SIZE = 64
 _FINE_SIZE = 4096
 
 
 class SlotDevices:
-    """The devices that a store's slots are on; here one device.
+    """The devices that have a store's slots; this class stands for one device.
 
-    Slots, and arrays with an entry for each of them, are ``[n, ...]`` on one device. Over a mesh
+    Slots, and arrays with an entry for each slot, are ``[n, ...]`` here. Over a mesh
     (`jaxrec.mesh.shard_access.MeshSlots`) they are ``[devices, n, ...]``.
     """
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh that tables lie over; None: they lie on one device."""
+        """The mesh of the tables; None: they lie on one device."""
         return None
 
     @property
     def has_replicas(self) -> bool:
-        """Whether some axis of the mesh has replicas of the tables, which differ for a while."""
+        """Whether an axis of the mesh has replicas of the tables, which differ between syncs."""
         return False
 
     def put(self, tree: Any) -> Any:
-        """Return host arrays with an entry for each slot, on the devices of the slots."""
+        """Put host arrays with an entry for each slot on the devices of the slots."""
         return jax.tree.map(jnp.asarray, tree)
 
     def put_beside(self, tree: Any) -> Any:
-        """Return arrays that are used with the tables, put on all of the tables' devices."""
+        """Put arrays that are used with the tables on all of the tables' devices."""
         return tree
 
     # The methods below are traced.
 
     def spread(self, tree: Any) -> Any:
-        """Return constants with an entry for each slot, on the devices of the slots."""
+        """Put constants with an entry for each slot on the devices of the slots."""
         return jax.tree.map(jnp.asarray, tree)
 
     def gather(self, tree: Any) -> Any:
-        """Return arrays with an entry for each slot, whole on each process."""
+        """Return arrays with an entry for each slot, whole in each process."""
         return tree
 
     def map(self, function: Callable[[Any, Any], Any], per_slot: Any, shared: Any) -> Any:
-        """Return ``function(per_slot, shared)``, computed on each slot's device.
+        """Return ``function(per_slot, shared)``, where each device computes its own slots.
 
-        Args:
-            function: Maps arrays of ``[n, ...]`` and shared arrays to arrays of ``[n, ...]``.
-            per_slot: Arrays with an entry for each slot.
-            shared: Arrays that all devices have.
+        The function maps arrays ``[n, ...]``, and arrays that all devices have, to ``[n, ...]``.
         """
         return function(per_slot, shared)
 
@@ -66,66 +64,42 @@ ONE_DEVICE = SlotDevices()
 
 @dataclasses.dataclass(frozen=True)
 class RowSlots:
-    """Slots of some rows of a table in one group, for `TableStore.read_rows` and `write_rows`.
-
-    A table that is cut by columns has one of these for each column slice.
-
-    Attributes:
-        group: Name of the group.
-        columns: First column of the slice and the column after its last.
-        slots: int32 slots, ``[n]``; over a mesh ``[devices, n]`` with -1 at padding.
-        index: For each slot the position of its row among the given rows, shaped like ``slots``;
-            -1 at padding.
-        is_in_order: Whether ``index`` is 0, 1, ..., the position of each row.
-    """
+    """Slots of some rows of a table, or of one of its column slices, in one group."""
 
     group: str
-    columns: tuple[int, int]
-    slots: np.ndarray
-    index: np.ndarray
-    is_in_order: bool = False
+    columns: tuple[int, int]  # first column of the slice, and the one after its last
+    slots: np.ndarray  # int32 [n], or over a mesh [devices, n] with -1 at padding
+    index: np.ndarray  # like slots: which of the given rows each slot has; -1 at padding
+    is_in_order: bool = False  # whether index is 0, 1, 2, ...: rows need no reordering
 
 
 @dataclasses.dataclass(frozen=True)
 class TableRows:
-    """Rows of a table, one request of several that are read or written together.
-
-    Attributes:
-        table: Name of the table.
-        rows: Row indices, int ``[n]``.
-        owners: Index of the process whose row store has each row, int ``[n]``; None: every process
-            takes part alike.
-    """
+    """Rows of one table: a request, among several that are read or written together."""
 
     table: str
-    rows: np.ndarray
+    rows: np.ndarray  # row indices, int [n]
+    # Process whose row store has each row, int [n]; None: all processes take part alike.
     owners: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupSlots:
-    """Slots of rows of several tables in one group.
+    """Slots of rows of several tables in one group: one gather or scatter for all of them."""
 
-    Attributes:
-        slots: int32 ``[n]``, or ``[devices, n]`` over a mesh, with -1 at padding. There may be
-            more axes in front.
-        parts: For each column slice of each table the number of its `TableRows`, its slots, and
-            where they begin on the last axis of ``slots``.
-        dim: Number of columns of the group's rows.
-    """
-
-    slots: np.ndarray
+    slots: np.ndarray  # int32 [n], or over a mesh [devices, n], with -1 at padding
+    # For each column slice of each table: the number of its request, its slots, and the position in
+    # the last axis of `slots` at which they begin.
     parts: tuple[tuple[int, RowSlots, int], ...]
-    dim: int
+    dim: int  # columns of the group's rows
 
     def gather(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """Return an array that has a row of some values for each slot; any of them at padding.
+        """Return ``[*slots, ...]`` with each slot's row of its request's values ``[n, ...]``.
 
-        Args:
-            values: For each of the `TableRows` the values of its rows, ``[n, ...]``; where these
-                are as wide as the table, each column slice gets its columns, with zeros behind
-                them where the group is wider.
+        A column slice gets its own columns, and zeros behind them if the group is wider.
         """
+        # Values at padding are arbitrary: scatters skip its slots. The array is allocated once and
+        # filled in place, since a tier calls this between all steps.
         first = values[self.parts[0][0]]
         width = () if first.ndim == 1 else (self.dim,)
         gathered = np.empty((*self.slots.shape, *width), first.dtype)
@@ -147,14 +121,11 @@ class GroupSlots:
         return gathered
 
     def _slots_first(self, array: np.ndarray) -> np.ndarray:
-        """Return a view of an array shaped like ``slots`` with the slots on its first axis."""
+        """Return a view of an array shaped like ``slots``, with the slots on its first axis."""
         return array if self.slots.ndim == 1 else np.moveaxis(array, self.slots.ndim - 1, 0)
 
     def column_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first column of each slot's column slice and the column after its last.
-
-        Both are int32 and shaped like ``slots``.
-        """
+        """Return the first and the end column of each slot's slice, int32 shaped like ``slots``."""
         bounds = np.zeros_like(self.slots), np.zeros_like(self.slots)
         for _, part, start in self.parts:
             for columns, bound in zip(bounds, part.columns, strict=True):
@@ -163,12 +134,7 @@ class GroupSlots:
 
 
 def group_slots(store: Any, requests: Sequence[TableRows]) -> dict[str, GroupSlots]:
-    """Return the slots of rows of several tables, by group; groups without any are left out.
-
-    Args:
-        store: The `TableStore` that has the arrays.
-        requests: The rows.
-    """
+    """Return the slots of several requests by group; groups without a row are left out."""
     parts: dict[str, list[tuple[int, RowSlots, int]]] = {}
     sizes: dict[str, int] = {}
     for number, request in enumerate(requests):
@@ -189,11 +155,9 @@ def group_slots(store: Any, requests: Sequence[TableRows]) -> dict[str, GroupSlo
 
 
 def size_for(count: int) -> int:
-    """Return the smallest size of a ladder that holds a count.
-
-    The ladder doubles from 64 to 4,096: 64, 128, ... Then it takes four steps to double, since
-    padding is copied, too: 4,096, 5,120, 6,144, 7,168, 8,192, 10,240, ...
-    """
+    """Return the smallest size of a ladder that holds ``count`` slots."""
+    # 64, 128, ..., 4096, 5120, 6144, 7168, 8192, 10240, ... Each size is a program to compile, so
+    # small ones double. Large ones take four steps to double, since padding is copied too.
     size = _SMALLEST_SIZE
     while size < count and size < _FINE_SIZE:
         size *= 2

@@ -1,4 +1,4 @@
-"""Arrays of optimizer state, in the type that a row optimizer's ``state_dtype`` names."""
+"""Arrays of optimizer state, stored as a row optimizer's ``state_dtype`` says."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jaxrec.optim import RowOptimizer
 
 _FLOAT32 = PlainRows("float32")
 
-# Columns of a row that share a scale.
+# Columns of a row of float8 state that share a scale.
 _BLOCK = 128
 
 
 def state_format(optimizer: RowOptimizer, name: str, num_axes: int) -> RowFormat:
-    """Return the format of one array of a row optimizer's state, which has one axis or two."""
-    # Numbers of whole rows stay float32: they are small beside the rows, and each counts for all of
-    # its row.
+    """Return the format of one array of optimizer state, ``[rows]`` or ``[rows, dim]``."""
+    # One number for a whole row stays float32: it is small beside the row, and an error in it is an
+    # error in each element.
     is_exact = name in optimizer.exact_state or optimizer.state_dtype == "float32"
     if num_axes == 1 or is_exact:
         return _FLOAT32
@@ -38,8 +38,10 @@ def new_state(
     dim: int,
     new_rows: Callable[[Shaped[np.ndarray, "..."]], Array],
 ) -> dict[str, TableArray]:
-    """Return the state of fresh rows; ``new_rows`` repeats a row as it is stored."""
-    with jax.ensure_compile_time_eval():  # also where a model is made abstractly
+    """Return the state of fresh rows; ``new_rows`` repeats one stored row for all rows."""
+    # A table may be made where everything is traced (`nnx.eval_shape`), but the first row has to be
+    # a constant that we can pack on the host.
+    with jax.ensure_compile_time_eval():
         first = {name: np.asarray(array) for name, array in optimizer.init(1, dim).items()}
         formats = {name: state_format(optimizer, name, x.ndim) for name, x in first.items()}
         stored = {
@@ -58,7 +60,7 @@ def new_state(
 
 @functools.cache
 def state_bytes(optimizer: RowOptimizer, dim: int) -> int:
-    """Return the bytes of optimizer state of a row of ``dim`` columns."""
+    """Return the bytes of the optimizer state of one row of ``dim`` columns."""
     first = jax.eval_shape(lambda: optimizer.init(1, dim))
     return sum(
         state_format(optimizer, name, len(array.shape)).row_bytes(

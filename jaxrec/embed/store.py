@@ -1,4 +1,4 @@
-"""The interface of a table store: where rows live, and everything that is done with them."""
+"""`TableStore`: the interface to tables, wherever their rows live."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class TableStore(abc.ABC):
 
     @property
     def groups(self) -> dict[str, Group]:
-        """Groups of tables by name; over a mesh, of column slices."""
+        """Groups by name: tables stored as one array, or over a mesh column slices of tables."""
         return {group.name: group for group in self.layout.groups}
 
     @property
@@ -92,26 +92,27 @@ class TableStore(abc.ABC):
 
     @property
     def bounds(self) -> dict[str, int]:
-        """Number of ids of each feature that all its tables have; packing checks ids against it."""
+        """Number of valid ids of each feature, for the checks of packing: its smallest table's."""
         return self.layout.bounds
 
     @property
     def devices(self) -> SlotDevices:
-        """The devices that slots lie on, and their mesh if there is one."""
+        """The devices of the store's slots, and their mesh if there is one."""
         return ONE_DEVICE
 
     @property
     def without_rows(self) -> TableStore:
-        """The same store without arrays, a pytree without leaves: `Gradients` carry it."""
+        """The same store without arrays, a pytree without leaves, for `Gradients` to carry."""
+        # None has no leaves, so nothing is left of the pytree but its static fields.
         return jax.tree.map(lambda leaf: None, self)
 
     @property
     def placed(self) -> TableStore:
-        """The store that has the rows' arrays: this one, or the one within a `WrappingStore`."""
+        """The store that has the arrays: this one, or the one inside of a wrapping store."""
         return self
 
     def with_placed(self, placed: TableStore) -> TableStore:
-        """Return this store with another in the place of `placed`."""
+        """Return this store with ``placed`` in the place of its `placed`."""
         return placed
 
     def formats(self) -> dict[str, RowFormat]:
@@ -119,24 +120,25 @@ class TableStore(abc.ABC):
         return {config.name: config.row_format for config in self.configs}
 
     def num_bytes(self, name: str) -> int:
-        """Return the number of bytes of a table's rows, once where they are replicated.
+        """Return the bytes of a table's rows; replicated rows count once.
 
         Raises:
             KeyError: No table has that name.
         """
+        # Every row has the same column slices; row 0 stands for all.
         slices = self.row_slots(name, np.zeros(1, np.int64))
         (config,) = (config for config in self.configs if config.name == name)
-        # Each part of a row that is cut by columns has a scale of its own.
+        # A packed row that is cut by columns has a scale for each slice, so slices are added up.
         widths = [stop - start for start, stop in (part.columns for part in slices)]
         return config.num_embeddings * sum(map(config.row_format.row_bytes, widths))
 
     # The training step.
 
     def route(self, features: KeyedJaggedArray) -> Routes:
-        """Return what a lookup must learn from other devices, computed from the ids alone.
+        """Plan the exchange of a batch's lookup, from its ids alone.
 
-        A training step can call it for the next batch (`jaxrec.train.RoutedSteps`). Tables on one
-        device need no routing.
+        A training step can call it for the next batch while it computes the current one
+        (`jaxrec.train.RoutedSteps`). Tables on one device need no routing: ``{}``.
 
         Args:
             features: The batch.
@@ -193,7 +195,7 @@ class TableStore(abc.ABC):
         Args:
             calls: Results of `row_gradients`, one for each lookup of the step.
             step: Number of updates made before.
-            is_applied: False leaves every row and its state as it is; None: True.
+            is_applied: A traced boolean. False leaves every row and its state as it is; None: True.
         """
 
     def table_squares(
@@ -201,7 +203,8 @@ class TableStore(abc.ABC):
     ) -> dict[str, Float[Array, ""]]:
         """Return the sum of squares of each trained table's gradient, by name.
 
-        The gradients of a row are added up first. It is called on `without_rows`.
+        The gradients of a row are added up first. `Gradients` call it on `without_rows`, so it
+        must not read an array of the store.
 
         Args:
             calls: Results of `row_gradients`, one for each lookup of the step.
@@ -209,11 +212,11 @@ class TableStore(abc.ABC):
         return table_squares(self.layout.groups, calls)
 
     def check_dense_gradient(self, name: str) -> None:
-        """Raise where a loss must not read a whole table, since its gradient would be as large.
+        """Raise if a loss must not read this whole table, because of the size of its gradient.
 
         Raises:
             KeyError: No table has that name.
-            TypeError: Its gradient would not fit; by default that of any table.
+            TypeError: The gradient would not fit. By default, a store refuses every table.
         """
         raise TypeError(
             f"a loss reads the whole table {name!r}, whose rows do not lie on one device: its "
@@ -224,7 +227,7 @@ class TableStore(abc.ABC):
     def dense_gradients(
         self, name: str, gradient: Float[Array, "rows dim"]
     ) -> dict[str, RowGradients]:
-        """Return the gradient of a table that a loss read whole, as that of a lookup of all rows.
+        """Return the gradient of a table that a loss read whole, as one lookup of all its rows.
 
         Args:
             name: Name of the table.
@@ -232,10 +235,11 @@ class TableStore(abc.ABC):
         """
         return table_gradient(self.layout, name, gradient)
 
-    # Rows. Users name them by ids, a table by row indices, and arrays by slots.
+    # Rows. Users name a row by its id, a table by its row index, an array by its slot. `find_ids`
+    # goes from ids to row indices, `row_slots` from row indices to slots.
 
     def rows_of(self, name: str, ids: Any) -> Rows:
-        """Return the rows of some ids of a table, which can be read and written.
+        """Return a handle on the rows of some ids: call its ``read()`` or ``write(values)``.
 
         Args:
             name: Name of the table.
@@ -245,16 +249,16 @@ class TableStore(abc.ABC):
         return Rows(self, name, ids)
 
     def find_ids(self, name: str, ids: Any, *, is_written: bool = False) -> FoundIds:
-        """Return where the rows of some ids of a table are, for `rows_of`.
+        """Return the row indices of some ids, for `rows_of`.
 
-        The ids of a plain table are its row indices. A store whose ids are something else, or that
-        keeps rows outside of its arrays, overrides this.
+        The ids of a plain table are its row indices. A store with other ids, or with rows outside
+        of its arrays, overrides this.
 
         Args:
             name: Name of the table.
             ids: The ids as users know them, any array-like ``[n]``.
-            is_written: Whether the rows are to be set; each id must then have a row of its own and
-                occur once.
+            is_written: Whether the rows will be set. Each id must then occur once and have a row
+                of its own.
 
         Raises:
             KeyError: No table has that name.
@@ -270,7 +274,7 @@ class TableStore(abc.ABC):
         return FoundIds(rows)
 
     def row_slots(self, name: str, rows: np.ndarray) -> list[RowSlots]:
-        """Return where some rows of a table are, one `RowSlots` for each of its column slices.
+        """Return the slots of some rows of a table, one `RowSlots` for each column slice.
 
         Args:
             name: Name of the table.
@@ -283,6 +287,9 @@ class TableStore(abc.ABC):
         slots = (group.row_offsets[number] + rows).astype(np.int32)
         index = np.arange(slots.size, dtype=np.int32)
         return [RowSlots(group.name, (0, group.dim), slots, index, is_in_order=True)]
+
+    # The two below are all that partial reads, caches, resets, deltas and checkpoints need of a new
+    # store: everything else that moves rows has a default that calls them.
 
     @abc.abstractmethod
     def read_rows(
@@ -310,10 +317,11 @@ class TableStore(abc.ABC):
             group: Name of the group.
             slots: As for `read_rows`. A slot outside of the array is skipped.
             rows: The rows.
-            state: Their state; arrays that it lacks stay as they are.
+            state: Arrays of their state by name; those that it lacks stay as they are.
         """
 
-    # Whole tables.
+    # Whole tables. These defaults go over the host, by the rows of all row indices; a store with
+    # arrays of its own overrides them.
 
     def read(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
         """Return the rows of one table, a copy.
@@ -378,8 +386,8 @@ class TableStore(abc.ABC):
     def arrays(self, name: str) -> tuple[TableArray, dict[str, TableArray], int] | None:
         """Return arrays that hold a table's rows and their state, and the table's first row there.
 
-        None, as by default, where the rows do not lie one after the other on one device: they are
-        then read by `read` and `read_state`.
+        None, the default, if the rows do not lie in order on one device. Callers then use `read`
+        and `read_state`.
 
         Raises:
             KeyError: No table has that name.
@@ -389,23 +397,23 @@ class TableStore(abc.ABC):
     # Moves between devices.
 
     def refuse_shard(self) -> str | None:
-        """Return the reason why the tables cannot be put on a mesh; None: they can."""
+        """Return why the tables cannot be put on a mesh; None: they can."""
         return None
 
     def to_one_device(self) -> TableStore:
-        """Return these tables on one device, with the bytes that they have.
+        """Return these tables on one device, bytes unchanged.
 
         Raises:
-            TypeError: The rows of a table cannot be put together without packing them again, or
-                they lie over several processes.
+            TypeError: Packed rows that are cut by columns would have to be packed again, or the
+                tables lie over several processes.
         """
         return self
 
     def like(self, other: TableStore) -> TableStore:
-        """Return a copy of this store that has the rows and the state of another one.
+        """Return a copy of this store with the rows and the state of another store.
 
-        Formats, placement and settings are those of this store. Rows of one format are copied byte
-        by byte, others are packed in parts.
+        Formats, placement and settings are those of this store. Rows of the same format are copied
+        byte by byte; others are packed, part by part.
 
         Args:
             other: A store of the same tables, anywhere.
@@ -426,6 +434,7 @@ class TableStore(abc.ABC):
         """
         (part,) = self.row_slots(name, np.zeros(1, np.int64))
         (config,) = (config for config in self.layout.configs if config.name == name)
+        # One row tells the types and the names of the state; nothing is computed.
         rows, state = jax.eval_shape(lambda slots: self.read_rows(part.group, slots), part.slots)
         padded_rows = part_rows(config.num_embeddings, 1)
         sharding = SingleDeviceSharding(jax.local_devices()[0])
@@ -437,9 +446,9 @@ class TableStore(abc.ABC):
         return jax.tree.map(shape, LogicalTable(rows, state))
 
     def checkpoint_view(self, name: str) -> LogicalTable:
-        """Return one table with its state in row order, a copy, whatever the placement.
+        """Return a copy of one table with its state in row order, whatever the placement.
 
-        Over a mesh no device has more than its part of it. With several processes all of them call
+        Over a mesh each device has an equal part of it. With several processes all of them call
         it, and each has its devices' parts.
 
         Raises:
@@ -459,8 +468,8 @@ class TableStore(abc.ABC):
 
         Args:
             name: Name of the table.
-            logical: Arrays of the `checkpoint_shapes` of the table, though types may differ. State
-                that it lacks stays as it is.
+            logical: Arrays of the shapes of `checkpoint_shapes`; types may differ. State that it
+                lacks stays as it is.
             num_rows: Number of rows to set; the others stay as they are.
 
         Raises:
@@ -471,7 +480,7 @@ class TableStore(abc.ABC):
         return self.rows_of(name, np.arange(num_rows)).write(first)
 
     def _part(self, name: str, rows: np.ndarray) -> np.ndarray:
-        """Return the rows of consecutive row indices on the host."""
+        """Return rows on the host, ``[n, embedding_dim]``."""
         (values,) = read(self, [TableRows(name, rows)], with_state=False).to_host()
         return values["rows"]
 
@@ -480,11 +489,12 @@ class TableStore(abc.ABC):
         for config in self.configs:
             if config.name == name:
                 return self.rows_of(name, np.arange(config.num_embeddings))
-        return self.rows_of(name, ())  # reads and writes say which tables there are
+        # A KeyError that names the tables is raised by the read or write that follows.
+        return self.rows_of(name, ())
 
 
 def check_state(name: str, kept: Mapping[str, object], given: Mapping[str, object]) -> None:
-    """Raise a ValueError where a table's state is not what its optimizer keeps."""
+    """Raise a ValueError if ``given`` has other names than the optimizer's state ``kept``."""
     if set(given) != set(kept):
         raise ValueError(f"table {name!r}: its optimizer keeps {sorted(kept)}, got {sorted(given)}")
 

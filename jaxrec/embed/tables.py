@@ -1,5 +1,27 @@
 """Tables on one device."""
 
+# Groups
+#
+# Tables of one width, format and optimizer lie one under the other in one array, their *group*:
+#
+#     product  4096 rows    rows    0 to 4095 of [8192, 64]    row_offsets = (0, 4096)
+#     user     4096 rows    rows 4096 to 8191
+#              padding      row  8192: reads give zeros, writes are dropped; it has no memory
+#
+# One kernel call looks up all tables of a group, and one updates them: a model with 26 tables of
+# one width takes one lookup and one update a step, not 26 of each. Row 8192 leaves a position out
+# of a lookup or an update without a change of shapes: batches are padded with it, and in a skipped
+# step all lookups are of it.
+#
+# In place
+#
+# Tables may fill the device, so that two versions of an array never fit. Methods that change rows
+# therefore donate: they are traced in the user's step, which donates the model, or are compiled
+# functions here with `donate_argnums`. Whatever would make XLA copy a table is avoided: a choice
+# between the old and the new rows (`is_applied`), branches, whole arrays of first values or of host
+# data beside the table. A store is immutable all the same: methods return a new one, and the old
+# one's buffers are gone.
+
 from __future__ import annotations
 
 import dataclasses
@@ -34,21 +56,22 @@ from jaxrec.embed.store import TableStore, check_state
 from jaxrec.optim.hyperparameters import Step, as_step
 from jaxrec.ragged import KeyedJaggedArray
 
-# Number of elements of a table that are copied to the device at a time.
+# Elements of a host array that are copied to the device at a time: 64 MiB of float32.
 _COPY_ELEMENTS = 1 << 24
 
-# Size in bytes of the largest dense gradient of a table that a loss reads whole.
+# Largest gradient, in bytes, of a table that a loss reads whole: it is held in float32 beside the
+# table.
 MAX_DENSE_GRADIENT_BYTES = 1 << 30
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tables(TableStore):
-    """Tables that lie whole on one device, trained or, in formats for inference, packed.
+    """Tables whose rows all lie on one device, trained or stored for inference.
 
     Attributes:
-        rows: Rows of each group's tables, ``[num_rows, dim]`` in the group's row format.
-        state: Optimizer state of each group, arrays of ``num_rows`` rows.
+        rows: By group, its tables one under the other: ``[num_rows, dim]`` in its row format.
+        state: By group, the arrays of its optimizer state, each with ``num_rows`` rows.
         layout: The tables in groups, and which features read them.
     """
 
@@ -58,9 +81,9 @@ class Tables(TableStore):
 
     @classmethod
     def init(cls, layout: TableLayout, key: Array) -> Tables:
-        """Make fresh tables in place: a `StoreFactory`.
+        """Make fresh tables. This is a `StoreFactory`.
 
-        Only a block of rows beyond the tables is ever in memory.
+        Rows are drawn in place, block by block: memory holds the tables and one block.
 
         Raises:
             ValueError: int32 cannot number the rows of a table.
@@ -70,7 +93,7 @@ class Tables(TableStore):
         return cls(rows, _first_state(layout), layout)
 
     def zeros(self) -> Tables:
-        """Return such tables whose stored bytes are zeros, with the first optimizer state.
+        """Return tables of this layout whose stored bytes are zeros, with fresh optimizer state.
 
         Raises:
             ValueError: int32 cannot number the rows of a table.
@@ -105,6 +128,8 @@ class Tables(TableStore):
             name, layout = group.name, layouts[group.name]
             lookups[name] = flatten(features, weights, layout, group)
             if group.is_pooled:
+                # Samples that share a bag get copies of its output. The gradients of the copies are
+                # added, so output and gradients stay float32 until then.
                 wide = "float32" if shares_bags(features, layout) else dtype
                 ids, lengths = jnp.asarray(features.values), jnp.asarray(features.lengths)
                 looked_up[name] = pool(self.rows[name], ids, lengths, weights, layout, wide)
@@ -122,6 +147,8 @@ class Tables(TableStore):
     ) -> Tables:
         refuse_training(self.configs)
         step = as_step(step)
+        # One pass over a group: all calls' lookups become one list, so that a row that two features
+        # or two micro-batches read is written once.
         rows, state = dict(self.rows), dict(self.state)
         parts = group_parts(calls)
         for group in self.layout.groups:
@@ -130,6 +157,7 @@ class Tables(TableStore):
             bounded, optimizer = bound_samples(parts[group.name], group.optimizer)
             gradient = dataclasses.replace(merge(bounded), is_applied=is_applied)
             lookups = gradient.lookups
+            # In a skipped step every lookup is of padding.
             written = gradient.rows_to_write(lookups.rows, group.num_rows)
             updated, state[group.name] = kernels.fused_update(
                 self.rows[group.name],
@@ -201,6 +229,7 @@ class Tables(TableStore):
 
     def checkpoint_shapes(self, name: str) -> LogicalTable:
         group, index = self.layout.find(name)
+        # A checkpoint pads rows to a size that does not depend on the placement: one part here.
         padded_rows = part_rows(group.tables[index].num_embeddings, 1)
 
         def shape(array: TableArray) -> jax.ShapeDtypeStruct:
@@ -214,6 +243,8 @@ class Tables(TableStore):
     def checkpoint_view(self, name: str) -> LogicalTable:
         group, rows = self.find(name)
         count = rows.stop - rows.start
+        # First row and count are arrays, not Python numbers: tables of one padded size share a
+        # compiled program.
         take = functools.partial(
             take_rows,
             first=jnp.int32(rows.start),
@@ -242,7 +273,7 @@ class Tables(TableStore):
     def write_stored(
         self, name: str, values: Shaped[Array | np.ndarray, "num_embeddings width"]
     ) -> Tables:
-        """Set the rows of a table to rows as they are stored, in place: the tables are donated."""
+        """Set a table's rows from stored bytes, in place: the tables are donated."""
         group, rows = self.find(name)
         array = self.rows[group.name]
         new: Any = _write(stored(array), rows, values, f"table {name!r}, as it is stored,")
@@ -251,11 +282,13 @@ class Tables(TableStore):
         return dataclasses.replace(self, rows=self.rows | {group.name: new})
 
     def like(self, other: TableStore) -> Tables:
+        # Zeros, not first values: every row is overwritten, and drawing them takes longer.
         filled = self.zeros()
         theirs = {config.name: config for config in other.configs}
         for config in self.configs:
             name, arrays = config.name, other.arrays(config.name)
             if arrays is not None and config.stores_like(theirs[name]):
+                # Bytes, not floats: packing again could round a packed row a second time.
                 rows, _, first = arrays
                 bits = stored(rows)[first : first + config.num_embeddings]
                 filled = filled.write_stored(name, bits)
@@ -266,11 +299,11 @@ class Tables(TableStore):
         return filled
 
     def pack_parts(self, name: str, parts: Iterable[tuple[int, np.ndarray]]) -> Tables:
-        """Set the rows of a table by parts of them, in place: the tables are donated.
+        """Set a table's rows part by part, in place: the tables are donated.
 
         Args:
             name: Name of the table.
-            parts: As `TableStore.parts` yields them; those of one size share a program.
+            parts: As `TableStore.parts` yields them. Parts of one size share a compiled program.
 
         Raises:
             ValueError: The table's format cannot hold an element.
@@ -294,13 +327,14 @@ class Tables(TableStore):
 
 
 def copy_rows(array: Shaped[TableArray, "rows ..."], rows: slice) -> Shaped[Array, "n ..."]:
-    """Return some rows of an array in memory of their own, which no donation takes away."""
+    """Return some rows of an array in memory of their own, safe from a later donation."""
     part = array[rows]
-    return jnp.copy(part) if part is array else part  # JAX returns an array that is sliced whole.
+    # JAX returns the array itself for a slice of all rows, and the next step donates that.
+    return jnp.copy(part) if part is array else part
 
 
 def stored(array: TableArray) -> Array:
-    """Return rows as they are stored."""
+    """Return the array of a table's stored bytes or floats."""
     return array.stored if isinstance(array, PackedRows) else array
 
 
@@ -309,9 +343,10 @@ def read_slots(
     state: Mapping[str, TableArray],
     slots: Int32[Array, " n"],
 ) -> tuple[Float[Array, "n dim"], dict[str, Array]]:
-    """Return some rows of an array and of its state; zeros for a slot outside."""
+    """Return rows of an array and of its state; slots outside of the array give zeros."""
 
     def read(array: TableArray) -> Array:
+        # JAX would count a negative index from the end. The index of padding gives zeros.
         is_outside = (slots < 0) | (slots >= array.shape[0])
         index = jnp.where(is_outside, array.shape[0], slots)
         if array.ndim == 2 and not is_packed(array):
@@ -328,9 +363,10 @@ def write_slots(
     new_rows: Shaped[Array, "n dim"],
     new_state: Mapping[str, Array],
 ) -> tuple[Shaped[TableArray, "rows dim"], dict[str, TableArray]]:
-    """Return an array and its state with some rows set; a slot outside is skipped."""
+    """Return an array and its state with some rows set; slots outside of it are skipped."""
 
     def write(array: TableArray, values: Array) -> TableArray:
+        # Past the end, where "drop" skips it; JAX would count a negative index from the end.
         index = jnp.where(slots < 0, array.shape[0], slots)
         new = as_bits(values.astype(array.dtype))
         return of_bits(as_bits(array).at[index].set(new, mode="drop"), array.dtype)
@@ -350,6 +386,8 @@ def _check_batch(features: KeyedJaggedArray) -> None:
 
 def _init_rows(group: Group, key: Array) -> Float[TableArray, "rows dim"]:
     row_format = group.row_format
+    # `kernels.new_rows` gives the native library the choice of memory: huge pages, in which random
+    # reads miss the TLB less often.
     zeros = row_format.pack(jnp.zeros((1, group.dim)))[0]
     rows = as_table(kernels.new_rows(zeros, group.num_rows), row_format, group.dim)
     for table, offset in zip(group.tables, group.row_offsets, strict=True):
@@ -381,7 +419,8 @@ def _write(array: TableArray, rows: slice, values: Array | np.ndarray, what: str
     _check_shape(values, expected, what)
     if not isinstance(values, jax.Array):
         values = np.asarray(values)
-    # A host array is copied in steps, so that it never lies whole on the device beside the table.
+    # A host array, perhaps a memory map, is copied in steps: a whole copy of it on the device would
+    # double the table's memory.
     step = max(1, _COPY_ELEMENTS // max(1, int(np.prod(array.shape[1:]))))
     for start in range(0, expected[0], step):
         part = jnp.asarray(values[start : start + step], array.dtype)
@@ -393,7 +432,8 @@ def _write(array: TableArray, rows: slice, values: Array | np.ndarray, what: str
 def write_part(
     array: Shaped[TableArray, "rows ..."], part: Shaped[Array, "n ..."], start: Int32[Array, ""]
 ) -> Shaped[TableArray, "rows ..."]:
-    """Set consecutive rows from row ``start`` on, in place: the array is donated."""
+    """Set the rows from ``start`` on, in place: the array is donated."""
+    # Consecutive rows are one copy of memory; a scatter would go row by row.
     if isinstance(array, PackedRows):
         packed = array.row_format.pack(part)
         return array.with_stored(

@@ -1,10 +1,21 @@
-"""Taps: how the gradient of looked-up embeddings leaves a differentiated model.
+"""Taps: zeros added to looked-up embeddings, whose gradient is the gradient of the embeddings.
 
-`jaxrec.embed.training_step` tells what they are for. Everything that leaves the differentiated
-function leaves it as an `nnx.Variable`, so that Flax carries it out of `nnx.remat` and the like.
-Lookups whose gradient cannot leave are errors: `Differentiation` finds those in transformations
-that carry nothing out, `require_jaxrec_gradient` those that something else differentiates.
+`jaxrec.embed.training_step` tells the whole story; this file has steps 1 and 2 of it. A lookup
+whose gradient would be lost is an error: `Differentiation` finds lookups in transformations that
+carry no variables out, `require_jaxrec_gradient` finds lookups that `jax.grad` differentiates.
 """
+
+# Variables of a tapped module
+#
+# A lookup inside a differentiated function has to hand its residuals to code outside of it. A
+# Python attribute would keep a tracer that is dead outside. An `nnx.Variable` works: Flax carries
+# the values of variables out of `nnx.value_and_grad`, `nnx.remat` and `nnx.jit`. So taps,
+# residuals, and results that were computed ahead are variables of the module, and are there only
+# while it is differentiated.
+#
+#     taps       zeros, added to the output of a call    in: its gradient is asked for
+#     residuals  None, then the rows that a call read    out
+#     ahead      routes or embeddings computed before    in: taken by the first call that comes
 
 from __future__ import annotations
 
@@ -29,7 +40,7 @@ from jaxrec.ragged import KeyedJaggedArray
 
 
 class Tap(nnx.Variable):
-    """Zeros added to the activations of one call of a collection, or to a table that is read."""
+    """Zeros added to the activations of one call of a collection, or to a table read whole."""
 
 
 class TapResiduals(nnx.Variable):
@@ -39,60 +50,46 @@ class TapResiduals(nnx.Variable):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Ahead:
-    """Results of a call of a collection that were computed before the step it is part of.
-
-    Attributes:
-        routes: Result of `TableStore.route`; None: the step computes it.
-        activations: The embeddings; None: the step looks them up.
-    """
+    """Results of a collection's call that were computed before its training step; None: missing."""
 
     routes: Routes | None
     activations: Activations | None = None
 
 
 class AheadVariable(nnx.Variable):
-    """The `Ahead` of one call of a collection; None once it is used."""
+    """The `Ahead` of one call of a collection; None once a call has taken it."""
 
 
 class Probe(abc.ABC):
-    """Takes the place of a collection's lookups while a model is evaluated for its calls."""
+    """Stand-in for a collection's lookups, while a model is evaluated to learn its calls."""
 
     @abc.abstractmethod
     def lookup(self, tables: TableStore, features: KeyedJaggedArray, **options: Any) -> Activations:
-        """Return the embeddings of the next call, in place of `TableStore.lookup`."""
+        """Return the embeddings of the next call; called in place of `TableStore.lookup`."""
 
     def read(self, name: str, rows: Float[Array, "rows dim"]) -> Float[Array, "rows dim"]:
-        """Return a table that is read whole, given its rows."""
+        """Return the rows of a table that the loss reads whole."""
         return rows
 
 
 class TappedModule(nnx.Module):
-    """A module that looks embeddings up and lets their gradient out.
-
-    Attributes:
-        tables: A variable with the `TableStore` that it looks up in.
-        taps: A `Tap` for each call, while the model is differentiated.
-        residuals: A `TapResiduals` for each call, while the model is differentiated.
-        table_taps: A `Tap` for each table that the loss reads whole, by name.
-        ahead: An `AheadVariable` for each differentiated call whose results exist already.
-        probe: A `Probe`, while the model is evaluated for its calls.
-        deterministic: Whether the module is in evaluation mode: `nnx.Module.eval` and ``train``
-            set it. A module in training mode refuses to be differentiated by anything but
-            `jaxrec.value_and_grad`, since its tables would not be trained.
-        is_trainable: Whether any of its tables is trained.
-        debug: Whether compiled lookups check the ids of each batch on the host.
-    """
+    """Base of modules that look embeddings up and pass their gradients to `jaxrec.Optimizer`."""
 
     tables: nnx.Variable
 
     def __init__(self) -> None:
+        # The five below are empty except while a training step works on the model: a tap and its
+        # residuals for each call, and a tap for each table that the loss reads whole.
         self.taps: nnx.List[Tap] = nnx.List([])
         self.residuals: nnx.List[TapResiduals] = nnx.List([])
         self.table_taps: nnx.Dict[Tap] = nnx.Dict({})
         self.ahead: nnx.List[AheadVariable] = nnx.List([])
         self.probe: Probe | None = None
+        # `nnx.Module.eval` and `train` set attributes of this name. In training mode, `jax.grad` of
+        # a lookup is an error, since the tables would not be trained.
         self.deterministic = False
         self.is_trainable = True
+        # True: compiled lookups call back to the host, which checks each id.
         self.debug = False
 
     def apply_gradients(
@@ -101,33 +98,29 @@ class TappedModule(nnx.Module):
         step: Any,
         is_applied: Bool[Array, ""] | None = None,
     ) -> None:
-        """Update the rows of any number of lookups, each once; `jaxrec.Optimizer` calls this.
-
-        Args:
-            gradients: Those of each lookup, as in ``Gradients.tables[path]``.
-            step: Number of updates made before, 0 at the first.
-            is_applied: False leaves every row and its state as it is; None: True.
-        """
+        """Update each row once by the gradients of all calls, ``Gradients.tables[path]``."""
         opened = [{name: each.open() for name, each in call.items()} for call in gradients]
         tables = self.tables.get_value()
         self.tables.set_value(tables.update(opened, step, is_applied))
 
     def lookup(self, features: KeyedJaggedArray, **options: Any) -> Activations:
-        """`TableStore.lookup`, with the call's tap added if there is one."""
+        """Look up a batch, and add the call's tap if the model is differentiated."""
         tables: TableStore = self.tables.get_value()
         self._require_gradient()
         if current_differentiation() is None and not self.deterministic and self.is_trainable:
             require_jaxrec_gradient(features)
         if self.probe is not None:
             return self.probe.lookup(tables, features, **options)
-        # The first tap whose residuals are missing is that of this call: calls come in the order in
-        # which they were probed.
+        # The probe saw the calls in the same order, so this call's tap is the first one whose
+        # residuals are still missing.
         for tap, slot in zip(self.taps, self.residuals, strict=True):
             if slot.get_value() is not None:
                 continue
             ahead = self._take_ahead()
             activations, residuals = tables.lookup(features, routes=ahead.routes, **options)
             slot.set_value(residuals)
+            # With activations given, the lookup above is for its residuals alone: XLA removes the
+            # reading of rows as dead code.
             if ahead.activations is not None:
                 activations = ahead.activations
             return jax.tree.map(jnp.add, activations, tap.get_value())
@@ -140,7 +133,7 @@ class TappedModule(nnx.Module):
         return tables.lookup(features, **options)[0]
 
     def read_table(self, name: str) -> Float[Array, "rows dim"]:
-        """Return a copy of a table, with its tap added if there is one."""
+        """Return a copy of a table, ``[num_embeddings, dim]``, with its tap if there is one."""
         tables: TableStore = self.tables.get_value()
         if current_differentiation() is None:
             return tables.read(name)
@@ -152,14 +145,16 @@ class TappedModule(nnx.Module):
         return rows + self.table_taps[name].get_value() if name in self.table_taps else rows
 
     def _require_gradient(self) -> None:
-        """Raise where this module is differentiated and a lookup's gradient cannot leave it."""
+        """Raise if the module is being differentiated where its variables cannot be written."""
         differentiation = current_differentiation()
+        # A loss may read a frozen teacher from outside of its model. That module has no taps, and
+        # its lookups need no gradient.
         is_tapped = self.probe is not None or len(self.taps) or len(self.table_taps)
         if differentiation is not None and is_tapped:
             differentiation.require_gradient(self.tables)
 
     def _take_ahead(self) -> Ahead:
-        """Return what was computed ahead for the next call, and give it to no other call."""
+        """Return what was computed ahead for the next call, and take it away from later ones."""
         for variable in self.ahead:
             ahead: Ahead | None = variable.get_value()
             if ahead is not None:
@@ -169,10 +164,7 @@ class TappedModule(nnx.Module):
 
 
 def tapped_modules(model: nnx.Module) -> dict[str, TappedModule]:
-    """Return the tapped modules of a model by path, such as ``"ranker/embeddings"``.
-
-    Modules that are shared occur once.
-    """
+    """Return a model's tapped modules by path, such as "ranker/embeddings"; shared ones once."""
     return {
         "/".join(map(str, path)): module
         for path, module in nnx.iter_modules(model)
@@ -182,13 +174,14 @@ def tapped_modules(model: nnx.Module) -> dict[str, TappedModule]:
 
 @dataclasses.dataclass(eq=False)
 class TapProbe(Probe):
-    """Records the shapes of the embeddings call by call, and the tables that are read whole."""
+    """Shapes of the embeddings of each call, and of the tables that the loss reads whole."""
 
     activations: list[Any] = dataclasses.field(default_factory=list)
     tables: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def lookup(self, tables, features, **options):
         activations, _ = tables.lookup(features, **options)
+        # Shapes with shardings: over an explicit mesh the tap must be sharded alike.
         self.activations.append(jax.eval_shape(lambda: activations))
         return activations
 
@@ -198,7 +191,7 @@ class TapProbe(Probe):
 
 
 def probe_calls(loss: Callable[..., Any], model: nnx.Module, args: tuple) -> dict[str, TapProbe]:
-    """Return for each collection the shapes that one evaluation of ``loss`` looks up and reads."""
+    """Trace the loss for shapes alone; return each collection's calls and whole tables, by path."""
     probes = {path: TapProbe() for path in tapped_modules(model)}
 
     def evaluate(model: nnx.Module, args: tuple) -> None:
@@ -206,13 +199,14 @@ def probe_calls(loss: Callable[..., Any], model: nnx.Module, args: tuple) -> dic
             module.probe = probes[path]
         loss(model, *args)
 
+    # `nnx.eval_shape` works on a copy of the model, so the probes need not be taken away again.
     nnx.eval_shape(evaluate, model, args)
     return probes
 
 
 @contextlib.contextmanager
 def tapped(model: nnx.Module, probes: Mapping[str, TapProbe]) -> Iterator[None]:
-    """Give collections a tap for each of their calls and tables that are read, while this lasts."""
+    """Within this context, give each call and each table that is read whole a tap of zeros."""
     for path, module in tapped_modules(model).items():
         probe = probes[path]
         module.taps = nnx.List([Tap(jax.tree.map(zeros_like, each)) for each in probe.activations])
@@ -227,21 +221,23 @@ def tapped(model: nnx.Module, probes: Mapping[str, TapProbe]) -> Iterator[None]:
 
 
 def zeros_like(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return zeros of a shape, type and sharding."""
+    """Return zeros of the given shape, type and sharding."""
     zeros = jnp.zeros(shape.shape, shape.dtype)
     if shape.sharding is None or all(axis is None for axis in shape.sharding.spec):
         return zeros
-    # Over an explicit mesh a tap must lie as the embeddings do, or its gradient is gathered.
+    # Over an explicit mesh a tap must be sharded as the embeddings are. JAX gives a gradient the
+    # sharding of its input, and would gather the embeddings' gradient on every device.
     return jax.sharding.reshard(zeros, shape.sharding)
 
 
 # Lookups whose gradient would be lost
 #
-# Nothing would fail: a lookup in `jax.lax.scan` finds rows, the loss falls by the dense parameters,
-# and the tables never learn. A module's variables can be written only in the trace that they belong
-# to, so that a lookup that cannot leave its residuals there is an error with the remedy. Some
-# transformations fail on their own before it comes to that, with errors of JAX or Flax about leaked
-# tracers. `is_nested` remembers that a lookup took place inside, and the remedy replaces them.
+# A lookup in `jax.lax.scan` would find its rows, the dense parameters would make the loss fall, and
+# the tables would never learn, without an error. But a module's variables can be written only in
+# the trace that they belong to. So we ask, before each lookup, whether the module's variable can be
+# written here, and if not, raise an error that says what to do instead. Some transformations fail
+# on their own before that, with an error of JAX or Flax about leaked tracers. `is_nested` remembers
+# that there was a lookup inside another trace, and then our error replaces theirs.
 
 _LOST = (
     "a loss looks embeddings up inside jax.lax.scan, jax.lax.cond, jax.vmap, jax.checkpoint, "
@@ -254,22 +250,17 @@ _LOST = (
 
 @dataclasses.dataclass(eq=False)
 class Differentiation:
-    """One evaluation by `jaxrec.value_and_grad`, which knows whether lookups can report to it.
-
-    Attributes:
-        trace: State of JAX's tracing where the loss begins.
-        is_nested: Whether a lookup took place inside another transformation.
-    """
+    """One evaluation of a loss by `jaxrec.value_and_grad`, which every lookup in it reports to."""
 
     trace: Any = None
     is_nested: bool = False
 
     def begin(self) -> None:
-        """Record that the loss begins here."""
+        """Record the state of JAX's tracing where the loss begins."""
         self.trace = _trace_state()
 
     def require_gradient(self, variable: nnx.Variable) -> None:
-        """Record a lookup; raise where its gradient cannot leave the module's variables."""
+        """Record a lookup; raise if the module's variables cannot be written here."""
         self.is_nested |= self.trace != _trace_state()
         if not can_change(variable):
             raise lost_gradient()
@@ -282,16 +273,13 @@ _current: contextvars.ContextVar[Differentiation | None] = contextvars.ContextVa
 
 
 def current_differentiation() -> Differentiation | None:
-    """Return the evaluation by `jaxrec.value_and_grad` that is under way, if one is."""
+    """Return the running evaluation by `jaxrec.value_and_grad`; None: there is none."""
     return _current.get()
 
 
 @contextlib.contextmanager
 def differentiating() -> Iterator[Differentiation]:
-    """Let `jaxrec.value_and_grad` differentiate lookups, while this lasts.
-
-    Errors of a loss with lookups in other transformations are raised with the remedy.
-    """
+    """Within this context, lookups are differentiated by `jaxrec.value_and_grad`."""
     differentiation = Differentiation()
     token = _current.set(differentiation)
     try:
@@ -305,24 +293,23 @@ def differentiating() -> Iterator[Differentiation]:
 
 
 def lost_gradient() -> RuntimeError:
-    """Return the error of a loss with a lookup whose gradient cannot leave it."""
+    """Return the error of a lookup whose gradient would be lost."""
     return RuntimeError(_LOST)
 
 
 def can_change(variable: nnx.Variable) -> bool:
-    """Return whether JAX's current trace is that of a variable."""
+    """Return whether a variable belongs to JAX's current trace, so that it can be written."""
     return variable._can_update
 
 
 def require_jaxrec_gradient(features: KeyedJaggedArray | None) -> None:
-    """Raise a TypeError where something else than `jaxrec.value_and_grad` differentiates a lookup.
-
-    The gradient of the batch's weights alone is allowed.
-    """
-    # JAX does not export its current trace. Without it this check is skipped.
+    """Raise a TypeError if `jax.grad` or the like differentiates this lookup."""
+    # JAX does not export its current trace. A JAX without this name skips the check.
     trace = getattr(getattr(jax_core, "trace_ctx", None), "trace", None)
     if type(trace).__name__ not in ("JVPTrace", "LinearizeTrace"):
         return
+    # A batch whose own leaves are differentiated is a gradient of the batch's weights, which
+    # `jax.grad` computes correctly: it is allowed.
     if all(getattr(leaf, "_trace", None) is not trace for leaf in jax.tree.leaves(features)):
         raise TypeError(
             "a model with embedding tables is differentiated by nnx.value_and_grad, nnx.grad or "

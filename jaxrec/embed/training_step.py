@@ -1,57 +1,66 @@
-"""A training step: differentiation of models that look embeddings up."""
+"""Differentiation of models with tables. Begin here: comments follow one training step."""
 
 # One training step, from the loss to the rows
 #
-# A table may have a billion rows, of which a batch reads some thousands. Were it a parameter, JAX
-# would return its gradient as an array of the table's shape, zeros nearly everywhere, and optax
-# would walk over all of it at every step. So tables are not parameters. They live in a
+# A table may have a billion rows, and a batch reads a few thousand of them. If the table were a
+# parameter, JAX would return its gradient as an array of the table's shape, nearly all zeros, and
+# optax would walk over all of it at every step. So tables are not parameters. They live in a
 # `TableVariable`, which is not an `nnx.Param`: optax, weight decay, clipping and averages of
 # parameters never see them. How does their gradient leave the loss, then? Follow one step.
 #
-# 1. Probe (`taps.probe_calls`). The loss is traced once for shapes alone, and each collection notes
-#    the shape of the embeddings of every call. Only the loss knows how often it looks up: it may
-#    call a collection twice, or not at all. Nothing is computed here.
+# 1. Probe (`taps.probe_calls`). We trace the loss once for shapes alone, and each collection notes
+#    the shape of the embeddings of every call. Only the loss knows how often it calls a collection:
+#    twice, or not at all. Nothing is computed here.
 #
-# 2. Tap (`taps.tapped`, `TappedModule.lookup`). Each of these calls gets a *tap*, zeros of the
-#    shape that was noted, and adds it to the embeddings that it looked up. That changes no number,
-#    but the gradient with respect to the tap is the gradient with respect to the embeddings.
-#    `nnx.value_and_grad` over parameters and taps now gives all that is needed, and differentiates
-#    no table.
+# 2. Tap (`taps.tapped`, `TappedModule.lookup`). Each of these calls gets a *tap*: zeros of the
+#    shape that the probe noted, which the call adds to the embeddings that it looked up. A zero
+#    changes no number, and the gradient with respect to the tap is the gradient with respect to
+#    the embeddings. So we call `nnx.value_and_grad` over parameters and taps, and it never
+#    differentiates a table.
 #
-#    Three shorter ways do not work. A table as a `jax.Ref` that a backward rule changes is silently
-#    not trained where nothing differentiated reaches the rule, is updated once for each lookup, and
-#    cannot be exported. A rule that returns the new table as its cotangent breaks when a table is
-#    looked up twice: JAX adds cotangents, and so adds two tables up. Sparse cotangents are
-#    rejected: a cotangent has the type of what it belongs to.
+#    We tried three shorter ways, and none works:
 #
-# 3. Residuals. A lookup also returns what its update will need: the row of each id, its bag and its
-#    factor. They leave the loss in an `nnx.Variable`, since Flax carries variables out of
-#    `nnx.remat` and `nnx.jit`. `jax.lax.scan`, `jax.vmap` and the like carry nothing out. A lookup
-#    in there would be a table that never learns in a model whose loss falls anyway, so it is an
-#    error (`taps.Differentiation`).
+#    * A table as a `jax.Ref` that a backward rule changes. If no differentiated input reaches the
+#      rule, the rule does not run and the table is silently not trained. A table that is looked up
+#      twice is updated twice. And the program cannot be exported.
+#    * A backward rule that returns the new table as the cotangent. JAX adds the cotangents of two
+#      lookups of one table, and so adds two tables.
+#    * A sparse cotangent. JAX rejects it: a cotangent has the type of its primal, a whole table.
+#
+# 3. Residuals. A lookup also returns what its update will need: the row of each id, the id's bag
+#    and its factor. They leave the loss in an `nnx.Variable`, because Flax carries variables out of
+#    `nnx.remat` and `nnx.jit`. `jax.lax.scan`, `jax.vmap` and the like do not. A lookup in one of
+#    those would be a table that never learns, in a model whose loss falls anyway, so it is an error
+#    (`taps.Differentiation`).
 #
 # 4. Cotangents become gradients of rows (`_table_gradients`, then `row_gradients`). The gradient of
-#    a tap is that of each bag, ``[bags, dim]``; with the residuals it says what each row gets.
-#    Nothing is added up yet. A row must be updated once a step, however many ids, features, calls
-#    and micro-batches it occurs in: Adagrad of a sum is not the sum of two Adagrads.
+#    a tap is that of the bags, ``[bags, dim]``, and the residuals say which rows each bag read. We
+#    do not add anything up yet: a row must be updated once a step, whatever number of ids,
+#    features, calls and micro-batches it occurs in. With Adagrad, the update by a sum of two
+#    gradients differs from two updates by one gradient each.
 #
-# 5. `Gradients` carries both kinds to the optimizer. It is a pytree, so that it crosses `jax.jit`
-#    and `jax.lax.scan`, and people do arithmetic on pytrees of gradients. Row indices are among its
-#    leaves; doubled along with the gradients, they would update other rows. So they are sealed, and
-#    arithmetic on them is an error. The gradients of rows are also tied to the loss
-#    (`gradients.tie_to`). Where they do not depend on the embeddings, nothing else tells XLA to
-#    read a table before it is written, and it would read from a copy of the whole table.
+# 5. `Gradients` carries both kinds of gradients to the optimizer. It is a pytree, so that it
+#    crosses `jax.jit` and `jax.lax.scan`. But people do arithmetic on pytrees of gradients, and row
+#    indices are among the leaves: ``jax.tree.map(lambda g: 2 * g, ...)`` would double them, and the
+#    update would change other rows. So they are sealed, and arithmetic on them is an error
+#    (`gradients.seal`).
+#
+#    The gradients of rows are also made to depend on the loss (`gradients.tie_to`). A loss that is
+#    linear in the embeddings has a gradient that does not depend on them, and then XLA may write
+#    the table before the lookup reads it, which costs a copy of the whole table.
 #
 # 6. Update (`optimizer`, then `Tables.update`). optax takes the gradients of parameters. Each
-#    collection's store takes those of its rows: the lookups of all calls are sorted by row, the
-#    gradients of a row are added up, and one kernel reads each row with its state, applies the row
-#    optimizer and writes it once, in place if the model was donated. The cost grows with the ids of
-#    the batch and not with the table. Where the loss or a gradient is not finite, every row number
-#    becomes that of padding, so that nothing is written. To choose between the old and the new
-#    table, XLA would have to hold both.
+#    collection's store takes those of its rows. It sorts the lookups of all calls by row and adds
+#    up the gradients of each row. One kernel then reads each row with its state, applies the row
+#    optimizer, and writes the row once, in place if the model was donated. The cost grows with the
+#    ids of the batch, not with the table.
+#
+#    If the loss or a gradient is not finite, every row index becomes the index of padding, and
+#    nothing is written. The usual `jnp.where(is_finite, new, old)` would need both tables in
+#    memory.
 #
 # The compiled step has no copy of a table's shape, and a table's memory stays where it was:
-# tests/embed/test_compiled.py holds both.
+# tests/embed/test_compiled.py checks both.
 
 from __future__ import annotations
 
@@ -81,20 +90,20 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Gradients]]:
     """Differentiate a loss like `nnx.value_and_grad`, for models that look up embeddings.
 
-    The loss function may call any number of collections any number of times, also under
-    `nnx.remat` and `nnx.jit`. It is traced twice (the first time for shapes alone) and evaluated
-    once. A table that it reads whole by `collection.table` gets a dense gradient, which joins the
-    update: every row of the table then counts as one of the batch.
+    The loss may call any number of collections any number of times, also under `nnx.remat` and
+    `nnx.jit`. It is traced twice (the first time for shapes alone) and evaluated once. A table that
+    the loss reads whole (`collection.table`) gets a dense gradient, and the step updates all of
+    its rows.
 
-    Where the loss is not finite, the variables that it changed besides, such as the statistics of
-    a BatchNorm, keep the values that they had.
+    If the loss is not finite, the other variables that it changed, such as the statistics of a
+    BatchNorm, keep their old values.
 
     Args:
         loss: Function of the model and any further arguments that returns a scalar, or with
             ``has_aux`` a pair of a scalar and anything.
         has_aux: Whether ``loss`` returns such a pair.
-        wrt: Filter of the variables to differentiate with respect to; tables always are, without
-            being among them.
+        wrt: Filter of the dense variables to differentiate with respect to. Tables always get
+            gradients, whatever the filter.
 
     Returns:
         A function of the same arguments that returns the value of ``loss`` and the `Gradients`. It
@@ -104,7 +113,8 @@ def value_and_grad(
     Raises:
         TypeError: The first argument is not a model; the loss reads a whole table over a mesh, or
             one whose gradient takes more than a GiB.
-        RuntimeError: The loss looks embeddings up inside `jax.lax.scan`, `jax.vmap` and the like.
+        RuntimeError: The loss looks embeddings up inside `jax.lax.scan`, `jax.vmap` and the like;
+            or it changes a variable of a model from outside of such a transformation.
 
     Example:
         >>> import jax, jaxrec
@@ -130,7 +140,7 @@ def value_and_grad(
                 differentiation.begin()
                 return loss(model, *args, **kwargs)
 
-            # The numbers are those of the page above.
+            # Numbers in the comments are those of the steps at the top of this file.
             own = _of_this_trace(model)
             before = _values(own)
             with tapped(own, probe_calls(bound, own, args)):  # 1 and 2
@@ -141,9 +151,13 @@ def value_and_grad(
                 tables = _table_gradients(own, taps)  # 3 and 4
         scalar = value[0] if has_aux else value
         is_finite = jnp.isfinite(scalar)
+        # The optimizer skips parameters and rows, but it never sees the variables that the loss
+        # itself writes. A NaN in a BatchNorm's statistics would spoil every later step.
         _keep_finite(before, is_finite)
         if own is not model:
             _require_unchanged(before)
+        # `Gradients` needs the tables' layout for norms. It must not carry the tables themselves
+        # out of a compiled function.
         stores = {
             path: module.tables.get_value().without_rows
             for path, module in tapped_modules(own).items()
@@ -156,10 +170,12 @@ def value_and_grad(
 
 
 def _of_this_trace(model: nnx.Module) -> nnx.Module:
-    """Return the model, or a copy if it comes from outside of a transformation such as a scan."""
+    """Return the model, or a copy if it comes from outside of the current transformation."""
     variables = jax.tree.leaves(nnx.state(model), is_leaf=_is_variable)
     if all(can_change(variable) for variable in variables):
         return model
+    # The variables of a model from outside of a scan cannot be written, but taps and residuals have
+    # to be. A copy made here belongs to the scan's own trace.
     graph, state = nnx.split(model)
     return nnx.merge(graph, state, copy=True)
 
@@ -173,6 +189,7 @@ _Values = list[tuple[nnx.Variable, Any]]
 
 def _values(model: nnx.Module) -> _Values:
     """Return the variables that a loss may change, with their present values."""
+    # Without the tables: `_keep_finite` would hold the old and the new one at once.
     stores = {id(module.tables) for module in tapped_modules(model).values()}
     return [
         (variable, variable.get_raw_value())
@@ -182,8 +199,10 @@ def _values(model: nnx.Module) -> _Values:
 
 
 def _keep_finite(before: _Values, is_finite: Bool[Array, ""]) -> None:
-    """Set changed variables back to the values before where the loss is not finite."""
+    """Set variables that the loss changed back to their old values if it is not finite."""
 
+    # Only floats go back: counters and random keys are never NaN, and a key that went back would
+    # draw the same dropout mask again.
     def keep(new: Any, old: Any) -> Any:
         is_float = hasattr(new, "dtype") and jnp.issubdtype(new.dtype, jnp.floating)
         same = is_float and getattr(old, "shape", None) == new.shape
@@ -209,6 +228,7 @@ def _require_unchanged(before: _Values) -> None:
 
 def _table_gradients(model: nnx.Module, taps: nnx.State) -> dict[str, Calls]:
     """Return the gradients of rows, by path of the collection and call by call."""
+    # The path of a tap ends in the attribute and the call: ("ranker", "embeddings", "taps", 0).
     cotangents: dict[str, dict[Any, Any]] = {}
     for (*parents, kind, call), tap in nnx.to_flat_state(taps):
         cotangents.setdefault("/".join(map(str, parents)), {})[kind, call] = tap.get_value()
@@ -219,6 +239,7 @@ def _table_gradients(model: nnx.Module, taps: nnx.State) -> dict[str, Calls]:
             store.row_gradients(_residuals(variable), own["taps", call])
             for call, variable in enumerate(module.residuals)
         ]
+        # A table that was read whole joins as one more call, which looked all of its rows up.
         calls += [
             store.dense_gradients(name, own["table_taps", name]) for name in module.table_taps
         ]
@@ -229,6 +250,8 @@ def _table_gradients(model: nnx.Module, taps: nnx.State) -> dict[str, Calls]:
 
 def _residuals(variable: nnx.Variable) -> Any:
     residuals = variable.get_value()
+    # The probe saw this call, but its residuals never arrived: say, the lookup ran on a copy of the
+    # model.
     if residuals is None:
         raise lost_gradient()
     return residuals

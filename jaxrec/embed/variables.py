@@ -1,4 +1,4 @@
-"""The variables of models: by path, as arrays that files can hold, and in shards over a mesh."""
+"""Variables of models: by path, as arrays for files, and sharded over a mesh."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxrec.embed.collection import TableVariable
 
 
 def variables(node: Any, wanted: Any = ...) -> dict[str, nnx.Variable]:
-    """Return the variables of a module or an optimizer by their paths."""
+    """Return the variables of a module or an optimizer by path, such as "over/kernel"."""
     state = nnx.state(node, wanted)
     return {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
@@ -29,13 +29,13 @@ def dense_variables(model: nnx.Module) -> dict[str, nnx.Variable]:
 
 
 def plain(value: Array) -> Array:
-    """Return the data of a random key, and any other array as it is."""
+    """Return an array for a file: the data of a random key, or any other array unchanged."""
     is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(value) if is_key else value
 
 
 def value_like(value: np.ndarray, old: Array) -> Array:
-    """Return an array of a file in the place of another, with its type and on its devices."""
+    """Return an array from a file with the type and on the devices of the array it replaces."""
     if jax.dtypes.issubdtype(old.dtype, jax.dtypes.prng_key):
         new = put_like(value, jax.random.key_data(old))
         return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old))
@@ -54,11 +54,7 @@ _PLACEMENT = "dense_placement"
 
 @dataclasses.dataclass(frozen=True)
 class DensePlacement:
-    """Where a dense array lies, and how it is read; here it is read as it lies.
-
-    Attributes:
-        sharding: Sharding of the array.
-    """
+    """Sharding of a dense parameter, and how layers read it; here they read it as it is sharded."""
 
     sharding: NamedSharding
 
@@ -68,20 +64,19 @@ class DensePlacement:
         return NamedSharding(self.sharding.mesh, PartitionSpec())
 
     def read(self, array: Array) -> Array:
-        """Return the array as layers use it."""
+        """Return the array in the form that layers use."""
         return array
 
 
 class PlacedVariable(nnx.Variable):
-    """A variable whose array lies over a mesh as its `DensePlacement` says.
+    """A variable whose array is sharded over a mesh by its `DensePlacement`."""
 
-    Reads by ``variable[...]`` and ``get_value`` go through the placement, which gathers the array
-    as a rule. ``get_raw_value`` returns the array as it lies.
-    """
+    # Layers read `variable[...]` or `get_value()`, which go through the placement: mostly it
+    # gathers the array. `get_raw_value()` returns the shards, for optax and for checkpoints.
 
     @property
     def placement(self) -> DensePlacement:
-        """Where the array lies."""
+        """Sharding of the array, and how layers read it."""
         return self.get_metadata(_PLACEMENT)
 
     @property
@@ -98,24 +93,24 @@ class PlacedVariable(nnx.Variable):
 
 
 def place_variable(variable: nnx.Variable, placement: DensePlacement) -> None:
-    """Make a variable a `PlacedVariable`, in every module that has it; its array stays.
-
-    The kind of the variable stays, too: a placed `nnx.Param` is an `nnx.Param`.
-    """
+    """Make a variable a `PlacedVariable`, in every module that shares it; its array stays."""
+    # We change the class of the object, since modules share variables by identity. The new class
+    # derives from the old one, so that filters such as `nnx.Param` still find the variable.
     release_variable(variable)
     variable.__class__ = _placed_kind(type(variable))
     variable.set_metadata(_PLACEMENT, placement)
 
 
 def release_variable(variable: nnx.Variable) -> None:
-    """Make a `PlacedVariable` what it was before `place_variable`; its array stays."""
+    """Undo `place_variable`; the array stays."""
+    # `place_variable` begins with this: a placed kind must not derive from a placed kind.
     if isinstance(variable, PlacedVariable):
         variable.__class__ = _kind(variable)  # type: ignore[assignment]  # a base
         variable.del_metadata(_PLACEMENT)
 
 
 def gather_variables(node: Any) -> None:
-    """Make all placed variables of a module ordinary ones, whole on every device."""
+    """Turn a module's placed variables into ordinary ones, whole on every device."""
     for _, variable in nnx.to_flat_state(nnx.state(node)):
         if isinstance(variable, PlacedVariable):
             variable.set_raw_value(variable.whole())
@@ -123,7 +118,7 @@ def gather_variables(node: Any) -> None:
 
 
 def without_placements(state: Any) -> Any:
-    """Return a state with its placed variables as ordinary ones, whose arrays lie as before."""
+    """Return a state with ordinary variables for placed ones, arrays sharded as before."""
 
     def ordinary(variable: Any) -> Any:
         if not isinstance(variable, PlacedVariable):
@@ -138,15 +133,9 @@ def without_placements(state: Any) -> Any:
 def update_shardings(
     parameters: nnx.State, state: nnx.State
 ) -> list[tuple[nnx.Variable, NamedSharding]]:
-    """Return where parameters and their optimizer state lie, if a parameter is placed.
-
-    Optimizer state lies as the parameter whose path its own path ends with, if it has the
-    parameter's shape. Everything else lies on every device, whole.
-
-    Args:
-        parameters: State of the parameters.
-        state: State of the optax transformation.
-    """
+    """Return parameters and optax state with their shardings; none if no parameter is placed."""
+    # optax's state repeats the tree of parameters, so its paths end in theirs: ("0", "mu", "over",
+    # "kernel"). An array of its parameter's shape is sharded alike. All others are replicated.
     flat = dict(nnx.to_flat_state(parameters))
     placements = {
         path: variable.placement
@@ -170,7 +159,7 @@ def update_shardings(
 
 
 def put(array: Array, sharding: NamedSharding) -> Array:
-    """Put an array over a mesh, within a compiled function or outside."""
+    """Put an array over a mesh, inside a compiled function or outside."""
     if not isinstance(array, jax.core.Tracer):
         return array if array.sharding == sharding else jax.device_put(array, sharding)
     if AxisType.Explicit in sharding.mesh.axis_types:
@@ -178,6 +167,7 @@ def put(array: Array, sharding: NamedSharding) -> Array:
     return jax.lax.with_sharding_constraint(array, sharding)
 
 
+# Cached: variables of one kind must get one class, or Flax takes equal models for different ones.
 @functools.cache
 def _placed_kind(kind: type[nnx.Variable]) -> type[nnx.Variable]:
     return types.new_class(f"Placed{kind.__name__}", (PlacedVariable, kind))

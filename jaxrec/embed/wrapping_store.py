@@ -1,4 +1,4 @@
-"""A table store that adds something to another one."""
+"""Base of table stores that change a few methods of another store."""
 
 from __future__ import annotations
 
@@ -19,22 +19,20 @@ Store = TypeVar("Store", bound="WrappingStore")
 
 @dataclasses.dataclass(frozen=True)
 class WrappingStore(TableStore):
-    """A store that passes every call on to another store.
+    """A store that passes every call on to an inner store, on one device or over a mesh.
 
-    Base of stores that change a few methods of a store, whichever store that is: one that refuses
-    some batches, or that counts updates. It works with tables on one device and over a mesh.
-
-    Implementors of such a store do the following:
+    Derive from it to change a few methods of any store: to refuse some batches, say, or to count
+    updates. Implementors do the following:
 
     1. Derive a frozen dataclass from `WrappingStore`, register it as a pytree
        (`jax.tree_util.register_dataclass`), and add fields after `inner`. Arrays are leaves; other
        fields are static.
-    2. Override the methods that change, and call the same method of `inner` in them. A method that
-       returns a store returns ``self.with_inner(...)`` of the store that `inner` returned.
+    2. Override the methods to change, and call the same method of `inner` in them. If `inner`
+       returns a store, return it as ``self.with_inner(...)``.
     3. Put it around a model's store: ``collection.tables.set_value(Wrapper(store))``.
 
     Attributes:
-        inner: The store that has the rows, or another wrapping one.
+        inner: The store that has the rows, or another wrapping store.
 
     Example:
         >>> import jax, jaxrec
@@ -54,8 +52,11 @@ class WrappingStore(TableStore):
     inner: TableStore
 
     def with_inner(self: Store, inner: TableStore) -> Store:
-        """Return this store around another one."""
+        """Return this store around another inner store."""
         return dataclasses.replace(self, inner=inner)
+
+    # The four abstract methods are written out. The others are added below the class, too late for
+    # `abc`, which looks for methods that are missing when the class is made.
 
     def lookup(
         self,
@@ -91,7 +92,7 @@ class WrappingStore(TableStore):
 
 
 def _pass_on(name: str) -> Any:
-    """Return a method or a property that passes on to the same one of the inner store."""
+    """Return a method or property that passes on to the inner store's of the same name."""
     member = getattr(TableStore, name)
     if isinstance(member, property):
         return property(lambda self: getattr(self.inner, name), doc=member.__doc__)
@@ -112,11 +113,15 @@ def _store_method(name: str) -> Callable[..., Any]:
 
 
 def _returns_store(method: Callable[..., Any]) -> bool:
+    # Annotations are strings in that module. A method of the interface that returns a store, and so
+    # must be wrapped again, says so there.
     return inspect.signature(method).return_annotation == TableStore.__name__
 
 
-# The rest of the interface, but for the rows of ids: those are of this store's own `find_ids`.
+# The rest of the interface is generated, so that a new method of `TableStore` is never forgotten
+# here. Not `rows_of`: its handle must call this store's `find_ids`, which a subclass may override.
 for _name in vars(TableStore):
     if not _name.startswith("_") and _name not in {*vars(WrappingStore), "rows_of"}:
         setattr(WrappingStore, _name, _pass_on(_name))
+# In `TableStore`, `layout` is an annotation without a value, which `vars` does not list.
 WrappingStore.layout = property(lambda self: self.inner.layout)

@@ -1,6 +1,7 @@
-"""The command ``jaxrec tune``, which finds the fastest implementations for a model's shapes.
+"""The search behind ``jaxrec tune``: the fastest implementations for a model's shapes.
 
 * `calls`: the calls that a model's tables make.
-* `search`: the implementations and options that are timed, and the choice.
-* `cli`: the command, its progress and its tables.
+* `search`: the timings of implementations and options, and the choice.
+
+`jaxrec.commands.tune` is the command, with its progress and its tables.
 """

@@ -29,25 +29,19 @@ Skew: TypeAlias = Literal["powerlaw", "uniform"]
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of a primitive.
-
-    Attributes:
-        primitive: Name of the primitive.
-        tables: Names of the tables that it reads or updates.
-        make: Makes its arrays, by name of the argument: pytrees on the default device.
-        static: Its other arguments.
-        in_place: Names of the arrays that it changes in place.
-    """
+    """A call of a primitive, whose arrays are made when it is timed."""
 
     primitive: str
-    tables: tuple[str, ...]
+    tables: tuple[str, ...]  # names of the tables that it reads or updates
+    # Makes the arrays by argument, on the default device. Each timing makes them anew, since an
+    # update donates its tables.
     make: Callable[[], dict[str, Any]]
-    static: Mapping[str, Any]
-    in_place: tuple[str, ...] = ()
+    static: Mapping[str, Any]  # the other arguments
+    in_place: tuple[str, ...] = ()  # names of the arrays that it changes in place
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
-        """The arguments by name, with shapes and types in the place of arrays."""
+        """The arguments by name, with `jax.ShapeDtypeStruct` in the place of arrays."""
         return {**jax.eval_shape(self.make), **self.static}
 
     @functools.cached_property
@@ -62,36 +56,26 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The batch that calls are made for.
+    """Sizes and kind of the batch that calls are made for."""
 
-    Attributes:
-        size: Samples of a device.
-        ids: Ids of each feature of a sample; None: the tables' pooling factors, or 1.
-        skew: Distribution of the ids: "uniform", or "powerlaw": ``rows**u`` of uniform u.
-        dtype: Type of the embeddings and their gradients.
-        max_bytes: Largest number of bytes of a group's rows and state; larger tables are cut.
-        is_sharded: Whether rows also travel between devices.
-    """
-
-    size: int
-    ids: float | None = None
-    skew: Skew = "powerlaw"
-    dtype: str = "float32"
+    size: int  # samples of a device
+    ids: float | None = None  # of each feature of a sample; None: pooling factors, or 1
+    skew: Skew = "powerlaw"  # of ids: "uniform", or "powerlaw": (rows + 1)**u - 1, u uniform
+    dtype: str = "float32"  # of the embeddings and their gradients
+    # Largest number of bytes of a group's rows and state; larger tables are cut in proportion.
     max_bytes: float = 1e9
-    is_sharded: bool = False
+    is_sharded: bool = False  # whether rows also travel between devices
 
 
 def calls_of(
     tables: Sequence[TableConfig], constraints: Mapping[str, ParameterConstraints], batch: Batch
 ) -> list[Call]:
-    """Return the calls that a step makes for tables, group by group.
+    """Return the calls that a training step makes for tables, group by group.
 
-    Args:
-        tables: The tables; each names its optimizer.
-        constraints: By table, the ids of its features (``pooling_factors``) and whether ids have
-            weights.
-        batch: The batch.
+    Each table names its optimizer. ``constraints`` say the ids of a table's features
+    (``pooling_factors``) and whether they have weights.
     """
+    # Weighted and unweighted tables are grouped apart here, since their calls have different forms.
     kinds = [
         [table for table in tables if isinstance(table, EmbeddingBagConfig) == is_pooled]
         for is_pooled in (True, False)
@@ -117,7 +101,8 @@ def _calls_of_group(
     is_weighted = bool(constraints[names[0]].is_weighted)
 
     def rows() -> TableArray:
-        # Sums of whole numbers are exact in any order, those of packed numbers of one sign nearly.
+        # Rows repeat every seven. Sums of whole numbers are exact in any order, so that results can
+        # be compared; packed rows have one sign, so that their sums are nearly exact.
         row = jnp.arange(7, dtype=jnp.int32)[:, None]
         column = jnp.arange(dim, dtype=jnp.int32)[None] % 3
         different = row - column - 2 if is_plain else row + column
@@ -170,7 +155,8 @@ def _calls_of_group(
             "step": jnp.int32(0),
         }
 
-    if is_plain:  # The reference alone updates packed rows.
+    # No implementation has a kernel that updates packed rows: XLA applies the optimizer to them.
+    if is_plain:
         starts = tuple(itertools.accumulate(counts, initial=0))[:-1]
         static = {"optimizer": group.optimizer, "table_starts": starts}
         yield Call("fused_update", names, update, static, in_place=("table", "state"))
@@ -190,7 +176,7 @@ def _calls_of_group(
 
 
 def _row_counts(group: Group, max_bytes: float) -> tuple[int, ...]:
-    """Return the number of rows of each table, cut in proportion to fit ``max_bytes``."""
+    """Return the rows of each table, cut in proportion to fit ``max_bytes``."""
     row_bytes = group.row_format.row_bytes(group.dim) + state_bytes(group.optimizer, group.dim)
     share = min(1.0, max_bytes / (row_bytes * group.num_rows))
     return tuple(max(1, int(table.num_embeddings * share)) for table in group.tables)
@@ -202,7 +188,7 @@ def _layout(
     constraints: Mapping[str, ParameterConstraints],
     batch: Batch,
 ) -> BagLayout:
-    """Return the layout of a batch that has only the group's features."""
+    """Return the layout of a batch that has the group's features only."""
     tables = [table for _, table in group.features]
     capacities = []
     for table in group.tables:
@@ -240,6 +226,6 @@ def _draw_ids(layout: BagLayout, skew: Skew) -> Array:
 
 
 def _lengths(capacity: int, bags: int) -> Array:
-    """Return lengths that sum to the capacity and differ by 0 or 1."""
+    """Return the lengths of bags, which sum to the capacity and differ by 0 or 1."""
     ends = (np.arange(1, bags + 1) * capacity) // bags
     return jnp.asarray(np.diff(ends, prepend=0), jnp.int32)

@@ -1,4 +1,4 @@
-"""The search for the fastest implementation of a call: what is timed, how, and the choice."""
+"""The search for the fastest implementation of a call: timings, and the choice among them."""
 
 from __future__ import annotations
 
@@ -20,26 +20,21 @@ from jaxrec.embed.kernels.answers import TunedCall
 from jaxrec.embed.kernels.registry import Implementation
 from jaxrec.tune.calls import Call
 
-# Share of its time that another choice must save: less is noise.
+# Share of the default's time that another choice must save: less is noise.
 MARGIN = 0.03
 
+# A time is the median over rounds, each the mean of its calls: one call is too short for the clock,
+# and a single round may meet another process.
 ROUNDS = 7
-MAX_CALLS = 1000  # of a round
+MAX_CALLS = 1000  # calls of a round
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Time of an implementation with some options, or why there is none.
-
-    Attributes:
-        implementation: Its name.
-        options: Its options by name, without options of default value.
-        milliseconds: Median time of a call; None: it was not timed.
-        failure: Reason why it was not timed.
-    """
+    """Median time of an implementation with some options, or the reason why it was not timed."""
 
     implementation: str
-    options: Mapping[str, int]
+    options: Mapping[str, int]  # only those that differ from their defaults
     milliseconds: float | None = None
     failure: str | None = None
 
@@ -48,19 +43,13 @@ Time: TypeAlias = Callable[[Implementation, Mapping[str, int]], Timing]
 
 
 class Stopwatch:
-    """Checks and times implementations on one call.
-
-    Args:
-        call: The call.
-        seconds: Time of all calls of one implementation, without the first.
-        clock: Returns the time in seconds.
-    """
+    """Checks and times implementations on one call, for about ``seconds`` each."""
 
     def __init__(self, call: Call, seconds: float, clock: Callable[[], float] = time.perf_counter):
         self.call, self.seconds, self.clock = call, seconds, clock
 
     def time(self, implementation: Implementation, options: Mapping[str, int]) -> Timing:
-        """Time an implementation that gives the reference's results; an error is a failure."""
+        """Time an implementation if its results agree with the reference's."""
         timing = Timing(implementation.name, options)
         function = functools.partial(getattr(implementation.module, self.call.primitive), **options)
         try:
@@ -70,12 +59,16 @@ class Stopwatch:
                 if failure is not None:
                     return dataclasses.replace(timing, failure=failure)
                 return dataclasses.replace(timing, milliseconds=1e3 * self._median(function))
+        # An option may need more registers or memory than there are. That is a result of the
+        # search, and the search goes on.
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             return dataclasses.replace(timing, failure=f"it fails: {reason}")
 
     def _check(self, function: Callable) -> str | None:
-        """Return how results differ from the reference's, on a small example or on the call."""
+        """Return how results differ from the reference's; None: they agree."""
+        # First the small examples of the trial, which cover each branch of a kernel. Then the call
+        # itself, whose sizes may reach what the examples do not.
         if (failure := trial.compare(self.call.form, function)) is not None:
             return failure
         expected = self._program(getattr(reference, self.call.primitive))(self.call.make())
@@ -86,12 +79,14 @@ class Stopwatch:
         return None
 
     def _median(self, function: Callable) -> float:
-        """Return the median time of a call over rounds of calls, in seconds."""
+        """Return the median over rounds of a call's mean time, in seconds."""
         arrays = self.call.make()
         program = self._program(function)
         in_place = self.call.in_place
 
         def run(count: int) -> float:
+            # Calls are dispatched one after the other and waited for once, as in a training loop.
+            # An update takes the tables that the call before returned, as they were donated.
             start = self.clock()
             for _ in range(count):
                 results = program(arrays)
@@ -106,7 +101,7 @@ class Stopwatch:
         return statistics.median(run(calls) for _ in range(ROUNDS)) / calls
 
     def _program(self, function: Callable) -> Callable[[dict[str, Any]], Any]:
-        """Return the call by a function, compiled; arrays that change in place are donated."""
+        """Return the call compiled with a function; arrays that change in place are donated."""
         in_place, static = self.call.in_place, self.call.static
 
         @functools.partial(jax.jit, donate_argnums=0)
@@ -123,13 +118,15 @@ class Stopwatch:
 @jax.jit
 def _agree(expected: jax.Array, result: jax.Array) -> jax.Array:
     """Return whether results are equal up to rounding."""
+    # On the device: results of a call may have a gigabyte.
     precision = max(1e-5, float(jnp.finfo(result.dtype).eps))
     wide, narrow = expected.astype(jnp.float32), result.astype(jnp.float32)
     return jnp.allclose(narrow, wide, rtol=precision, atol=precision, equal_nan=True)
 
 
 def implementations_for(call: Call, platform: str) -> list[Implementation]:
-    """Return the implementations that take a call on a platform, in their order."""
+    """Return the implementations that take a call on a platform, in order of preference."""
+    # As if the user named them: the stopwatch does the trial, and reports its failure.
     return [
         each
         for each in registry.IMPLEMENTATIONS
@@ -139,16 +136,15 @@ def implementations_for(call: Call, platform: str) -> list[Implementation]:
 
 
 def default_for(call: Call, platform: str) -> str:
-    """Return the implementation that runs a call by default."""
+    """Return the implementation that runs a call without `jaxrec tune`."""
     primitive = registry.PRIMITIVES[call.primitive]
     return primitive.choose(call.arguments, is_tuned=False).chosen[platform]
 
 
 def timings_of(call: Call, implementations: Sequence[Implementation], time: Time) -> list[Timing]:
-    """Time implementations with their options, one option after the other.
-
-    Each option is tried with the best values of those before it.
-    """
+    """Time implementations with their options, one option after the other."""
+    # Coordinate descent: each option is tried with the best values of those before it. All
+    # combinations of an update's four options would be hundreds of compilations. This way it is 14.
     timings = []
     for implementation in implementations:
         best = time(implementation, {})
@@ -175,11 +171,9 @@ def choose(
     implementations: Sequence[Implementation],
     time: Time,
 ) -> TunedCall | None:
-    """Return the choice for a call; None: nothing could be timed.
-
-    A choice other than the default must save `MARGIN` of the time, and again when both are timed
-    once more.
-    """
+    """Return the choice for a call; None: nothing could be timed."""
+    # The fastest of many timings is partly luck. A choice other than the default must save `MARGIN`
+    # of the time, and do so again when both are timed once more.
     best = fastest(timings)
     if best.milliseconds is None:
         return None
@@ -207,7 +201,7 @@ def choose(
 
 
 def fastest(timings: Sequence[Timing]) -> Timing:
-    """Return the timing of the least time; the first of equal ones."""
+    """Return the timing with the least time; the first of equal ones."""
 
     def milliseconds(timing: Timing) -> float:
         return math.inf if timing.milliseconds is None else timing.milliseconds

@@ -16,6 +16,7 @@ def _by_name(*formats: RowFormat) -> dict[str, RowFormat]:
     return {row_format.name: row_format for row_format in formats}
 
 
+# "int8" is in both: a trained table has float32 scales, a quantized one float16 scales.
 TABLE_FORMATS = _by_name(
     PlainRows("float32"),
     PlainRows("bfloat16"),
@@ -24,7 +25,7 @@ TABLE_FORMATS = _by_name(
     ScaledFloat8Rows("float8_e4m3fn"),
     ScaledFloat8Rows("float8_e5m2"),
 )
-"""The formats of tables that are trained, by ``dtype`` of their configuration."""
+"""Formats of tables that are trained, by the ``dtype`` of their configuration."""
 
 FORMATS = _by_name(
     IntegerRows(bits=8),
@@ -35,4 +36,4 @@ FORMATS = _by_name(
     PlainRows("bfloat16"),
     PlainRows("float32"),
 )
-"""The formats of a quantized table, by name."""
+"""Formats of tables that are quantized for inference, by name."""

@@ -1,4 +1,4 @@
-"""The interface of a row format, and the check of rows that are to be stored in one."""
+"""The interface of a row format, and the check whether a format can hold rows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,10 @@ from jaxtyping import Array, Float, Shaped, UInt32
 
 
 class RowFormat(abc.ABC):
-    """How rows of a table are stored.
+    """How a table's rows of floats are stored: ``[n, dim]`` as ``[n, width(dim)]``."""
 
-    A format is hashable: kernels take it as a static argument. Formats are frozen dataclasses.
-
-    Attributes:
-        dtype: Type of the stored array's elements.
-    """
-
-    dtype: str
+    # Formats are frozen dataclasses: a hashable format can be a static argument of a kernel.
+    dtype: str  # type of the stored elements
 
     @property
     @abc.abstractmethod
@@ -29,7 +24,7 @@ class RowFormat(abc.ABC):
     @property
     @abc.abstractmethod
     def max_abs(self) -> float:
-        """Largest absolute value of an element that a row can hold."""
+        """Largest absolute value that an element can have."""
 
     @abc.abstractmethod
     def width(self, dim: int) -> int:
@@ -37,7 +32,7 @@ class RowFormat(abc.ABC):
 
     @abc.abstractmethod
     def pack(self, rows: Float[Array, "n dim"]) -> Shaped[Array, "n width"]:
-        """Return rows as they are stored, each element rounded to nearest; traced."""
+        """Return the stored form of rows, elements rounded to nearest; traced."""
 
     @abc.abstractmethod
     def unpack(self, packed: Shaped[Array, "n width"], dim: int) -> Float[Array, "n dim"]:
@@ -46,66 +41,48 @@ class RowFormat(abc.ABC):
     def take_columns(
         self, packed: Shaped[Array, "n width"], dim: int, columns: tuple[int, int]
     ) -> Shaped[Array, "n part_width"] | None:
-        """Return some columns of stored rows as they are stored; traced.
-
-        They unpack to the same numbers, with the scale of the whole row: packing them again may
-        round them. None, the default: they have to be packed anew.
-
-        Args:
-            packed: The stored rows.
-            dim: Number of columns of the whole rows.
-            columns: The first of the columns and the one after the last.
-        """
+        """Return columns ``[first, stop)`` of stored rows in stored form; None: pack them anew."""
+        # The slice keeps the scale of the whole row, so that it unpacks to the same numbers.
+        # Packing the floats would take a scale of the slice, and may round them again.
         return None
 
     def pack_at_random(
         self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"]
     ) -> Shaped[Array, "n width"]:
-        """Return rows as they are stored, rounded so that their mean is the input; traced.
+        """Return the stored form of float32 rows, rounded at random with the rows as mean; traced.
 
-        The formats of tables that are trained implement this. For them
-        ``pack(unpack(packed, dim))`` is ``packed``, whether ``pack`` or ``pack_at_random`` made
-        it: rows keep their bytes on their way through checkpoints, stores and other devices.
-
-        Args:
-            rows: The rows, float32.
-            noise: Random bits of each element.
-
-        Raises:
-            TypeError: The format is for inference alone.
+        ``noise`` has 32 random bits for each element. Formats for inference raise a TypeError.
         """
+        # Formats of tables that are trained implement this. For them, `pack(unpack(packed, dim))`
+        # is `packed`, whether `pack` or `pack_at_random` made it. Checkpoints, row stores and
+        # exchanges carry rows as floats, and their bytes come back unchanged.
         raise TypeError(f"{self.name} rows are for inference and cannot be trained")
 
     def refuse(self, dim: int) -> str | None:
-        """Return the reason why tables of ``dim`` columns cannot have this format; None: they can.
-
-        The kernels themselves take rows of every width.
-        """
+        """Return why tables of ``dim`` columns cannot have this format; None: they can."""
+        # Asked when a table is made. The kernels themselves take rows of every width.
         return None
 
     def row_bytes(self, dim: int) -> int:
-        """Return the number of bytes of a stored row of ``dim`` columns."""
+        """Return the bytes of a stored row of ``dim`` columns."""
         return self.width(dim) * jnp.dtype(self.dtype).itemsize
 
 
 def check_rows(
     row_format: RowFormat, where: str, rows: Array | np.ndarray, first_row: int = 0
 ) -> None:
-    """Raise a ValueError where a format cannot hold an element.
+    """Raise a ValueError if a format cannot hold an element of ``rows``, ``[n, dim]``.
 
-    Args:
-        row_format: The format.
-        where: Begins the message, such as "table 'user', ".
-        rows: Rows ``[n, dim]``.
-        first_row: Number of the first of them.
+    ``where`` begins the message, such as "table 'user', ".
     """
+    # The usual case, rows that fit, is decided on the rows' own device; NaN fails this comparison.
     if isinstance(rows, jax.Array) and jnp.all(jnp.abs(rows) <= row_format.max_abs):
         return
     floats = np.asarray(rows).astype(np.float32, copy=False)
     if floats.size == 0:
         return
     if -row_format.max_abs <= floats.min() and floats.max() <= row_format.max_abs:
-        return  # A NaN would be the minimum.
+        return  # with a NaN, the minimum is NaN, and the comparison is False
     row, column = np.argwhere(~(np.abs(floats) <= row_format.max_abs))[0]
     raise ValueError(
         f"{where}row {first_row + row}, column {column} is {float(floats[row, column])}; "

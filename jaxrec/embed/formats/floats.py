@@ -1,4 +1,4 @@
-"""Rows of floats: as they are, as integers of the same bits, and of 8 bits, scaled or not."""
+"""Rows of floats: plain, as integers of the same bits, and of 8 bits, scaled or not."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Shaped, UInt8, UInt16, UInt32
 from jaxrec.embed.formats.base import RowFormat
 from jaxrec.embed.formats.rounding import SMALLEST_SCALE, FloatGrid, as_bytes, cut_bits, divide
 
-# Floats of 5 bits of exponent and 3 of fraction without a sign, for sums of squares. All codes are
-# finite; the bias of the exponent is 15.
+# Floats without a sign, 5 bits of exponent (bias 15) and 3 of fraction, all codes finite: sums of
+# squares are never negative, and the sign's bit is worth another bit of fraction.
 UNSIGNED = "ufloat8_e5m3"
 _UNSIGNED_GRID = FloatGrid(fraction_bits=3, smallest_normal=2.0**-14, largest=1.875 * 2.0**16)
 
@@ -21,7 +21,7 @@ _FRACTION_BITS = 3  # of Float8Rows
 
 
 class UnscaledRows(RowFormat):
-    """Base of formats that store one number for each column, and nothing beside them."""
+    """Base of formats that store one number for each column and no scale."""
 
     def width(self, dim: int) -> int:
         return dim
@@ -34,11 +34,7 @@ class UnscaledRows(RowFormat):
 
 @dataclasses.dataclass(frozen=True)
 class PlainRows(UnscaledRows):
-    """Rows of "float32", "bfloat16" or "float16", rounded to nearest, ties to even.
-
-    Attributes:
-        dtype: The type.
-    """
+    """Rows of "float32", "bfloat16" or "float16", rounded to nearest, ties to even."""
 
     dtype: str
 
@@ -59,8 +55,9 @@ class PlainRows(UnscaledRows):
 
 @dataclasses.dataclass(frozen=True)
 class BFloat16Bits(UnscaledRows):
-    """Rows of bfloat16 as uint16: XLA's CPU backend copies whole arrays of 16-bit floats."""
+    """Rows of bfloat16 stored as uint16."""
 
+    # XLA's CPU backend scatters 16-bit floats through a float32 copy of the whole array.
     dtype = "uint16"
     max_abs = float(jnp.finfo(jnp.bfloat16).max)
 
@@ -83,17 +80,14 @@ class BFloat16Bits(UnscaledRows):
 
 @dataclasses.dataclass(frozen=True)
 class Float8Rows(UnscaledRows):
-    """Floats of a sign, four bits of exponent and three of fraction, without a scale.
+    """Floats of a sign, 4 bits of exponent and 3 of fraction, without a scale, infinities or NaN.
 
-    The layout is that of FBGEMM's inference tables and of ``FloatToHFP8Quantized``. There are no
-    infinities and no NaN. `pack` rounds to nearest, ties to even, and bounds elements by `max_abs`,
-    at which FBGEMM keeps the topmost exponent free.
-
-    Attributes:
-        exponent_bias: Bias of the exponent: 7 in tables (largest element 240), 15 in FBGEMM's
-            communication (largest element 0.9375).
+    The layout of FBGEMM's inference tables and of its ``FloatToHFP8Quantized``. `pack` rounds to
+    nearest, ties to even, and clips elements to `max_abs`.
     """
 
+    # 7 in tables (largest element 240), 15 in FBGEMM's communication (largest element 0.9375). Both
+    # are FBGEMM's bounds, which leave the topmost exponent unused.
     exponent_bias: int = 7
 
     dtype = "uint8"
@@ -112,6 +106,8 @@ class Float8Rows(UnscaledRows):
         size = jnp.minimum(size, jnp.float32(self.max_abs))
         size_bits = jax.lax.bitcast_convert_type(size, jnp.uint32)
         dropped = 23 - _FRACTION_BITS
+        # Rounding to nearest on the bits: half of the last kept bit, less one if that bit is even,
+        # carries upwards, into the exponent too.
         is_odd = (size_bits >> dropped) & 1
         rounded = (size_bits + (1 << (dropped - 1)) - 1 + is_odd) >> dropped
         normal = rounded - ((127 - self.exponent_bias) << _FRACTION_BITS)
@@ -136,19 +132,12 @@ class Float8Rows(UnscaledRows):
 
 @dataclasses.dataclass(frozen=True)
 class ScaledFloat8Rows(RowFormat):
-    """Rows of 8-bit floats with a float32 scale for each row, or for each block of a row.
+    """Rows of 8-bit floats, then a float32 scale for each row or block: ``scale * code``."""
 
-    A stored row is the codes, then the scales. An element is ``scale * code``. A scale has 20
-    significant bits and takes its largest absolute value to the largest code.
-
-    Attributes:
-        code: Type of the codes: "float8_e4m3fn" (largest number 448), "float8_e5m2" (57344), or
-            "ufloat8_e5m3" (122880) for elements of 0 or more, which rounds none but 0 to 0.
-        block: Number of columns that share a scale; None: all of a row.
-    """
-
+    # "float8_e4m3fn" (largest code 448), "float8_e5m2" (57344), or "ufloat8_e5m3" (122880) for
+    # elements of 0 or more.
     code: str
-    block: int | None = None
+    block: int | None = None  # columns that share a scale; None: the whole row
 
     dtype = "uint8"
     max_abs = float(np.finfo(np.float32).max / 2)
@@ -188,7 +177,9 @@ class ScaledFloat8Rows(RowFormat):
         starts = range(first, stop, size)
         blocks = [start // size for start in starts]
         if blocks != [(min(start + size, stop) - 1) // size for start in starts]:
-            return None  # columns of two blocks would share a scale
+            # Blocks of the slice begin at its own first column, so that one of them has columns of
+            # two blocks of the row, with two scales.
+            return None
         scales = packed[:, dim:].reshape(packed.shape[0], -1, 4)[:, np.array(blocks)]
         return jnp.concatenate([packed[:, first:stop], scales.reshape(packed.shape[0], -1)], axis=1)
 
@@ -202,20 +193,24 @@ class ScaledFloat8Rows(RowFormat):
         sizes = jnp.abs(rows)
         largest = jnp.max(sizes, axis=1, keepdims=True)
         exact = divide(largest, grid.largest)
+        # With 20 significant bits, the scale's product with a code of 4 is exact in float32: a row
+        # that is unpacked and packed again keeps its bytes.
         scale = cut_bits(exact, 4, None if noise is None else noise[:, :1] << 28)
         scale = jnp.maximum(scale, SMALLEST_SCALE)
         codes = jnp.clip(rows / scale, -grid.largest, grid.largest)
         if noise is not None:
             codes = grid.round(codes, noise)
+        # A sum of squares that rounds to zero would make the next step of its row huge.
         if self.code == UNSIGNED:
             codes = jnp.where(rows > 0, jnp.maximum(codes, grid.spacing), codes)
+        # The scale was rounded, so the largest element may have missed the largest code.
         is_largest = (sizes == largest) & (scale > SMALLEST_SCALE)
         codes = jnp.where(is_largest, jnp.copysign(grid.largest, rows), codes)
         stored = _encode(codes, self.code).reshape(n, -1)[:, :dim]
         return jnp.concatenate([stored, as_bytes(scale).reshape(n, -1)], axis=1)
 
     def _blocks(self, rows: Shaped[Array, "n dim"]) -> Shaped[Array, "blocks size"]:
-        """Return the blocks of all rows, the last of each row padded with zeros."""
+        """Return all rows' blocks, ``[n * blocks, size]``; each row's last is padded with zeros."""
         n, dim = rows.shape
         blocks = self.num_blocks(dim)
         size = dim if self.block is None or blocks == 1 else self.block
@@ -227,11 +222,12 @@ def _grid(code: str) -> FloatGrid:
 
 
 def _encode(numbers: Float[Array, "n dim"], code: str) -> UInt8[Array, "n dim"]:
-    """Return the nearest codes of numbers up to the largest one."""
+    """Return the nearest code of each number; none exceeds the largest code."""
     if code != UNSIGNED:
         return jax.lax.bitcast_convert_type(numbers.astype(code), jnp.uint8)
     grid = _UNSIGNED_GRID
-    # The exponents of the smallest normal number and of float32's numbers in [1, 2) are 1 and 127.
+    # An exponent field of 127 means 1.0 in float32, and one of 15 does here: the two differ by
+    # 127 - 15 at the same number.
     first = (127 - 15) << grid.fraction_bits
     bits = jax.lax.bitcast_convert_type(cut_bits(numbers, 20), jnp.uint32) >> 20
     subnormal = jnp.round(numbers / grid.spacing).astype(jnp.uint32)

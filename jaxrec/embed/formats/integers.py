@@ -25,18 +25,14 @@ _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 @dataclasses.dataclass(frozen=True)
 class IntegerRows(RowFormat):
-    """Codes of a few bits, with a float16 scale and a float16 offset for each row.
+    """Codes of 8, 4 or 2 bits, with a float16 scale and a float16 offset for each row.
 
-    A stored row is the layout of FBGEMM's inference tables: the scale, the offset, then the codes.
-    The first column is in the lowest bits of the first byte. An element is
-    ``scale * code + offset``. The offset is the row's smallest element, rounded to float16.
-    `scale_last` and `scale_first` convert to and from the layout of FBGEMM's
-    ``FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf``, which has the scale and the offset at the end.
-
-    Attributes:
-        bits: Bits of a code: 8, 4 or 2.
+    The layout of FBGEMM's inference tables: the scale, the offset, then the codes, the first column
+    in the lowest bits of a byte. The offset is the row's smallest element, rounded to float16.
     """
 
+    # FBGEMM's `FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf` has the scale and the offset at the
+    # end. `scale_last` and `scale_first` convert to and from it.
     bits: int
 
     dtype = "uint8"
@@ -62,14 +58,15 @@ class IntegerRows(RowFormat):
         )
 
     def pack(self, rows: Float[Array, "n dim"]) -> UInt8[Array, "n width"]:
+        # The arithmetic is FBGEMM's, step by step. The offset is rounded first, so that the codes
+        # make up for its rounding.
         rows = rows.astype(jnp.float32)
-        # The offset is rounded first, so that the codes make up for the rounding.
         offset = jnp.min(rows, axis=1, keepdims=True).astype(jnp.float16)
         low = offset.astype(jnp.float32)
         span = jnp.max(rows, axis=1, keepdims=True) - low
         exact = divide(span, 2**self.bits - 1)
         scale = jnp.where(span == 0, 1, exact).astype(jnp.float16)
-        # A scale whose reciprocal is infinite stands for a row of equal elements.
+        # With an infinite reciprocal, a scale so small gives no codes: all elements are the offset.
         scale = jnp.where(jnp.isinf(1 / scale.astype(jnp.float32)), jnp.float16(1), scale)
         codes = jnp.round((rows - low) * (1 / scale.astype(jnp.float32)))
         codes = jnp.clip(codes, 0, 2**self.bits - 1).astype(jnp.uint8)
@@ -88,11 +85,11 @@ class IntegerRows(RowFormat):
         return jnp.concatenate([packed[:, :HEADER_BYTES], self._join(codes)], axis=1)
 
     def scale_last(self, packed: UInt8[Array, "n width"]) -> UInt8[Array, "n width"]:
-        """Return stored rows with the scale and the offset behind the codes."""
+        """Move the scale and the offset of stored rows behind the codes."""
         return jnp.roll(packed, -HEADER_BYTES, axis=1)
 
     def scale_first(self, fused: UInt8[Array, "n width"]) -> UInt8[Array, "n width"]:
-        """Return the stored rows, given rows with the scale and the offset behind the codes."""
+        """Undo `scale_last`."""
         return jnp.roll(fused, HEADER_BYTES, axis=1)
 
     @property
@@ -114,9 +111,9 @@ class IntegerRows(RowFormat):
 
 @dataclasses.dataclass(frozen=True)
 class Fused8Rows(RowFormat):
-    """The layout of FBGEMM's ``FloatToFused8BitRowwiseQuantized``, in which rows also travel.
+    """8-bit codes, a float32 scale, then a float32 offset: ``scale * code + offset``.
 
-    A stored row is the codes, the scale, then the offset. An element is ``scale * code + offset``.
+    The layout of FBGEMM's ``FloatToFused8BitRowwiseQuantized``; exchanges also send rows in it.
     """
 
     dtype = "uint8"
@@ -134,6 +131,7 @@ class Fused8Rows(RowFormat):
         offset = jnp.min(rows, axis=1, keepdims=True)
         span = jnp.max(rows, axis=1, keepdims=True) - offset
         scale = divide(span, 255)
+        # FBGEMM's formula: 1e-8 keeps a row of equal elements from dividing by zero.
         codes = jnp.round((rows - offset) * (255 / (span + jnp.float32(1e-8))))
         return jnp.concatenate([codes.astype(jnp.uint8), as_bytes(scale), as_bytes(offset)], axis=1)
 
@@ -150,11 +148,9 @@ class Fused8Rows(RowFormat):
 
 @dataclasses.dataclass(frozen=True)
 class TrainedInt8Rows(Fused8Rows):
-    """Rows of integers in the layout of FBGEMM's 8-bit training tables.
+    """Rows of 8-bit integers in the layout of FBGEMM's training tables, packed so that they repack.
 
-    The row's smallest element has the code 0 and is the offset; its largest element has the code
-    255. Where the elements spread over more than 1/64 of the offset, the scale is rounded to 16
-    significant bits.
+    The row's smallest element is the offset and has the code 0; its largest has the code 255.
     """
 
     @property
@@ -173,18 +169,23 @@ class TrainedInt8Rows(Fused8Rows):
         self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"] | None
     ) -> UInt8[Array, "n width"]:
         offset = jnp.min(rows, axis=1, keepdims=True)
-        # Zeros have one sign, and subnormal numbers are zeros.
+        # A row that is unpacked and packed again must keep its bytes. So the offset must not become
+        # -0.0, and not a subnormal number either, which some devices treat as zero.
         offset = jnp.where(jnp.abs(offset) < _SMALLEST_NORMAL, 0, offset)
         largest = jnp.max(rows, axis=1, keepdims=True)
         exact = divide(largest - offset, 255)
+        # A scale of 16 significant bits times a code of 8 bits is exact in float32. If the elements
+        # spread over less than 1/64 of the offset, the sum with the offset rounds anyway.
         rounded = cut_bits(exact, 8, None if noise is None else noise[:, :1] << 24)
         scale = jnp.where(rounded * 255 >= jnp.abs(offset) * (1 / 64), rounded, exact)
         scale = jnp.maximum(scale, SMALLEST_SCALE)
         codes = (rows - offset) / scale
         codes = jnp.round(codes) if noise is None else round_up_or_down(codes, noise)
+        # The scale was rounded, so the largest element may have missed its code.
         codes = jnp.where((rows == largest) & (scale > SMALLEST_SCALE), 255, codes)
         codes = jnp.clip(codes, 0, 255)
         if noise is not None:
-            # Where the offset's last bit is larger than a code, several codes are one float.
+            # If the scale is smaller than the offset's last bit, several codes unpack to one float.
+            # We take the one that packing this float again gives.
             codes = jnp.round(((codes * scale + offset) - offset) / scale)
         return jnp.concatenate([codes.astype(jnp.uint8), as_bytes(scale), as_bytes(offset)], axis=1)

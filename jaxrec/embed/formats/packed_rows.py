@@ -1,4 +1,4 @@
-"""Arrays of rows: plain ones, and ones that are stored in a row format."""
+"""Arrays of rows: plain, or stored in a row format (`PackedRows`)."""
 
 from __future__ import annotations
 
@@ -14,39 +14,25 @@ from jaxtyping import Array, DTypeLike, Float, Int32, Shaped
 from jaxrec.embed.formats.base import RowFormat
 from jaxrec.embed.formats.floats import PlainRows
 
-# Number of elements that are unpacked at a time.
+# Elements that `PackedRows.map_rows` unpacks at a time: 4 MiB of float32.
 _BLOCK_ELEMENTS = 1 << 20
 
-# XLA's scatter of bfloat16 on CPUs converted the whole table to float32 and back, in a loop each
-# time around, until JAX 0.11. Integers of the same bits cost one copy of the table there, and would
-# cost it everywhere else too, where the scatter is in place; float16 never was converted.
+# Before JAX 0.11, XLA's CPU scatter of bfloat16 converted the whole table to float32 and back, and
+# in a loop for each turn. As integers of the same bits the table is copied once there. Elsewhere
+# the scatter is in place, and that copy would be a loss. float16 was never converted.
 _KEEPS_BFLOAT16 = jax.__version_info__ >= (0, 11)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """Rows of floats that are stored in a `RowFormat`, as an array of float32.
+    """Rows stored in a `RowFormat`, ``[rows, width]``, that read like float32 ``[rows, dim]``."""
 
-    It has the shape, the type, the slices and the ``at`` of the unpacked array. Only the rows that
-    are read are unpacked. As a pytree it has one leaf, the stored array.
-
-    Attributes:
-        stored: The rows as they are stored, ``[rows, width]`` of the format's type.
-        row_format: Their format.
-        dim: Number of columns of the unpacked rows.
-
-    Example:
-        >>> from jaxrec.embed.formats import TABLE_FORMATS
-        >>> row_format = TABLE_FORMATS["int8"]
-        >>> rows = PackedRows(row_format.pack(jnp.array([[0.0, 255.0], [3.0, 3.0]])), row_format, 2)
-        >>> rows.shape, rows.nbytes, rows.at[jnp.array([1, 7])].get(mode="fill").tolist()
-        ((2, 2), 20, [[3.0, 3.0], [0.0, 0.0]])
-    """
-
+    # It has the shape, the type, the slices and the `at` of the unpacked array, so that code for
+    # plain tables takes it unchanged. Only the rows that are read are unpacked.
     stored: Shaped[Array, "rows width"]
     row_format: RowFormat = dataclasses.field(metadata={"static": True})
-    dim: int = dataclasses.field(metadata={"static": True})
+    dim: int = dataclasses.field(metadata={"static": True})  # columns of the unpacked rows
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -70,19 +56,17 @@ class PackedRows:
         return self.stored.sharding
 
     def with_stored(self, stored: Shaped[Array, "_rows width"]) -> PackedRows:
-        """Return other rows of the same format."""
+        """Return other stored rows in this format."""
         return dataclasses.replace(self, stored=stored)
 
     def map_rows(self, function: Callable[[Array], Array]) -> PackedRows:
-        """Return the rows after a function of floats, ``[n, dim]`` to ``[n, dim]``; traced.
-
-        It is called on blocks of rows, so that the table is never unpacked as a whole.
-        """
+        """Apply a function of float rows, ``[n, dim]`` to ``[n, dim]``, block by block; traced."""
         num_rows = self.shape[0]
         size = min(num_rows, max(1, _BLOCK_ELEMENTS // self.dim))
 
         def one_block(block: Array, stored: Array) -> Array:
-            # The last block overlaps the one before: rows are read from the old array.
+            # Blocks have one static size, so the last one overlaps the block before. It reads the
+            # old array, so that the function is applied once to each row.
             start = jnp.minimum(block * size, num_rows - size)
             old = jax.lax.dynamic_slice_in_dim(self.stored, start, size, 0)
             new = self.row_format.pack(function(self.row_format.unpack(old, self.dim)))
@@ -99,17 +83,17 @@ class PackedRows:
 
 
 TableArray: TypeAlias = Array | PackedRows
-"""An array of rows: plain, or packed."""
+"""An array of rows, plain or packed."""
 
 
 def as_table(stored: Shaped[Array, "rows width"], row_format: RowFormat, dim: int) -> TableArray:
-    """Return stored rows of ``dim`` columns as an array of rows."""
+    """Return stored rows as a table of ``dim`` columns, a plain array if the format is plain."""
     return stored if isinstance(row_format, PlainRows) else PackedRows(stored, row_format, dim)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Access:
-    """The ``at`` of packed rows, for indices of rows."""
+    """Result of `PackedRows.at`, to be indexed by rows."""
 
     rows: PackedRows
 
@@ -119,7 +103,7 @@ class _Access:
 
 @dataclasses.dataclass(frozen=True)
 class _RowsAt:
-    """Some of the rows; ``mode`` and the other keywords are those of `jax.numpy.ndarray.at`."""
+    """Some of the rows; keywords are those of `jax.numpy.ndarray.at`."""
 
     rows: PackedRows
     index: Int32[Array, "*n"]
@@ -128,6 +112,7 @@ class _RowsAt:
         self, *, mode: str = "clip", fill_value: float = 0, indices_are_sorted: bool = False
     ) -> Float[Array, "*n dim"]:
         rows, index = self.rows, self.index
+        # "clip" and a mask afterwards: stored bytes have no fill value that unpacks to any float.
         stored = rows.stored.at[index.reshape(-1)].get(
             mode="clip", indices_are_sorted=indices_are_sorted
         )
@@ -149,12 +134,12 @@ def _unpack(rows: PackedRows) -> Float[Array, "n dim"]:
 
 
 def is_packed(value: Any) -> TypeGuard[PackedRows]:
-    """Return whether a value is packed rows: a leaf, for `jax.tree.map` over arrays of rows."""
+    """Return whether a value is packed rows; as ``is_leaf`` it makes them leaves of a pytree."""
     return isinstance(value, PackedRows)
 
 
 def as_bits(array: Shaped[TableArray, "..."]) -> Any:
-    """Return bfloat16 as uint16 of the same bits where XLA converts it, else the array as it is."""
+    """Return bfloat16 as uint16 of the same bits if XLA's scatter would convert it."""
     if isinstance(array, PackedRows) or array.dtype != jnp.bfloat16:
         return array
     if _KEEPS_BFLOAT16 or jax.default_backend() != "cpu":
@@ -163,7 +148,7 @@ def as_bits(array: Shaped[TableArray, "..."]) -> Any:
 
 
 def of_bits(bits: Shaped[TableArray, "..."], dtype: DTypeLike) -> Any:
-    """Return the array of a type that `as_bits` took."""
+    """Undo `as_bits` of an array of type ``dtype``."""
     if isinstance(bits, PackedRows) or bits.dtype == dtype:
         return bits
     return jax.lax.bitcast_convert_type(bits, dtype)

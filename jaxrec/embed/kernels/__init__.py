@@ -1,11 +1,11 @@
 """The primitives, each with several implementations: lookups, fused updates, products of pairs.
 
-* `base`: data types and operands, and the rules that every implementation obeys.
+* `base`: data types and operands, and the rules that every implementation obeys. Begin there.
 * `reference`, `updates`, `stretches`: the definition of each primitive, in XLA.
 * `cpu`, `native_call`: the implementation for CPUs, in C++ (`native/`).
 * `triton`: the implementation for NVIDIA GPUs, in Pallas.
 * `registry`: the implementations, and the choice of the one that runs a call.
-* `trial`, `answers`: trials of kernels on the card at hand, and what this machine answered.
+* `trial`, `answers`: trials of kernels on the card at hand, and the file that keeps their results.
 """
 
 from jaxrec.embed.kernels import reference
@@ -19,6 +19,8 @@ from jaxrec.embed.kernels.registry import Primitive
 from jaxrec.embed.kernels.registry import describe as describe
 from jaxrec.embed.kernels.registry import use_kernels as use_kernels
 
+# A primitive has the name, signature and docstring of its definition in `reference`. Static
+# arguments are part of the compiled program; the others are arrays.
 new_rows = Primitive(reference.new_rows, static=("num_rows",))
 pooled_lookup = Primitive(reference.pooled_lookup, static=("layout", "dtype"))
 flatten_bags = Primitive(reference.flatten_bags, static=("layout", "num_rows"))

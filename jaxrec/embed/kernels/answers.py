@@ -1,15 +1,16 @@
-"""What this machine answered about kernels: which pass their trial, and which `jaxrec tune` chose.
+"""A file of answers about kernels: which passed their trial, and which `jaxrec tune` chose.
 
-May a kernel run here? That is tried the first time that a form of a call is needed (`Trials`, by
-`jaxrec.embed.kernels.trial`). Which implementation is fastest here, with which options? That is
-timed when the user asks for it, and holds for calls of one form and about one size (`TunedCall`).
-
-Both answers depend on the same things: the processor or card, its driver, the versions of JAX and
-jaxrec, and the text of the kernels. So one file keeps both, for each of these, in the user's cache
-directory; JAXREC_CACHE_DIR names another one. A file that is damaged, or that was written
-elsewhere, is left out. Forms that failed are not kept: the card may have had no memory left, and
-the next process tries them again.
+`Trials` asks whether a kernel computes correctly on the card at hand; `TunedCall` is the fastest
+implementation of calls of one form and about one size.
 """
+
+# Both answers hold for one processor or card, its driver, the versions of JAX and jaxrec, and the
+# text of the kernels. So there is one file for each combination, in the user's cache directory or
+# in JAXREC_CACHE_DIR, named after a hash of these. A file that is damaged or that was written
+# elsewhere is ignored.
+#
+# Only forms that passed are kept. A form that failed may have failed for lack of memory on the
+# card, so the next process tries it again.
 
 from __future__ import annotations
 
@@ -37,41 +38,30 @@ import jax
 from jaxrec.embed.kernels import trial
 from jaxrec.embed.kernels.trial import Form, size_of
 
-# Largest ratio of a call's size to that of a choice for it. Batches are padded, and the last one
-# may be smaller.
+# A choice holds for calls up to four times larger or smaller than the one that was timed: batches
+# are padded, and the last one may be smaller.
 SIZE_RATIO = 4.0
 
-# What reading a file raises that is not one of ours.
+# Exceptions of reading a file that is damaged, or that is not ours.
 _DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 @dataclasses.dataclass(frozen=True)
 class TunedCall:
-    """The choice for calls of one form and about one size.
+    """The fastest implementation of calls of one form and about one size."""
 
-    Attributes:
-        form: Name of the form (`Form`).
-        lookups: Number of lookups of the call that was timed.
-        bags: Number of its bags.
-        implementation: Name of the chosen implementation.
-        options: Its options, by name.
-        milliseconds: Median time of the call.
-        default: Name of the implementation that runs without a choice.
-        default_milliseconds: Median time of the call without a choice.
-    """
-
-    form: str
-    lookups: int
+    form: str  # `str` of a `Form`
+    lookups: int  # of the call that was timed
     bags: int
     implementation: str
     options: Mapping[str, int]
-    milliseconds: float
-    default: str
+    milliseconds: float  # median time of the call
+    default: str  # the implementation that runs without a choice
     default_milliseconds: float
 
     @classmethod
     def from_json(cls, fields: Any) -> TunedCall:
-        """Read a choice as JSON has it; a ValueError says what is wrong with it."""
+        """Read a choice from JSON; a ValueError says what is wrong with it."""
         kinds = typing.get_type_hints(cls) | {"options": dict}
         if not isinstance(fields, dict) or fields.keys() != kinds.keys():
             raise ValueError("a choice has other fields")
@@ -90,32 +80,25 @@ class TunedCall:
         )
 
     def ratio(self, lookups: int, bags: int) -> float:
-        """Return how many times larger or smaller a call is than the one that was timed."""
+        """Return how many times larger or smaller, 1 or more, a call is than the timed one."""
         sizes = (lookups, self.lookups), (bags, self.bags)
         return math.exp(max(abs(math.log(max(a, 1) / max(b, 1))) for a, b in sizes))
 
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """The answers that hold for one processor or card.
-
-    Attributes:
-        path: The file that keeps them.
-        environment: The processor or card, its driver and the versions that they hold for.
-        passed: Names of the forms that passed their trial, by implementation.
-        calls: The choices of `jaxrec tune`.
-        problem: Reason why the file is left out; None: it is not.
-    """
+    """The answers that hold in one environment: a processor or card, its driver, versions."""
 
     path: pathlib.Path
     environment: Mapping[str, str]
+    # By implementation, the names of the forms that passed their trial.
     passed: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     calls: tuple[TunedCall, ...] = ()
-    problem: str | None = None
+    problem: str | None = None  # the reason why the file is ignored
 
     @classmethod
     def read(cls, device: Any) -> Answers:
-        """Read the answers that are kept for a device; none where the file is of no use."""
+        """Read the answers for a device; empty if there is no file or it is ignored."""
         environment = environment_of(device)
         digest = hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()
         path = cache_directory() / f"answers-{digest[:16]}.json"
@@ -138,10 +121,9 @@ class Answers:
         return dataclasses.replace(empty, passed=passed, calls=calls)
 
     def find(self, primitive: str, arguments: Mapping[str, Any]) -> TunedCall | None:
-        """Return the choice for a call, given its arguments by name; None: there is none.
-
-        Among the choices for calls of its form, the nearest in size is taken, within `SIZE_RATIO`.
-        """
+        """Return the choice for a call's form that is nearest in size; None: none is near."""
+        # This runs at every trace of a primitive. The form takes a while, so we look first whether
+        # there is any choice for the primitive.
         if not any(call.form.startswith(f"{primitive} ") for call in self.calls):
             return None
         form, size = str(Form.of(primitive, arguments)), size_of(primitive, arguments)
@@ -150,21 +132,21 @@ class Answers:
         return nearest if nearest is not None and nearest.ratio(*size) <= SIZE_RATIO else None
 
     def with_call(self, call: TunedCall) -> Answers:
-        """Return these answers and a choice, in the place of that for a call of the same size."""
+        """Return these answers with a choice, which replaces that of the same form and size."""
         same = call.form, call.lookups, call.bags
         others = [each for each in self.calls if (each.form, each.lookups, each.bags) != same]
         return dataclasses.replace(self, calls=(*others, call), problem=None)
 
     def with_passed(self, implementation: str, form: Form) -> Answers:
-        """Return these answers and a form that an implementation passed."""
+        """Return these answers with a form that an implementation passed."""
         forms = *self.passed.get(implementation, ()), str(form)
         passed = {**self.passed, implementation: forms}
         return dataclasses.replace(self, passed=passed, problem=None)
 
     def write(self) -> bool:
-        """Write the file; return whether that was possible. Several processes may do so at once."""
-        # `jaxrec tune` writes again and again what it read at its start, and its own calls were
-        # tried meanwhile.
+        """Write the file, return whether that was possible. Several processes may write at once."""
+        # Forms that passed since we read the file must not get lost: while `jaxrec tune` runs, its
+        # own calls are tried and written by `Trials`.
         passed = {name: {*forms} for name, forms in self._read_again().passed.items()}
         for name, forms in self.passed.items():
             passed.setdefault(name, set()).update(forms)
@@ -175,6 +157,7 @@ class Answers:
         }
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Replaced in one step, so that another process never reads half of a file.
             with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
                 json.dump(content, file, indent=1)
             os.replace(file.name, self.path)
@@ -183,7 +166,7 @@ class Answers:
         return True
 
     def of_other_versions(self) -> int:
-        """Return the number of choices kept for this device by other versions or drivers."""
+        """Return the number of choices for this device from other versions or drivers."""
         return sum(map(self._count_others, self.path.parent.glob("*.json")))
 
     def _count_others(self, path: pathlib.Path) -> int:
@@ -198,11 +181,9 @@ class Answers:
 
 @functools.cache
 def kept_for(platform_name: str) -> Answers | None:
-    """Return the answers with the choices that hold on a platform, read once; None: none do.
-
-    Processes of one run may lie on hosts with other files, and replicated rows must change alike on
-    all of them: such processes use no choices.
-    """
+    """Return the answers with choices for a platform, read once; None: there are no choices."""
+    # Several processes may run on hosts with different files. Replicated rows must change alike on
+    # all of them, to the last bit, so such runs follow no choices.
     if jax.process_count() > 1 or (device := tunable_device(platform_name)) is None:
         return None
     answers = Answers.read(device)
@@ -212,7 +193,7 @@ def kept_for(platform_name: str) -> Answers | None:
 
 
 def tunable_device(platform_name: str) -> Any:
-    """Return the device of this process whose choices hold on a platform; None: there is none."""
+    """Return this process's first device of a platform; None: there is none."""
     if platform_name == "cuda":
         return next(iter(trial.cards()), None)
     try:
@@ -222,13 +203,7 @@ def tunable_device(platform_name: str) -> Any:
 
 
 class Trials:
-    """The trials of one implementation on one kind of card.
-
-    Args:
-        name: Name of the implementation.
-        kernels: Its module.
-        card: The device.
-    """
+    """The trials of one implementation on one card; ``kernels`` is its module."""
 
     def __init__(self, name: str, kernels: ModuleType, card: Any):
         self.name, self.kernels, self.card = name, kernels, card
@@ -236,10 +211,7 @@ class Trials:
         self._lock = threading.Lock()
 
     def failure(self, form: Form) -> str | None:
-        """Return what is wrong with a form; None: nothing. Warns of it once.
-
-        The first call for a form tries it, unless it passed in an earlier process.
-        """
+        """Return what is wrong with a form; None: nothing. The first call tries it, and warns."""
         with self._lock:
             if form not in self._results:
                 self._results[form] = result = self._find(form)
@@ -257,12 +229,13 @@ class Trials:
     def _find(self, form: Form) -> str | None:
         if form.is_lasting and str(form) in Answers.read(self.card).passed.get(self.name, ()):
             return None
-        # In a thread and a context of its own, apart from the trace, mesh and settings of the call.
+        # A form is needed while the user's step is traced. In a thread and a context of its own,
+        # the trial is not part of that trace and does not see its mesh and settings.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             result = pool.submit(contextvars.Context().run, self._try, form).result()
         if form.is_lasting and result is None:
-            # Other processes may have written since. If the file cannot be written, the next
-            # process tries the form again.
+            # Read again: other processes may have written meanwhile. If the file cannot be written,
+            # the next process tries the form again.
             Answers.read(self.card).with_passed(self.name, form).write()
         return result
 
@@ -272,7 +245,7 @@ class Trials:
 
 
 def cache_directory() -> pathlib.Path:
-    """Return the directory that answers are kept in."""
+    """Return the directory of the files."""
     if named := os.environ.get("JAXREC_CACHE_DIR"):
         return pathlib.Path(named)
     import platformdirs  # An import of jaxrec.embed does not need it.
@@ -281,7 +254,7 @@ def cache_directory() -> pathlib.Path:
 
 
 def environment_of(device: Any) -> dict[str, str]:
-    """Return what answers about kernels on a device depend on."""
+    """Return all that a device's answers depend on."""
     environment = {
         "device": device.device_kind,
         "platform": device.client.platform_version,  # which names the driver
@@ -296,8 +269,8 @@ def environment_of(device: Any) -> dict[str, str]:
 
 
 def _version() -> str:
-    # A checkout on the path is not installed. Of a damaged installation the version is None, and
-    # for Python 3.14 and later an error.
+    # A checkout on the path is not installed. The version of a damaged installation is None, and
+    # with Python 3.14 and later an error.
     try:
         version: str | None = importlib.metadata.version("jaxrec")
     except (importlib.metadata.PackageNotFoundError, KeyError):

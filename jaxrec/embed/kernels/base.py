@@ -1,28 +1,29 @@
 """The data types of the embedding kernels, and the rules that every implementation obeys.
 
-A *group* is a set of tables of equal width and type stacked into one ``[num_rows, dim]`` array. A
-batch reaches the kernels as the arrays of a `KeyedJaggedArray`, untouched: ``ids`` of all keys,
-``lengths`` of all bags. A `BagLayout` says, statically, where each feature of the group lies in
-them. `jaxrec.embed.kernels` lists the primitives; `reference.py` and `updates.py` define them.
+A *group* is a set of tables of equal width and type, stacked into one ``[num_rows, dim]`` array. A
+kernel gets a batch as the arrays of a `KeyedJaggedArray`: ``ids`` of all keys, ``lengths`` of all
+bags. A `BagLayout` says, statically, where each feature of the group lies in them. `reference` and
+`updates` define the primitives that `jaxrec.embed.kernels` lists.
 
 Rules of all primitives:
 
-* Row ``num_rows`` is padding: it contributes zeros and is never updated. So is each position behind
-  a feature's ids.
-* Any other row outside ``[0, num_rows)`` is bad and never touches memory: its lookup is NaN, which
-  makes its bag and the loss NaN, and it is never updated. ``flatten_bags`` writes
+* Row ``num_rows`` is padding: its lookup is zeros, and it is never updated. Positions behind a
+  feature's last id are padding too.
+* Any other row outside ``[0, num_rows)`` is bad. Its memory is never read or written: its lookup is
+  NaN, which makes its bag and the loss NaN, and it is never updated. ``flatten_bags`` writes
   `BAD_ROW` for an id outside its table.
 * Sums are taken in float32, and results repeat bit for bit.
-* A primitive's keyword-only arguments are hints. Results do not depend on them, and an
+* A primitive's keyword-only arguments are hints: they change the speed and never the result. An
   implementation may leave them out of its signature.
-
-The hints ``parts_in`` and ``parts_out`` serve exchanges between simulated devices: XLA's CPU
-all-to-all takes and returns one array per device. An exchange splits the array that a primitive
-returns into ``parts_out`` equal parts, and has concatenated the array that a primitive reads from
-``parts_in`` equal parts, both along the first axis. The CPU kernels read and write the parts
-directly, and XLA removes the splits and concatenations between as dead code. No feature's bags lie
-in two parts of a result.
 """
+
+# The hints `parts_in` and `parts_out`
+#
+# On simulated devices, exchanges use XLA's CPU all-to-all, which takes and returns one array per
+# device. So an exchange splits the result of one primitive into `parts_out` equal parts along the
+# first axis, and concatenates `parts_in` equal parts into the operand of the next. A kernel that
+# knows the number of parts reads and writes them directly; the splits and concatenations are then
+# dead code, which XLA removes. Bags of one feature never lie in two parts of a result.
 
 from __future__ import annotations
 
@@ -34,6 +35,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxrec.embed.formats import TableArray
 
+# Row of an id outside its table. Every negative row is bad; this is the one that we write.
 BAD_ROW = -1
 
 # Operands of the primitives. Every implementation has them, so that their shapes stand here.
@@ -48,28 +50,16 @@ BagRows: TypeAlias = Float[Array, "bags dim"]  # pooled rows, or their gradients
 
 @dataclasses.dataclass(frozen=True)
 class BagLayout:
-    """Positions of a group's features in the arrays of a batch: static, one entry per feature.
+    """Positions of a group's features in the arrays of a batch: static, one entry per feature."""
 
-    Attributes:
-        id_starts: First position of the feature's segment in ``ids``.
-        capacities: Length of that segment; the feature's ids fill its front.
-        length_starts: Position of the feature's first bag in ``lengths``.
-        strides: Bags of the feature.
-        row_offsets: First row of the feature's table in the group's array.
-        row_counts: Rows of the feature's table.
-        means: Whether bags are averaged rather than summed.
-        interleave: Whether bags of all features alternate in the output, where each feature has
-            the same number of bags.
-    """
-
-    id_starts: tuple[int, ...]
-    capacities: tuple[int, ...]
-    length_starts: tuple[int, ...]
-    strides: tuple[int, ...]
-    row_offsets: tuple[int, ...]
-    row_counts: tuple[int, ...]
-    means: tuple[bool, ...]
-    interleave: bool = True
+    id_starts: tuple[int, ...]  # first position of the feature's segment in ``ids``
+    capacities: tuple[int, ...]  # length of the segment, whose front the feature's ids fill
+    length_starts: tuple[int, ...]  # position of the feature's first bag in ``lengths``
+    strides: tuple[int, ...]  # number of bags
+    row_offsets: tuple[int, ...]  # first row of the feature's table in the group's array
+    row_counts: tuple[int, ...]  # rows of the feature's table
+    means: tuple[bool, ...]  # whether bags are averaged rather than summed
+    interleave: bool = True  # whether output rows alternate between features; see `is_interleaved`
 
     @property
     def num_features(self) -> int:
@@ -77,7 +67,7 @@ class BagLayout:
 
     @property
     def num_positions(self) -> int:
-        """Length of all the features' segments together, padding included."""
+        """Length of the features' segments together, padding included."""
         return sum(self.capacities)
 
     @property
@@ -86,12 +76,12 @@ class BagLayout:
 
     @property
     def is_interleaved(self) -> bool:
-        """Whether bags of all features alternate in the output.
+        """Whether bag ``b`` of feature ``f`` is row ``b * num_features + f`` of the output.
 
-        Bag ``b`` of feature ``f`` is then row ``b * num_features + f`` of the output, which
-        reshapes to ``[batch, num_features, dim]`` for free. Otherwise bags follow each other
-        feature by feature. The two orders of a single feature are equal.
+        Otherwise bags come feature by feature.
         """
+        # Interleaved rows reshape to [batch, num_features * dim], the collection's output, without
+        # a transpose. That needs as many bags of each feature. With one feature both orders agree.
         return len(self.strides) == 1 or (self.interleave and len(set(self.strides)) <= 1)
 
     def bag_rows(self, feature: int) -> slice:
@@ -108,14 +98,13 @@ class Lookups:
     """A batch as a flat list of lookups, in the order of the features' segments.
 
     Attributes:
-        rows: Row of the group's table; ``num_rows`` at padding, `BAD_ROW` for an id outside its
+        rows: Row of the group's array; ``num_rows`` at padding, `BAD_ROW` for an id outside its
             table.
         bags: Row of the output (and of its gradient) that the lookup belongs to; in range also at
             padding. None: lookup ``i`` belongs to output row ``i`` (per-id lookups).
         scales: Factor of the row: the weight, divided by the bag's length if averaged. None: 1.
-        owners: Device of a mesh that has the row in its array, whose rows ``rows`` number, where
-            int32 cannot number the rows of all devices; kernels do not look at it. None: ``rows``
-            are rows of the group.
+        owners: Device of a mesh whose array has the row; ``rows`` then are slots on that device.
+            Only where int32 cannot number the rows of all devices. Kernels ignore it.
     """
 
     rows: Int32[Array, " lookups"]
@@ -127,31 +116,19 @@ class Lookups:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """Lookups sorted by row, cut into runs of equal rows.
+    """Lookups sorted by row, cut into runs of equal rows."""
 
-    Attributes:
-        order: Stable permutation that sorts the rows.
-        segments: Run that each sorted lookup belongs to, ascending.
-        unique: Row of each run, ascending; padded with ``num_rows``.
-        inverse: Run that each lookup belongs to, lookups in their original order.
-    """
-
-    order: Int32[Array, " lookups"]
-    segments: Int32[Array, " lookups"]
-    unique: Int32[Array, " lookups"]
-    inverse: Int32[Array, " lookups"]
+    order: Int32[Array, " lookups"]  # the stable permutation that sorts the rows
+    segments: Int32[Array, " lookups"]  # run of each sorted lookup, ascending
+    unique: Int32[Array, " lookups"]  # row of each run, ascending; then ``num_rows``
+    inverse: Int32[Array, " lookups"]  # run of each lookup, in the original order
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """Lookups grouped by the device that owns their row.
+    """Lookups grouped by the device that owns their row, and the number of each owner's."""
 
-    Attributes:
-        order: Stable permutation that sorts the lookups by owner; lookups without an owner come
-            last.
-        counts: Number of lookups of each owner.
-    """
-
+    # The stable permutation that sorts lookups by owner; those without an owner come last.
     order: Int32[Array, " lookups"]
     counts: Int32[Array, " owners"]

@@ -1,9 +1,14 @@
-"""The primitives on CPUs, by a library of C++ that is built with the package.
+"""The primitives on CPUs, by a C++ library that is built with the package.
 
-XLA calls the library's functions in the middle of a program (`jax.ffi`), on its own threads.
-Layouts and optimizer settings are attributes of the call. Tables and optimizer state are operands
-and results of an update in the same memory.
+XLA calls the library's functions within a compiled program (`jax.ffi`), on its own threads. An
+update gets tables and optimizer state as operands and returns them in the same memory. The
+functions below are described in `jaxrec.embed.kernels.reference`.
 """
+
+# Why a library of our own: lookups and updates wait for memory, and XLA's gathers and scatters on
+# CPUs, which do not request rows before their turn, were three times slower than FBGEMM's kernels.
+# The library prefetches rows, uses the threads of XLA's pool, and has its loops for AVX2, AVX-512
+# and any other machine; it takes the best that the processor has.
 
 from __future__ import annotations
 
@@ -59,7 +64,7 @@ from jaxrec.optim.hyperparameters import Step, resolve
 
 _LIBRARY = pathlib.Path(__file__).parent / "native" / "libjaxrec.so"
 
-# The functions of the library: the primitives below, and lookups of packed rows.
+# The functions of the library: one for each primitive below, and lookups of packed rows.
 _FUNCTIONS = (
     "new_rows",
     "pooled_lookup",
@@ -78,7 +83,7 @@ _FUNCTIONS = (
 
 
 def library_targets() -> dict[str, str]:
-    """Return the targets that XLA calls in the library, and the symbol of each."""
+    """Return the library's symbol for each target that XLA calls, by the target's name."""
     return {
         target: symbol for name in _FUNCTIONS for target, symbol in target_symbols(name).items()
     }
@@ -86,7 +91,9 @@ def library_targets() -> dict[str, str]:
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
-    """Load the native library and register its functions with XLA, or return why there is none."""
+    """Load the native library and register its functions with XLA, or return why that fails."""
+    # A reason instead of an exception: without the library jaxrec works by XLA, with a warning that
+    # gives the reason. A library of another version must not be called: its operands may differ.
     if not _LIBRARY.exists():
         return (
             "the native library was not built, which needs a C++17 compiler: install jaxrec again, "
@@ -99,6 +106,8 @@ def _load() -> ctypes.CDLL | str:
             f"the native library lacks {', '.join(lacking)}, as it was built from another version "
             "of jaxrec: reinstall jaxrec"
         )
+    # The headers of jaxlib that the library was built with fix the version of XLA's interface for
+    # such calls. Newer versions of jaxlib accept it, older ones do not.
     library.jaxrec_instruction_set.restype = ctypes.c_char_p
     library.jaxrec_jaxlib.restype = ctypes.c_char_p
     oldest = library.jaxrec_jaxlib().decode()
@@ -118,25 +127,25 @@ def _version(version: str) -> tuple[int, ...]:
 
 
 def instruction_set() -> str | None:
-    """Return the instruction set that the library uses, such as "avx2"; None without library."""
+    """Return the instruction set that the library uses, such as "avx2"; None: no library."""
     library = _load()
     return None if isinstance(library, str) else library.jaxrec_instruction_set().decode()
 
 
 def select_instruction_set(name: str) -> bool:
-    """Make the library use a smaller instruction set, for tests; False if it lacks the set."""
+    """Make the library use another instruction set, for tests; return whether it has that set."""
     library = _load()
     return not isinstance(library, str) and bool(library.jaxrec_select(name.encode()))
 
 
 def missing() -> str | None:
-    """Return the reason why no native library works here; None: one does."""
+    """Return why the native library does not work here; None: it does."""
     library = _load()
     return library if isinstance(library, str) else None
 
 
 def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
-    """Return the reason why the library does not take a call of a primitive; None: it does."""
+    """Return why the library does not take a call of a primitive; None: it does."""
     if (reason := missing()) is not None:
         return reason
     vectors = arguments.get("vectors")
@@ -151,6 +160,7 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     table = arguments.get("table")
     if table is None:
         return None
+    # Updates of packed rows never unpack in the library: see `fused_update`.
     if is_packed(table) and primitive != "fused_update" and table.row_format not in CODES:
         return f"it does not unpack {table.row_format.name}"
     if table.dtype.name not in ROW_TYPES:
@@ -165,7 +175,7 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
 
 
 def new_rows(row: Array, num_rows: int) -> Array:
-    """Return equal rows, in huge pages; see `jaxrec.embed.kernels.reference`."""
+    # In huge pages: with pages of 4 KiB, finding the page of a random row costs as much as the row.
     shape = jax.ShapeDtypeStruct((num_rows, *row.shape), row.dtype)
     (rows,) = native_function("new_rows", [shape])(row)
     return rows
@@ -182,7 +192,6 @@ def pooled_lookup(
     parts_in: int = 1,
     parts_out: int = 1,
 ) -> BagRows:
-    """Return the sum or mean of each bag's rows; see `jaxrec.embed.kernels.reference`."""
     bags = ids, lengths, optional_operand(weights, jnp.float32)
     numbers, shape = layout_numbers(layout), (layout.num_bags, table.shape[1])
     if isinstance(table, PackedRows):
@@ -196,8 +205,8 @@ def pooled_lookup(
 def flatten_bags(
     ids: Ids, lengths: Lengths, weights: Weights, layout: BagLayout, num_rows: int
 ) -> Lookups:
-    """Return a batch as flat lookups; see `jaxrec.embed.kernels.reference`."""
     positions = layout.num_positions
+    # Without scales the result is an array of no elements; see `optional_operand`.
     has_scales = weights is not None or any(layout.means)
     results = [jax.ShapeDtypeStruct((positions,), jnp.int32)] * 2
     results += [jax.ShapeDtypeStruct((positions if has_scales else 0,), jnp.float32)]
@@ -211,7 +220,6 @@ def flatten_bags(
 def row_lookup(
     table: Table, rows: RowIndices, *, parts_in: int = 1, parts_out: int = 1
 ) -> Float[Array, "n dim"]:
-    """Return the rows; see `jaxrec.embed.kernels.reference`."""
     shape = rows.size, table.shape[1]
     if isinstance(table, PackedRows):
         lookup = native_function("packed_row_lookup", part_shapes(shape, table.dtype, 1))
@@ -221,13 +229,11 @@ def row_lookup(
 
 
 def build_runs(rows: RowIndices, num_rows: int) -> Runs:
-    """Sort lookups by row; see `jaxrec.embed.kernels.reference`."""
     results = [jax.ShapeDtypeStruct(rows.shape, jnp.int32)] * 4
     return Runs(*native_function("build_runs", results)(rows, num_rows=np.int64(num_rows)))
 
 
 def bucket(owners: Int32[Array, " n"], num_owners: int) -> Buckets:
-    """Group lookups by owner; see `jaxrec.embed.kernels.reference`."""
     results = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (owners.shape, (num_owners,))]
     return Buckets(*native_function("bucket", results)(owners))
 
@@ -235,7 +241,6 @@ def bucket(owners: Int32[Array, " n"], num_owners: int) -> Buckets:
 def shift_rows(
     rows: RowIndices, starts: tuple[int, ...], shifts: tuple[int, ...], num_rows: int, outside: int
 ) -> RowIndices:
-    """Number rows anew; see `jaxrec.embed.kernels.reference`."""
     (shifted,) = native_function("shift_rows", [jax.ShapeDtypeStruct(rows.shape, jnp.int32)])(
         rows,
         starts=np.array(starts, np.int64),
@@ -254,7 +259,6 @@ def sum_rows(
     *,
     parts_out: int = 1,
 ) -> Float[Array, "num_rows dim"]:
-    """Return the sum of each row's gradients; see `jaxrec.embed.kernels.reference`."""
     results = part_shapes((num_rows, gradients.shape[1]), jnp.float32, parts_out)
     sums = native_function("sum_rows", results)(
         lookups.rows,
@@ -277,11 +281,8 @@ def fused_update(
     *,
     parts_in: int = 1,
 ) -> tuple[Table, State]:
-    """Update the rows that occur; see `jaxrec.embed.kernels.reference`.
-
-    For packed rows, and for an optimizer that the library does not know, it sums the gradients and
-    XLA does the rest.
-    """
+    # For packed rows, and for optimizers without a kernel, the library sums the gradients, which is
+    # most of the work, and XLA applies the optimizer to the rows that occur.
     if is_packed(table) or not is_fused(optimizer):
         runs = build_runs(lookups.rows, table.shape[0])
         at = dataclasses.replace(lookups, rows=runs.inverse)
@@ -291,6 +292,7 @@ def fused_update(
     rule, names = RULES[type(optimizer)]
     names = tuple(name for name in names if name in state)
     arrays = [table, *(state[name] for name in names)]
+    # The kernel takes the state's arrays in the rule's order, and XLA aliases them by position.
     operands = [
         lookups.rows,
         optional_operand(lookups.bags, jnp.int32),
@@ -312,8 +314,8 @@ def fused_update(
 
 
 def pair_products(vectors: Float[Array, "batch n dim"]) -> Float[Array, "batch pairs"]:
-    """Return the dot products of all pairs; see `jaxrec.embed.kernels.reference`."""
     batch, n, _ = check_vectors(vectors)
+    # "broadcast_all": the function takes leading batch dimensions, so `jax.vmap` calls it once.
     form = jax.ShapeDtypeStruct((batch, n * (n - 1) // 2), vectors.dtype)
     (products,) = native_function("pair_products", [form], vmap_method="broadcast_all")(vectors)
     return products
@@ -322,7 +324,6 @@ def pair_products(vectors: Float[Array, "batch n dim"]) -> Float[Array, "batch p
 def pair_gradients(
     vectors: Float[Array, "batch n dim"], gradient: Float[Array, "batch pairs"]
 ) -> Float[Array, "batch n dim"]:
-    """Return the gradients of the vectors; see `jaxrec.embed.kernels.reference`."""
     check_vectors(vectors, gradient)
     form = jax.ShapeDtypeStruct(vectors.shape, vectors.dtype)
     call = native_function("pair_gradients", [form], vmap_method="broadcast_all")

@@ -1,7 +1,7 @@
 """Calls of the native library: its functions, operands and results as XLA passes them.
 
-Layouts of batches and settings of optimizers are attributes of a call: numbers that are part of the
-compiled program. What changes from step to step, such as the learning rate, is an operand.
+Layouts of batches and settings of optimizers are attributes of a call: numbers in the compiled
+program. Numbers that change from step to step, such as the learning rate, are operands.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from jaxrec.optim import adagrad, adam, partial_rowwise_adam, rowwise_adagrad, s
 from jaxrec.optim.base import RowOptimizer
 from jaxrec.optim.hyperparameters import hyperparameter
 
+# Types and widths of rows that the library takes; calls with others go to XLA.
 ROW_TYPES = ("float32", "bfloat16", "float16")
 MAX_DIM = 4096
 
@@ -47,10 +48,10 @@ RULES: dict[type[RowOptimizer], tuple[int, tuple[str, ...]]] = {
 }
 _DECAYS = {"none": 0, "l2": 1, "decoupled": 2}
 
-# Versions of the targets that exported programs call. A program that was exported with an earlier
-# jaxrec keeps its calls, so that the library must serve every version up to this one: a change of a
-# target's operands, results or attributes, or of their meaning, gets the next version and a handler
-# of its own.
+# Versions of the targets that exported programs call. A program that an earlier jaxrec exported
+# still makes its calls, so the library must serve every version up to this one. Whoever changes a
+# target's operands, results or attributes, or their meaning, gives it the next version here and a
+# handler of its own in the library.
 EXPORTED_VERSIONS = {
     "pooled_lookup": 1,
     "flatten_bags": 1,
@@ -61,14 +62,14 @@ EXPORTED_VERSIONS = {
 
 
 def target_name(primitive: str, version: int | None = None) -> str:
-    """Return the name by which XLA calls a function of the library; None: its newest version."""
+    """Return the name by which XLA calls a function of the library; None: the newest version."""
     if primitive not in EXPORTED_VERSIONS:
         return f"jaxrec_{primitive}"
     return f"jaxrec.{primitive}.v{version or EXPORTED_VERSIONS[primitive]}"
 
 
 def target_symbols(primitive: str) -> dict[str, str]:
-    """Return the names of a primitive's targets, all versions, and the library's symbol of each."""
+    """Return each version of a primitive's target, with the library's symbol for it."""
     symbol = f"jaxrec_{primitive}"
     newer = range(2, EXPORTED_VERSIONS.get(primitive, 1) + 1)
     return {target_name(primitive, 1): symbol} | {
@@ -77,12 +78,12 @@ def target_symbols(primitive: str) -> dict[str, str]:
 
 
 def exported_targets() -> tuple[str, ...]:
-    """Return the targets that exported programs may call: this and later versions serve them."""
+    """Return the targets that exported programs may call, now and with later versions of jaxrec."""
     return tuple(name for primitive in EXPORTED_VERSIONS for name in target_symbols(primitive))
 
 
 def layout_numbers(layout: BagLayout) -> np.ndarray:
-    """Return the layout as the library reads it: nine numbers per feature."""
+    """Return a layout as the library reads it: nine int64 numbers for each feature."""
     out_rows = [layout.bag_rows(feature) for feature in range(layout.num_features)]
     fields = (
         layout.id_starts,
@@ -99,7 +100,7 @@ def layout_numbers(layout: BagLayout) -> np.ndarray:
 
 
 def part_shapes(shape: tuple[int, int], dtype: DTypeLike, count: int) -> list[jax.ShapeDtypeStruct]:
-    """Return the shapes of equal parts of an array along its first axis."""
+    """Return the shapes of ``count`` equal parts of an array along its first axis."""
     return [jax.ShapeDtypeStruct((shape[0] // count, shape[1]), dtype)] * count
 
 
@@ -112,7 +113,7 @@ def join_rows(parts: Sequence[Array]) -> Array:
 
 
 def optional_operand(array: Array | None, dtype: DTypeLike) -> Array:
-    """Return an operand that may be missing: an array without elements then."""
+    """Return the array, or an array without elements for None: XLA has no missing operands."""
     return jnp.zeros(0, dtype) if array is None else array.astype(dtype)
 
 
@@ -122,18 +123,16 @@ def native_function(
     in_place: dict[int, int] | None = None,
     vmap_method: str = "sequential",
 ) -> Callable[..., Sequence[Array]]:
-    """Return a function of the library.
-
-    ``in_place`` maps operands to the results that take their memory. ``vmap_method`` is that of
-    `jax.ffi.ffi_call`: "broadcast_all" for functions that take leading batch dimensions.
-    """
+    """Return a function of the library; ``in_place`` maps operands to results in their memory."""
     return jax.ffi.ffi_call(
         target_name(target), results, vmap_method=vmap_method, input_output_aliases=in_place
     )
 
 
 def is_fused(optimizer: RowOptimizer) -> bool:
-    """Return whether the library knows an optimizer with its settings."""
+    """Return whether the library has a kernel for an optimizer with its settings."""
+    # A hyperparameter can change from step to step, but the kernel has the decay as an attribute.
+    # `clip_norm` needs the gradients of all rows before the first row can be updated.
     decay = getattr(optimizer, "weight_decay", None)
     if isinstance(decay, hyperparameter) or optimizer.state_dtype != "float32":
         return False
@@ -141,8 +140,9 @@ def is_fused(optimizer: RowOptimizer) -> bool:
 
 
 def rates(optimizer: RowOptimizer, step: Int[Array, ""]) -> Float[Array, " 3"]:
-    """Return the numbers that change every step: the learning rate, and Adam's ``1 - b^t``."""
+    """Return the numbers that change every step: the learning rate, ``1 - b1^t``, ``1 - b2^t``."""
     count = step.astype(jnp.float32) + 1
+    # By expm1: at the first steps, 1 - 0.999**t in float32 would lose most of its digits.
     shares = [
         -jnp.expm1(count * math.log(decay)) if decay else jnp.ones((), jnp.float32)
         for decay in (getattr(optimizer, "b1", 0), getattr(optimizer, "b2", 0))
@@ -151,15 +151,17 @@ def rates(optimizer: RowOptimizer, step: Int[Array, ""]) -> Float[Array, " 3"]:
 
 
 def settings(optimizer: RowOptimizer) -> dict[str, Any]:
-    """Return the fields of `Step` in native/kernels.h that an optimizer fixes."""
+    """Return the fields of `Step` in native/kernels.h that follow from an optimizer alone."""
 
     def setting(name: str) -> float:
         return getattr(optimizer, name, 0.0)
 
+    # No bound is a bound of infinity, which spares the kernel a branch.
     def bound(name: str) -> np.float32:
         value = getattr(optimizer, name)
         return np.float32(math.inf if value is None else value)
 
+    # `1 - b` in double precision, like Python's: float32(0.999) subtracted from 1 has other digits.
     b1, b2 = setting("b1"), setting("b2")
     return {
         "eps": np.float32(setting("eps")),

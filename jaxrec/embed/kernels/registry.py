@@ -1,29 +1,34 @@
 """The registry of implementations, and the choice of the one that runs a call.
 
-`IMPLEMENTATIONS` lists them in order of preference. The first that takes a call runs it, chosen for
-each platform that the program may be lowered for. Three things come before this order: names that
-the user gave (`use_kernels`, or the environment variable JAXREC_KERNELS), a choice of `jaxrec tune`
-for calls like this one, and a trial that a kernel for GPUs did not pass on the card at hand. The
-last two are answers of this machine (`jaxrec.embed.kernels.answers`). `describe` tells which
-implementation was chosen and why.
+`IMPLEMENTATIONS` lists them in order of preference, and for each platform the first one that takes
+a call runs it. `describe` tells which one was chosen and why.
 
-**A new implementation** is a module or a folder beside this file, and a line in `IMPLEMENTATIONS`.
-The module has
+**A new implementation** is a module or a folder beside this file, and a line in `IMPLEMENTATIONS`
+with its name, its platforms and whether it must pass a trial. The module has
 
 * a function for each primitive that it implements, with the name and the arguments of the function
-  in `jaxrec.embed.kernels.reference`; hints may be missing;
+  in `reference`; hints may be missing;
 * ``refuse(primitive, arguments) -> str | None``, the reason why it does not take a call, in words
   that `jaxrec doctor` prints;
 * ``OPTIONS``, if it has any: by primitive, keyword arguments that change the speed alone, with the
   values that `jaxrec tune` tries.
 
-It uses `base`, `reference` and `updates`, and knows nothing of the registry, which imports it by
-its name when it is first asked: Pallas takes long to import, and most processes have no GPU. A
-contract in pyproject.toml, which names it too, holds that no import runs back.
-
-**A new primitive** is a function in `reference`, a line in `jaxrec/embed/kernels/__init__.py` and,
-where implementations are tried or timed, its forms and an example in `trial`.
+**A new primitive** is a function in `reference`, and a line in
+``jaxrec/embed/kernels/__init__.py``. If its implementations are tried or timed, `trial` gets its
+form and an example.
 """
+
+# Three things change the order of preference:
+#
+# 1. Names that the user gave: `use_kernels`, or the environment variable JAXREC_KERNELS.
+# 2. A choice of `jaxrec tune` for calls like this one.
+# 3. A trial: a kernel for GPUs that fails on the card at hand refuses the calls of that form.
+#
+# `answers` keeps 2 and 3 in a file of the user's cache directory.
+#
+# Implementations know nothing of the registry: a contract in pyproject.toml, which names each of
+# them, checks that. The registry imports them by name when they are first asked, since Pallas takes
+# long to import and most processes have no GPU.
 
 from __future__ import annotations
 
@@ -54,16 +59,11 @@ PRIMITIVES: dict[str, Primitive] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """Some of the primitives, as functions of a module.
+    """A module that implements some of the primitives."""
 
-    Attributes:
-        name: Name in `use_kernels`; also the module's.
-        platforms: Platforms that it runs on.
-        is_tried: Whether it is tried on a card at hand before it runs without being named.
-    """
-
-    name: str
+    name: str  # in `use_kernels`; also the module's name
     platforms: tuple[str, ...]
+    # Whether it must pass a trial on the card at hand, unless the user names it.
     is_tried: bool = False
 
     @property
@@ -71,22 +71,17 @@ class Implementation:
         return importlib.import_module(f"jaxrec.embed.kernels.{self.name}")
 
     def options(self, primitive: str) -> Mapping[str, tuple[int, ...]]:
-        """Return the options of a primitive that `jaxrec tune` chooses, with their values."""
+        """Return the options of a primitive that `jaxrec tune` may choose, with their values."""
         return getattr(self.module, "OPTIONS", {}).get(primitive, {})
 
     def refuse(self, primitive: str, arguments: Mapping[str, Any], *, is_named: bool) -> str | None:
-        """Return the reason why a call is not taken; None: it is.
-
-        Args:
-            primitive: Name of the primitive.
-            arguments: The call's arguments by name.
-            is_named: Whether the user named the implementation, so that it is not tried.
-        """
+        """Return why a call is not taken; None: it is. ``is_named`` skips the trial."""
         trials = None
         if self.is_tried and not is_named and (trials := _trials(self)) is None:
             return "there is no NVIDIA GPU here to try it on"
         if not hasattr(self.module, primitive):
             return f"it has no {primitive}"
+        # A trial takes seconds, so it comes last: calls that are refused anyway are not tried.
         reason = self.module.refuse(primitive, arguments)
         if reason is not None or trials is None:
             return reason
@@ -94,7 +89,7 @@ class Implementation:
         return None if failure is None else f"on this {trials.card.device_kind} {failure}"
 
     def follows(self, call: TunedCall, primitive: str, arguments: Mapping[str, Any]) -> bool:
-        """Return whether a choice of `jaxrec tune` for this implementation still holds here."""
+        """Return whether a choice that `jaxrec tune` made can still be followed."""
         values = self.options(primitive)
         is_known = all(value in values.get(name, ()) for name, value in call.options.items())
         return is_known and self.refuse(primitive, arguments, is_named=False) is None
@@ -109,29 +104,23 @@ IMPLEMENTATIONS = (
 
 @functools.cache
 def _trials(implementation: Implementation) -> Trials | None:
-    """Return the trials of an implementation on this process's card; None: there is no card."""
+    """Return an implementation's trials on this process's card; None: there is no card."""
     cards = trial.cards()
     return Trials(implementation.name, implementation.module, cards[0]) if cards else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The implementations that run a call, by platform.
-
-    Attributes:
-        primitive: Name of the primitive.
-        chosen: Name of the implementation for each platform.
-        refused: Reason why each other implementation was passed over, by name.
-        tuned: The choices of `jaxrec tune` that were followed, by platform.
-    """
+    """The implementations that run a call, by platform; `str` prints them with reasons."""
 
     primitive: str
-    chosen: Mapping[str, str]
-    refused: Mapping[str, str]
+    chosen: Mapping[str, str]  # platform: implementation
+    refused: Mapping[str, str]  # implementation: the reason why it was passed over
+    # Choices of `jaxrec tune` that were followed, by platform.
     tuned: Mapping[str, TunedCall] = dataclasses.field(default_factory=dict)
 
     def options(self, platform: str) -> Mapping[str, int]:
-        """Return the options of the implementation that runs the call on a platform."""
+        """Return the options with which the call runs on a platform."""
         return self.tuned[platform].options if platform in self.tuned else {}
 
     def __str__(self) -> str:
@@ -144,23 +133,17 @@ class Choice:
         return "\n".join(lines)
 
     def name(self, platform: str) -> str:
-        """Return the implementation of a platform, and that `jaxrec tune` chose it if it did."""
+        """Return a platform's implementation, as in ``"triton (warps 2, by jaxrec tune)"``."""
         options = "".join(f"{each} {value}, " for each, value in self.options(platform).items())
         tuned = f" ({options}by jaxrec tune)" if platform in self.tuned else ""
         return f"{self.chosen.get(platform, 'none')}{tuned}"
 
 
 class Primitive(Generic[P, R]):
-    """A function on arrays with several implementations.
+    """A function on arrays with several implementations; a call runs the one chosen for it.
 
-    Calling it runs the implementation that is chosen for the call. Outside of `jax.jit` the call is
-    compiled, once for each choice, shape and static argument.
-
-    Args:
-        reference: The function of `jaxrec.embed.kernels.reference` that defines it. Its name and
-            signature are the primitive's; its keyword-only parameters are hints.
-        static: Names of the parameters that are hashable values. The other parameters, hints aside,
-            are pytrees of arrays.
+    ``reference`` defines it and gives its name and signature. Keyword-only parameters are hints,
+    those in ``static`` are hashable, and the others are pytrees of arrays.
     """
 
     def __init__(self, reference: Callable[P, R], static: tuple[str, ...] = ()):
@@ -177,6 +160,8 @@ class Primitive(Generic[P, R]):
         choice = self.choose(arguments)
         if "cpu" in choice.refused:
             _warn_if_missing()
+        # All as hashable tuples: `_program` is cached by them, so that outside of `jax.jit` a call
+        # compiles once for each choice, shape and static argument.
         chosen = tuple(
             (platform, (name, tuple(choice.options(platform).items())))
             for platform, name in choice.chosen.items()
@@ -192,19 +177,11 @@ class Primitive(Generic[P, R]):
         return bound.arguments
 
     def choose(self, arguments: Mapping[str, Any], *, is_tuned: bool = True) -> Choice:
-        """Return the implementations that run a call.
-
-        Args:
-            arguments: The call's arguments by name.
-            is_tuned: Whether to follow the choices of `jaxrec tune`.
-
-        Raises:
-            ValueError: No implementation takes the call.
-        """
+        """Return the implementations that run a call; ``is_tuned`` follows `jaxrec tune`."""
         chosen: dict[str, str] = {}
         refused: dict[str, str] = {}
         named = _named_implementations()
-        # Calls whose arrays are in parts, as simulated devices exchange them, were not timed.
+        # `jaxrec tune` times no calls whose arrays are in parts, as simulated devices have them.
         is_tuned &= named is None and all(arguments.get(hint, 1) == 1 for hint in self.hints)
         tuned = _tuned(self.name, arguments) if is_tuned else {}
         chosen.update({platform: call.implementation for platform, call in tuned.items()})
@@ -213,6 +190,7 @@ class Primitive(Generic[P, R]):
             if reason is not None:
                 refused[implementation.name] = reason
                 continue
+            # The first that takes the call wins, unless `jaxrec tune` chose before.
             for platform in implementation.platforms:
                 chosen.setdefault(platform, implementation.name)
         if not chosen:
@@ -265,8 +243,8 @@ def describe(primitive: str, *args: Any, **kwargs: Any) -> Choice:
 
     Args:
         primitive: Name of the primitive, such as "pooled_lookup".
-        *args: Its arguments, by position and by name. Arrays may be `jax.ShapeDtypeStruct`.
-        **kwargs: See above.
+        *args: Its arguments by position. Arrays may be `jax.ShapeDtypeStruct`.
+        **kwargs: Its arguments by name.
 
     Raises:
         ValueError: There is no such primitive, or no implementation takes the call.
@@ -288,7 +266,7 @@ def describe(primitive: str, *args: Any, **kwargs: Any) -> Choice:
 
 @functools.cache
 def _warn_if_missing() -> None:
-    """Warn once that a CPU computes without the native library."""
+    """Warn once if this process computes on CPUs without the native library."""
     reason = _find(["cpu"])[0].module.missing()
     if reason is not None and jax.default_backend() == "cpu":
         warnings.warn(
@@ -306,14 +284,7 @@ def _program(
     static: tuple[tuple[str, Any], ...],
     hints: tuple[tuple[str, Any], ...],
 ) -> Callable[[dict[str, Any]], Any]:
-    """Return the chosen implementations as one compiled function of the arrays by name.
-
-    Args:
-        primitive: Name of the primitive.
-        chosen: Implementation and its options, by platform.
-        static: Static arguments.
-        hints: Hints.
-    """
+    """Return the chosen implementations as one compiled function of the arrays by name."""
 
     def implementation(
         name: str, options: tuple[tuple[str, int], ...]
@@ -327,6 +298,8 @@ def _program(
     functions = {choice: implementation(*choice) for _, choice in chosen}
     if len(functions) == 1:
         return jax.jit(*functions.values(), inline=True)
+    # The platform is known when the program is lowered, not when it is traced: `jax.export` lowers
+    # for several.
     *_, (_, default) = chosen
     special = {platform: functions[choice] for platform, choice in chosen if choice != default}
     by_platform = functools.partial(
@@ -336,7 +309,7 @@ def _program(
 
 
 def _tuned(primitive: str, arguments: Mapping[str, Any]) -> dict[str, TunedCall]:
-    """Return the choices of `jaxrec tune` for a call that can be followed, by platform."""
+    """Return by platform the choices of `jaxrec tune` for a call that can be followed."""
     calls = {}
     for platform in TUNED_PLATFORMS:
         answers = kept_for(platform)
@@ -350,7 +323,7 @@ def _tuned(primitive: str, arguments: Mapping[str, Any]) -> dict[str, TunedCall]
 
 
 def _named_implementations() -> tuple[Implementation, ...] | None:
-    """Return the implementations that the user named; None: none were."""
+    """Return the implementations that the user named; None: the user named none."""
     names = _named.get()
     if names is None and (variable := os.environ.get("JAXREC_KERNELS")):
         names = tuple(name.strip() for name in variable.split(","))

@@ -1,7 +1,7 @@
-"""Sums over stretches of positions that repeat bit for bit on every platform.
+"""Sums over stretches of positions, whose bits repeat from run to run on every platform.
 
-`jax.ops.segment_sum` does so on CPUs and TPUs. On GPUs it adds by atomics, in an order that differs
-from run to run, and floats of 16 bits by loops of compare-and-swap.
+`jax.ops.segment_sum` repeats on CPUs and TPUs. On GPUs it adds by atomics, in an order that differs
+from run to run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-# Positions whose rows are in memory at once, on GPUs: at 128 columns 34 MB, less than their caches.
+# Positions whose rows a GPU holds in memory at once: 34 MB at 128 columns, less than its caches.
 CHUNK = 1 << 16
 
 
@@ -24,15 +24,11 @@ def sum_stretches(
     num_segments: int,
     dim: int,
 ) -> Float[Array, "num_segments dim"]:
-    """Return the sum of each stretch of rows; zeros where there is none.
+    """Return the sum of each segment's rows, ``[num_segments, dim]`` of float32.
 
-    Args:
-        load: From ``terms``, or from equal slices of all of them, to their rows of float32.
-        terms: Tree of arrays with one element a position.
-        segments: Segment of each position. Equal numbers lie side by side; those outside
-            ``[0, num_segments)`` are left out.
-        num_segments: Number of segments.
-        dim: Width of the rows.
+    ``load`` returns the rows of ``terms``, arrays with one element a position, or of a slice of
+    them. Positions of one segment lie side by side; those of segments outside
+    ``[0, num_segments)`` are left out.
     """
 
     def in_chunks(terms: Any, segments: Array) -> Array:
@@ -54,29 +50,30 @@ def sum_in_chunks(
     dim: int,
     chunk: int = CHUNK,
 ) -> Float[Array, "num_segments dim"]:
-    """Do what `sum_stretches` does without atomics, some positions at a time.
-
-    The sums up to each position of a chunk are taken by doubling: to sums of up to ``n`` rows are
-    added those that end ``n`` positions earlier, as far as the stretch goes (Hillis and Steele
-    1986, "Data parallel algorithms"). The sum at a stretch's last position is its own; that at the
-    chunk's last position enters the next chunk.
-    """
+    """Do what `sum_stretches` does without atomics, ``chunk`` positions at a time."""
+    # A segmented prefix sum by doubling (Hillis and Steele 1986, "Data parallel algorithms"). Turn
+    # k adds to each position the sum that ends 2**k positions earlier, if that is still in the same
+    # stretch. Then each position has the sum of its stretch up to itself, and the last position of
+    # a stretch has the sum that is written. A stretch that goes on in the next chunk enters there
+    # as the sum at this chunk's last position.
     if (size := segments.size) == 0:
         return jnp.zeros((num_segments, dim), jnp.float32)
     chunk = min(chunk, size)
     is_first = jnp.concatenate([jnp.ones(1, bool), segments[1:] != segments[:-1]])
     positions = jnp.arange(size, dtype=jnp.int32)
+    # Number of positions of the stretch before each position.
     depths = positions - jax.lax.cummax(jnp.where(is_first, positions, 0))
     is_last = jnp.concatenate([is_first[1:], jnp.ones(1, bool)])
     is_written = is_last & (segments >= 0) & (segments < num_segments)
-    # Numbers past the end, each its own, are not written.
+    # Sums that are not written go past the end, each to a number of its own, since the scatter
+    # below is told that its indices are unique.
     targets = jnp.where(is_written, segments, num_segments + positions)
 
     lanes = jnp.arange(chunk, dtype=jnp.int32)
 
     def add_chunk(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         sums, before = carry
-        # The last chunk begins early, so that it is as long as the others: some of it is done.
+        # Chunks have one static length, so the last one begins early and repeats some positions.
         start = jnp.minimum(i * chunk, size - chunk)
         first = i * chunk - start
         part, depth, target = jax.tree.map(
@@ -92,6 +89,7 @@ def sum_in_chunks(
             earlier = jnp.roll(rows, shift, axis=0)
             return jnp.where((reach >= shift)[:, None], rows + earlier, rows)
 
+        # As many turns as the longest stretch needs: batches of short bags take few.
         turns = 32 - jax.lax.clz(jnp.maximum(jnp.max(reach), 0))
         rows = jax.lax.fori_loop(0, turns, double, rows)
         target = jnp.where(lanes >= first, target, num_segments + start + lanes)
@@ -105,8 +103,10 @@ def sum_in_chunks(
 def sum_by_table(
     values: Float[Array, " rows"], tables: Int32[Array, " rows"], num_tables: int
 ) -> Float[Array, " num_tables"]:
-    """Return the sum of the values of each table, given the table of each, in any order."""
+    """Return the sum of each table's values, given the table of each value, in any order."""
 
+    # On GPUs a scatter adds by atomics in varying order, and here all threads to a few numbers.
+    # Tables are few, so we compare every value with every table instead.
     def compared(values: Array, tables: Array) -> Array:
         is_of = tables[:, None] == jnp.arange(num_tables, dtype=jnp.int32)[None]
         return jnp.sum(jnp.where(is_of, values[:, None], 0), axis=0)

@@ -1,12 +1,18 @@
-"""Forms of calls, and the trial of a kernel on one.
+"""The trial of a kernel on the card at hand, by forms of calls.
 
-The tests interpret and compile the kernels for GPUs without a card. What a card computes is tried
-on the card itself, the first time that a form of a call is needed: a primitive with its types,
-width and optimizer. The kernel runs twice on small data. Both results must be the same bits and
-agree with the reference. Where they do not, the reference runs the form, and a warning says why.
-
-A new primitive is described here: by `Form.of` and `size_of`, and by an example.
+A form is a primitive with its types, width and optimizer. The first time that a process needs a
+form, the kernel runs twice on small data. Both results must have the same bits and agree with the
+reference. If they do not, the reference runs calls of that form, and a warning says why.
 """
+
+# Why on the user's card
+#
+# The tests run without a GPU: they interpret the kernels, and compile them to machine code. The
+# numbers that come out of a card also depend on its driver and on the compiler there, and a wrong
+# embedding shows only in a model that learns a bit worse. So no kernel is trusted before it was
+# compared with the reference on the card where it will run.
+#
+# A new primitive needs `Form.of`, `size_of` and an example here.
 
 from __future__ import annotations
 
@@ -26,10 +32,11 @@ from jaxrec.embed.kernels.base import BagLayout, Lookups
 from jaxrec.optim.base import RowOptimizer
 from jaxrec.optim.hyperparameters import with_numbers
 
+# Sizes of the examples. They are small, and still reach each branch of the kernels.
 NUM_ROWS = 50
-BAGS_EACH = 1100  # of each feature of the batch that lookups are tried on: two blocks of bags
-NUM_BAGS = 64  # of the batch that updates are tried on
-NUM_LOOKUPS = 20_000  # nine tenths of one row, so that parts of its run are summed in blocks
+BAGS_EACH = 1100  # bags of each of two features in a lookup: more than a block of 1024
+NUM_BAGS = 64  # bags of an update
+NUM_LOOKUPS = 20_000  # of an update: nine in ten of one row, whose parts are summed in blocks
 
 
 Arguments: TypeAlias = dict[str, Any]
@@ -39,30 +46,17 @@ Example: TypeAlias = tuple[Arguments, Arguments]
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """A form of a call: all calls of one form run the same kernel, but for sizes and numbers.
-
-    Attributes:
-        primitive: Name of the primitive.
-        dtype: Type of the rows or, where there is no table, of the gradients; for packed rows the
-            name of their format; "" where there are neither.
-        dim: Width of the rows.
-        other_dtype: Type of the result of a lookup, or of the gradients of an update.
-        weighted: Whether lookups have factors.
-        optimizer: The row optimizer of an update, with rates that stand for any.
-        bounded: Whether the elements of gradients are bounded.
-        row_format: Format of packed rows; None: the rows are plain.
-        averaged: Of ``flatten_bags``: whether the bags of some features are averaged.
-    """
+    """A form of a call. Calls of one form run the same kernel, whatever their sizes and numbers."""
 
     primitive: str
-    dtype: str = ""
+    dtype: str = ""  # of the rows, or of the gradients if there is no table; or a format's name
     dim: int = 0
-    other_dtype: str = ""
-    weighted: bool = False
-    optimizer: RowOptimizer | None = None
-    bounded: bool = False
-    row_format: RowFormat | None = None
-    averaged: bool = False
+    other_dtype: str = ""  # of a lookup's result, or of an update's gradients
+    weighted: bool = False  # whether lookups have factors
+    optimizer: RowOptimizer | None = None  # of an update, its rates replaced by 0.01
+    bounded: bool = False  # whether the elements of gradients are clipped
+    row_format: RowFormat | None = None  # of packed rows
+    averaged: bool = False  # in `flatten_bags`: whether the bags of some features are averaged
 
     @classmethod
     def of(cls, primitive: str, arguments: Mapping[str, Any]) -> Form:
@@ -82,6 +76,7 @@ class Form:
             case "fused_update":
                 other = jnp.dtype(arguments["gradients"].dtype).name
                 weighted = arguments["lookups"].scales is not None
+                # Another learning rate is no other kernel: rates are operands.
                 rule = with_numbers(arguments["optimizer"], itertools.repeat(0.01))
                 return cls(primitive, dtype, dim, other, weighted, rule, row_format=row_format)
             case "sum_rows":
@@ -92,7 +87,7 @@ class Form:
                 return cls(primitive, dtype, dim, row_format=row_format)
 
     def __str__(self) -> str:
-        # Two formats may have one name.
+        # By repr: two formats may have one name, such as "int8".
         rows = self.dtype if self.row_format is None else repr(self.row_format)
         parts = [self.primitive, f"D{self.dim}" if self.dim else "", rows, self.other_dtype]
         parts += ["weighted"] * self.weighted + ["averaged"] * self.averaged
@@ -102,7 +97,9 @@ class Form:
 
     @property
     def is_lasting(self) -> bool:
-        """Whether a later process can tell by the form's name that it is the same form."""
+        """Whether the form's name means the same form in a later process."""
+        # A user's own format or optimizer may change under the same name. A repr with an address
+        # names another object in each process.
         if self.row_format is not None and not _is_defined_in_jaxrec(self.row_format):
             return False
         if self.optimizer is None:
@@ -110,16 +107,14 @@ class Form:
         return _is_of_jaxrec(self.optimizer) and " at 0x" not in str(self)
 
     def examples(self) -> list[Example]:
-        """Return small calls.
-
-        A lookup of bags is tried with bags of three lengths, for which kernels have other tiles.
-        """
+        """Return small calls of this form."""
+        # For bags of three lengths, as kernels take other tiles for short, middling and long ones.
         shortest = (0, 10, 40) if self.primitive == "pooled_lookup" else (0,)
         return [_EXAMPLES[self.primitive](self, np.random.default_rng(0), n) for n in shortest]
 
 
 def size_of(primitive: str, arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the numbers of lookups and of bags of a call, given its arguments by name."""
+    """Return a call's numbers of lookups and of bags, given its arguments by name."""
     match primitive:
         case "pooled_lookup":
             return arguments["layout"].num_positions, arguments["layout"].num_bags
@@ -129,8 +124,9 @@ def size_of(primitive: str, arguments: Mapping[str, Any]) -> tuple[int, int]:
             return arguments["lookups"].rows.size, arguments["gradients"].shape[0]
 
 
-# The examples. Sums are of whole numbers, so that they are exact in whatever order they are taken.
-# Packed rows hold no whole numbers, but numbers of one sign, whose sums differ in the last bits.
+# The examples. They sum whole numbers times powers of two, so that float32 sums are exact in any
+# order, and a kernel that adds in another order than the reference agrees with it. Packed rows do
+# not hold whole numbers exactly. Theirs have one sign, so that sums differ in the last bits alone.
 
 
 def _table(form: Form, rng: np.random.Generator) -> Any:
@@ -149,7 +145,7 @@ def _row_lookup(form: Form, rng: np.random.Generator, _: int) -> Example:
 def _batch(
     form: Form, rng: np.random.Generator, shortest: int, *, is_averaged: bool
 ) -> tuple[Arguments, BagLayout]:
-    """Return bags of ``shortest`` to ``shortest + 6`` ids, of which one has 0 and one 300."""
+    """Return bags of ``shortest`` to ``shortest + 6`` ids; one bag has 0 and one 300."""
     each, half = BAGS_EACH, NUM_ROWS // 2
     lengths = shortest + rng.integers(0, 7, 2 * each).astype(np.int32)
     lengths[[3, each + 10]] = 0, 300
@@ -206,7 +202,7 @@ _EXAMPLES: dict[str, Callable[[Form, np.random.Generator, int], Example]] = {
 
 
 def _is_of_jaxrec(optimizer: RowOptimizer) -> bool:
-    """Whether an optimizer, and those that it wraps, are jaxrec's own."""
+    """Return whether an optimizer and those that it wraps are defined in jaxrec."""
     fields = (getattr(optimizer, field.name) for field in dataclasses.fields(optimizer))
     wrapped = (value for value in fields if isinstance(value, RowOptimizer))
     return _is_defined_in_jaxrec(optimizer) and all(_is_of_jaxrec(each) for each in wrapped)
@@ -217,7 +213,7 @@ def _is_defined_in_jaxrec(value: Any) -> bool:
 
 
 def compare(form: Form, kernel: Callable[..., Any]) -> str | None:
-    """Run a form's examples by a kernel; return what is wrong with the first, None: nothing."""
+    """Run a form's examples by a kernel; return what is wrong; None: nothing."""
     problems = (_compare(*example, form.primitive, kernel) for example in form.examples())
     return next((problem for problem in problems if problem is not None), None)
 
@@ -237,13 +233,14 @@ def _compare(
     except Exception as error:
         return f"it fails: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     for wanted, found, again in zip(expected, first, second, strict=True):
+        # Bytes, so that NaN equals NaN and -0.0 does not equal 0.0.
         if found.tobytes() != again.tobytes():
             return "it gives other bits when it is run again"
         if jnp.issubdtype(found.dtype, jnp.integer):
             if not np.array_equal(found, wanted):
                 return f"{np.count_nonzero(found != wanted)} of its integers are others"
             continue
-        # Sums are exact; what is left are roundings of the optimizer's formula and of the results.
+        # Sums are exact. Roundings of the optimizer's formula and of the results may differ.
         precision = max(1e-5, float(jnp.finfo(found.dtype).eps))
         wide, narrow = wanted.astype(np.float32), found.astype(np.float32)
         if not np.allclose(narrow, wide, rtol=precision, atol=precision, equal_nan=True):
@@ -254,7 +251,7 @@ def _compare(
 
 
 def cards() -> list[Any]:
-    """Return the NVIDIA GPUs of this process."""
+    """Return this process's NVIDIA GPUs."""
     try:
         return jax.local_devices(backend="cuda")
     except RuntimeError:

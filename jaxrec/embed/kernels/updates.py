@@ -1,7 +1,6 @@
-"""Runs of equal rows, the sums of their gradients and their update, in XLA.
+"""The primitives of an update, defined and computed in XLA.
 
-These define the primitives of an update as `reference` defines the others. An update is sorted: the
-lookups of one row lie side by side, their gradients are added up, and the row is written once. No
+An update sorts the lookups by row, adds up the gradients of each row, and writes each row once. No
 two writes meet, so that the same batch gives the same bits on every run, on GPUs too.
 """
 
@@ -20,32 +19,27 @@ from jaxrec.optim.base import RowOptimizer
 from jaxrec.optim.hyperparameters import Step, UpdateStep, resolve
 from jaxrec.optim.norm import root
 
-# Number of elements that a sweep changes at a time.
+# Elements of a table that a sweep unpacks and changes at a time: 4 MiB of float32.
 _BLOCK_ELEMENTS = 1 << 20
 
-# Stochastic rounding of a sweep takes other random bits than the update of the same step.
+# A sweep may follow an update of the same step. With the same random bits for both, an element that
+# was rounded up by the one would be rounded up by the other.
 _SWEEP_SALT = 0x5EED
 
 
 def build_runs(rows: RowIndices, num_rows: int) -> Runs:
     """Sort lookups by row, stably, and cut them into runs of equal rows.
 
-    Args:
-        rows: Row of each lookup; one outside ``[0, num_rows)`` counts as ``num_rows``.
-        num_rows: Number of rows of the table.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jaxrec.embed import kernels
-        >>> runs = kernels.build_runs(jnp.array([5, 2, 5]), num_rows=8)
-        >>> runs.order.tolist(), runs.unique.tolist(), runs.inverse.tolist()
-        ([1, 0, 2], [2, 5, 8], [1, 0, 1])
+    Rows outside ``[0, num_rows)`` count as ``num_rows``. Rows (5, 2, 5) of 8 give the order
+    (1, 0, 2), the unique rows (2, 5, 8) and the inverse (1, 0, 1).
     """
     rows = jnp.where((rows < 0) | (rows > num_rows), num_rows, rows)
+    # Stable, so that the gradients of a row are always added in the order of the batch.
     positions = jnp.arange(rows.size, dtype=jnp.int32)
     sorted_rows, order = jax.lax.sort((rows, positions), num_keys=1, is_stable=True)
     starts = jnp.ones(rows.shape, bool).at[1:].set(sorted_rows[1:] != sorted_rows[:-1])
     segments = jnp.cumsum(starts) - 1
+    # The number of runs is known on the device alone, so arrays have room for as many as lookups.
     unique = jnp.full(rows.shape, num_rows, jnp.int32).at[segments].set(sorted_rows)
     segments = segments.astype(jnp.int32)
     inverse = jnp.zeros(rows.shape, jnp.int32).at[order].set(segments, unique_indices=True)
@@ -60,24 +54,9 @@ def sum_rows(
     *,
     parts_out: int = 1,
 ) -> Float[Array, "num_rows dim"]:
-    """Return the sum of the gradients of each row's lookups; `pooled_lookup` transposed.
+    """Return the sum of each row's gradients, ``[num_rows, dim]``: `pooled_lookup` transposed.
 
-    Args:
-        lookups: Row, bag and factor of each lookup; rows outside are left out.
-        gradients: The gradient of each bag.
-        num_rows: Number of rows of the result.
-        bound: Bound on the absolute value of each element of a bag's gradient; None: no bound.
-        parts_out: Hint for the result; see `jaxrec.embed.kernels.base`.
-
-    Returns:
-        ``[num_rows, dim]`` of float32.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jaxrec.embed import kernels
-        >>> lookups = kernels.Lookups(jnp.array([1, 1, 5]), jnp.array([0, 1, 1]), None)
-        >>> kernels.sum_rows(lookups, jnp.array([[1.0], [10.0]]), num_rows=2).tolist()
-        [[0.0], [11.0]]
+    Each element of a bag's gradient is first clipped to ``[-bound, bound]``.
     """
     runs = build_runs(lookups.rows, num_rows)
     sums = _sum_runs(lookups, runs, gradients, bound)
@@ -96,22 +75,10 @@ def fused_update(
     *,
     parts_in: int = 1,
 ) -> tuple[Table, State]:
-    """Sum the gradients of each row that occurs, apply the optimizer and write each row once.
+    """Sum the gradients of each row that occurs, apply the optimizer, and write the row once.
 
-    The table and its state change in place where they are donated.
-
-    Args:
-        table: The group's rows.
-        state: Their optimizer state.
-        lookups: Row, bag and factor of each lookup.
-        gradients: The gradient of each bag.
-        optimizer: The row optimizer.
-        step: Number of updates made before this one, and the current hyperparameters.
-        table_starts: First row of each table of the group, for bounds on a table's gradient.
-        parts_in: Hint for the gradients; see `jaxrec.embed.kernels.base`.
-
-    Returns:
-        The new rows and the new state.
+    ``table_starts``, the first row of each table, matters for `RowOptimizer.clip_norm` alone, which
+    bounds the norm of a table's gradient.
     """
     runs = build_runs(lookups.rows, table.shape[0])
     sums = _sum_runs(lookups, runs, gradients, optimizer.clip_value)
@@ -127,7 +94,7 @@ def update_unique(
     step: Step,
     table_starts: tuple[int, ...],
 ) -> tuple[Table, State]:
-    """Update rows as `fused_update` does, given `Runs.unique` and the gradient of each run."""
+    """Update rows as `fused_update` does, given the row of each run and its summed gradient."""
     optimizer, step = resolve(optimizer, step)
     if optimizer.clip_norm is not None:
         squares = jnp.sum(gradients**2, axis=1)
@@ -135,6 +102,8 @@ def update_unique(
         factors = norm_factors(squares, unique, clip_norm, table_starts, num_rows)
         gradients = gradients * factors[:, None]
 
+    # Entries behind the last run have the row `num_rows`. Reads past the end give zeros and writes
+    # there are dropped, so the optimizer's formula runs on them in vain.
     def at_runs(array: TableArray) -> Array:
         values = array.at[unique].get(mode="fill", fill_value=0, indices_are_sorted=True)
         return values.astype(jnp.float32)
@@ -151,6 +120,7 @@ def update_unique(
     rows, new_state = optimizer.update(
         at_runs(table), gradients, {name: at_runs(array) for name, array in state.items()}, step
     )
+    # Each array rounds with random bits of its own, or rows and moments would go up together.
     new_table = put(table, rows, salt=0)
     return new_table, {
         name: put(array, new_state[name], salt)
@@ -161,7 +131,7 @@ def update_unique(
 def _sum_runs(
     lookups: Lookups, runs: Runs, gradients: BagRows, bound: float | None
 ) -> Float[Array, "lookups dim"]:
-    """Return the sum of the gradients of each run, each element clipped to the bound."""
+    """Return the sum of each run's gradients, elements clipped to the bound first."""
     if gradients.shape[0] == 0:  # a batch without samples, which has padding only
         return jnp.zeros((runs.order.size, gradients.shape[1]), jnp.float32)
     bags = runs.order if lookups.bags is None else lookups.bags[runs.order]
@@ -178,18 +148,18 @@ def _sum_runs(
 
 
 def _put_rows(array: TableArray, rows: RowIndices, values: Array) -> TableArray:
-    """Set ascending rows in place, each element rounded to nearest; see `_put_stored`."""
+    """Set ascending rows in place, elements rounded to nearest; see `_put_stored`."""
     if isinstance(array, PackedRows):
         return array.with_stored(_put_stored(array.stored, rows, array.row_format.pack(values)))
     return _put_stored(array, rows, values.astype(array.dtype))
 
 
 def _put_stored(array: Array, rows: RowIndices, values: Array) -> Array:
-    """Set ascending rows in place, those past the end left out."""
+    """Set ascending rows in place; rows past the end are left out."""
 
     def scatter(array: Array, values: Array) -> Array:
-        # Rows of the table occur once. Said to be unique, 16-bit ones are stored on GPUs without
-        # loops of compare-and-swap.
+        # Only the row past the end repeats, and it is dropped. Because we say that rows are unique,
+        # GPUs store 16-bit ones without a loop of compare-and-swap.
         return array.at[rows].set(values, mode="drop", indices_are_sorted=True, unique_indices=True)
 
     def scatter_bits(array: Array) -> Array:
@@ -199,8 +169,8 @@ def _put_stored(array: Array, rows: RowIndices, values: Array) -> Array:
 
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 4:
         return scatter(array, values)
-    # On CPUs XLA scatters 16-bit floats through a float32 copy of the whole table, and in a loop it
-    # makes one for each row.
+    # On CPUs, XLA converts the whole table to float32 and back to scatter 16-bit floats, for each
+    # row if it scatters in a loop. Integers of the same bits are scattered in place.
     return jax.lax.platform_dependent(
         array, cpu=scatter_bits, default=lambda array: scatter(array, values)
     )
@@ -213,10 +183,10 @@ def norm_factors(
     table_starts: tuple[int, ...],
     num_rows: int,
 ) -> Float[Array, " n"]:
-    """Return the factors of rows' gradients that make each table's norm at most ``bound``.
+    """Return each row's factor that bounds the norm of its table's gradient.
 
-    ``rows`` occur once and ascend; one past the last table counts for nothing. ``squares`` are the
-    sums of the squares of their gradients.
+    ``squares`` has the sum of squares of each row's gradient. ``rows`` ascend and occur once; rows
+    past the last table count for nothing.
     """
     squares = jnp.where(rows < num_rows, squares, 0)
     starts = jnp.asarray(table_starts[1:], jnp.int32)
@@ -228,16 +198,13 @@ def norm_factors(
 def sweep_rows(
     table: Table, optimizer: RowOptimizer, step: Step, is_applied: Bool[Array, ""] | None = None
 ) -> Table:
-    """Apply `RowOptimizer.sweep` to all rows where it is due after the update of this step.
-
-    It is traced, and in place where the table is donated. ``is_applied`` says whether the update
-    was made; None: it was.
-    """
+    """Apply `RowOptimizer.sweep` to all rows if it is due after this step's update; traced."""
     num_rows, dim = table.shape
     if not optimizer.sweeps or 0 in (num_rows, dim):
         return table
     count = step.count if isinstance(step, UpdateStep) else step
     is_due = optimizer.is_sweep_due(count)
+    # A skipped step does not advance the count, and comes here again: its sweep waits, too.
     if is_applied is not None:
         is_due &= is_applied
     size = min(num_rows, max(1, _BLOCK_ELEMENTS // dim))
@@ -245,7 +212,8 @@ def sweep_rows(
     stored = table.stored if isinstance(table, PackedRows) else table
 
     def sweep_block(block: Int32[Array, ""], stored: Array) -> Array:
-        # The last block overlaps the one before, whose rows are left as they are.
+        # All blocks have one static size, so the last one overlaps the block before. Rows that were
+        # swept there must not be swept again.
         start = jnp.minimum(block * size, num_rows - size)
         rows = start + jnp.arange(size, dtype=jnp.int32)
         old = jax.lax.dynamic_slice_in_dim(stored, start, size, 0)
@@ -253,7 +221,7 @@ def sweep_rows(
         new = jnp.where((rows >= block * size)[:, None], new, old)
         return jax.lax.dynamic_update_slice_in_dim(stored, new, start, 0)
 
-    # A loop of no turns, unlike a branch, keeps the table where it is.
+    # A loop of zero turns where a branch would be natural: XLA copies the table for a branch.
     stored = jax.lax.fori_loop(0, num_blocks, sweep_block, stored)
     return table.with_stored(stored) if isinstance(table, PackedRows) else stored
 
@@ -265,7 +233,7 @@ def _swept(
     optimizer: RowOptimizer,
     count: Int32[Array, ""],
 ) -> Shaped[Array, "n width"]:
-    """Return some rows of a table after a sweep, as they are stored."""
+    """Unpack stored rows, sweep them, and pack them again."""
     dim = table.shape[1]
     row_format = table.row_format if isinstance(table, PackedRows) else PlainRows(table.dtype.name)
     new = optimizer.sweep(row_format.unpack(stored, dim))

@@ -1,5 +1,5 @@
 // Checks of what a program passes to a call. XLA takes operands, results and attributes from the
-// program, which somebody may have edited: a call compares them with each other before it touches
+// program, which may be an edited file: a call compares them with each other before it touches
 // memory.
 #ifndef JAXREC_CHECKS_H_
 #define JAXREC_CHECKS_H_

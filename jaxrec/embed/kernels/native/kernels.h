@@ -201,7 +201,7 @@ struct Prefetching {
   int64_t bytes_ahead;    // Enough to hide the latency of memory.
 };
 
-// What suits this machine.
+// The way of prefetching that suits this machine.
 const Prefetching& prefetching();
 
 struct Kernels {

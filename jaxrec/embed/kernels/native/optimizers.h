@@ -15,7 +15,7 @@ JAXREC_INLINE Bits random_bits(uint32_t row, uint32_t column, uint32_t step) {
 }
 
 // The square roots of sums of squares plus `eps`, NaN for a sum that float does not hold: divided by
-// infinity, a step is zero, and the row would never move again, without a word. An infinite sum times
+// infinity, a step is zero, and the row would silently never move again. An infinite sum times
 // zero is NaN.
 JAXREC_INLINE Vec shifted_root(Vec squares, float eps) {
   return square_root(squares) + (squares * 0.0f + eps);

@@ -1,7 +1,8 @@
 // Dot products of all pairs of a sample's vectors, and their gradients. Included once per instruction
 // set, after vector.h.
 
-// So many vectors are multiplied at once with so many times kWidth others: the sums fit in registers.
+// The tile of a product: kPairRows vectors times kPairVectors * kWidth others. Its sums fit in
+// registers.
 constexpr int kPairRows = 4;
 constexpr int kPairVectors = JAXREC_VECTOR_BYTES == 64 ? 4 : 2;
 static_assert(kWidth <= kMostLanes, "the scratch of multiply_pairs has room for so many");

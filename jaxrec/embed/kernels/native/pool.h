@@ -1,11 +1,11 @@
 // Lookups: bags of rows and single rows. Included once per instruction set, after sums.h.
 
-// The most rows that are asked for before they are needed; see Prefetching.
+// The most rows that are prefetched before their turn; see Prefetching.
 constexpr int64_t kMostRowsAhead = 64;
 
-// Rows of the output are asked for, too, so many bags before they are written: between two bags of a
-// feature lie those of the others, so that no core foresees where the next one goes. With one id a
-// bag, half of the time was spent waiting for them.
+// Rows of the output are prefetched too, this many bags ahead. Between two bags of a feature lie the
+// bags of the other features, a stride that the processor's own prefetcher does not follow. With one
+// id a bag, half of the time was spent waiting for them.
 constexpr int64_t kBagsAhead = 12;
 
 JAXREC_INLINE int64_t rows_ahead(int64_t row_bytes) {

@@ -12,7 +12,7 @@ JAXREC_INLINE void store_as(Type type, void* row, int64_t column, Vec x, Extent 
   }
 }
 
-// What becomes of an element before it is added.
+// How an element is changed before it is added.
 struct AsIs {
   JAXREC_MEMBER Vec operator()(Vec x) const { return x; }
 };
@@ -23,7 +23,7 @@ struct Scaled {
 struct ClippedAndScaled {
   float bound, scale;
   JAXREC_MEMBER Vec operator()(Vec x) const {
-    // In this form a NaN stays one.
+    // Both comparisons with a NaN are false, so that a NaN stays a NaN.
     x = select(x > bound, splat(bound), x);
     x = select(x < -bound, splat(-bound), x);
     return x * scale;

@@ -64,8 +64,8 @@ void sum_long_runs(Team& team, const Gradients& gradients, const Entry* entries,
   });
 }
 
-// The lookups by row. An entry carries its bag, or its position where that leads to more than the
-// bag; `gradients` are changed to tell which.
+// The lookups sorted by row. An entry carries its bag, or its position if lookups have scales, since
+// a position leads to both. `gradients.bags` is null if the entries carry bags.
 Sorted sort_lookups(Team& team, const int32_t* rows, int64_t num_lookups, int64_t num_rows,
                     Gradients& gradients) {
   const bool by_position = gradients.scales != nullptr;

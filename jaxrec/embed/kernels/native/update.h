@@ -128,9 +128,9 @@ JAXREC_INLINE void begin_walk(Walk& walk, const Entry* entries, int64_t count, i
   }
 }
 
-// Sums the gradients of each of the next runs, of as many as `together` has room for. Where there
-// is a table, asks for the rows that will be updated. All else of an update is compiled once, not
-// for each type and length of a row.
+// Sums the gradients of each of the next runs, as many as `together` has room for. If there is a
+// table, prefetches the rows to update. The rest of an update is compiled once, not for each type
+// and length of a row.
 template <class G, class Panels>
 void sum_next_runs(const Gradients& gradients, const Table* table, const Step* step, Walk& walk,
                    Together& together) {

@@ -1,15 +1,5 @@
 """The primitives on NVIDIA GPUs, by the Triton backend of Pallas.
 
-Memory bounds these kernels, so every program loads a tile of rows at once: some groups (bags, runs)
-side by side, and some rows of each. While the rows of one turn of a loop are on their way, the ids
-of the next are loaded. Rows are padded to a power of two columns, as Triton requires, and masked.
-Atomics are not used, so results repeat bit for bit.
-
-An update sorts its lookups by row and lists the rows that occur. Each of them is updated by one
-kernel, which adds up the gradients of its lookups; those of hot rows are summed in parts before.
-
-JAX has deprecated this backend since 0.11: it warns when a program is lowered.
-
 * `tile`: tiles, and the launch of a kernel.
 * `extents`: where each bag's ids begin and end.
 * `flat_lookups`: bags as flat lookups.
@@ -19,6 +9,20 @@ JAX has deprecated this backend since 0.11: it warns when a program is lowered.
 * `runs`: the rows that occur, with their lookups.
 * `update`: fused updates, and sums of rows' gradients.
 """
+
+# How these kernels are built
+#
+# Memory bounds them: a lookup does one addition for each number that it reads. So each program has
+# many rows on their way at once, a *tile*: some groups (bags, or runs of one row) side by side, and
+# some rows of each. While the rows of one turn of the loop are on their way, the ids of the next
+# turn are loaded. Triton wants a power of two columns, so rows are padded and the rest is masked.
+#
+# An update sorts its lookups by row and lists the rows that occur. One kernel then goes over that
+# list: for each row it adds up the gradients of the row's lookups, applies the optimizer and writes
+# the row. The gradients of frequent rows are summed in parts by many programs before. No atomics,
+# so the same batch gives the same bits.
+#
+# JAX has deprecated this backend since 0.11, and warns when a program is lowered.
 
 from collections.abc import Mapping
 
@@ -39,7 +43,7 @@ _UPDATE = {
     "block": (64, 256, 1024),
 }
 
-# The options that `jaxrec tune` chooses, by primitive: their values, in the order of the search.
+# By primitive, the options that `jaxrec tune` searches, in this order, and their values.
 OPTIONS: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "pooled_lookup": _LOOKUP,
     "row_lookup": _LOOKUP,

@@ -1,4 +1,4 @@
-"""The extent of each bag's ids, for kernels that walk over bags or search them."""
+"""Start and end of each bag's ids, for kernels that walk over bags or search them."""
 
 from __future__ import annotations
 
@@ -18,48 +18,45 @@ from jaxtyping import Array, Int32
 from jaxrec.embed.kernels.base import BagLayout
 from jaxrec.embed.kernels.triton.tile import Tile, cdiv
 
-# Tile of the kernels that go over all bags, or over all ids: 1024 of them a program, eight a lane.
+# Tile of the kernels that go over all bags or all ids: 1024 a program, eight a lane.
 BLOCK = Tile(dim=1, columns=1, groups=1024, depth=1, warps=4)
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The features' segments of an array, cut into blocks: one for each program of a kernel.
+    """The features' segments of an array, cut into blocks: one for each program of a kernel."""
 
-    No block has entries of two features.
-
-    Attributes:
-        sizes: Entries of each feature.
-    """
-
-    sizes: tuple[int, ...]
+    # A block never has entries of two features. Each program so has one feature, whose numbers
+    # (first row, capacity, ...) it loads once, not once for each lane.
+    sizes: tuple[int, ...]  # entries of each feature
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Return the number of blocks of each feature."""
+        """Number of blocks of each feature."""
         return tuple(-(-size // BLOCK.groups) for size in self.sizes)
 
     def numbers(self, *of_features: Sequence[int]) -> Int32[Array, "numbers features"]:
-        """Return numbers of each feature for `here`, after those of its blocks."""
+        """Return an array for `here`: the blocks' own three numbers, then the given ones."""
         own = starts_of(self.counts), self.sizes, starts_of(self.sizes)
         return jnp.array([*own, *of_features], jnp.int32)
 
     def launch(self, kernel: Any, inputs: Any, outputs: Any, *, interpret: bool) -> Any:
-        """Run a kernel; see `Tile.launch`."""
+        """Run a kernel with one program for each block; see `Tile.launch`."""
         num_groups = sum(self.counts) * BLOCK.groups
         kernel = functools.partial(kernel, blocks=self)
         return BLOCK.launch(kernel, inputs, outputs, num_groups, interpret=interpret)
 
     def here(self, numbers: Any) -> tuple[Array, ...]:
-        """Return the feature of a program's block, and the feature's `numbers`.
+        """Return the feature of this program's block, and that feature's `numbers`.
 
-        The first three are the feature's first block, its entries, and how many are before them.
+        The first three numbers are the feature's first block, its entries, and the entries of the
+        features before.
         """
         feature = segment_of(pl.program_id(0), self.counts)
         return feature, *(numbers[i, feature] for i in range(numbers.shape[0]))
 
     def places(self, first: Array) -> Int32[Array, " block"]:
-        """Return the places of the block's entries in their feature, given its first block."""
+        """Return the positions of the block's entries within their feature."""
         block = pl.program_id(0) - first
         return block * BLOCK.groups + jnp.arange(BLOCK.groups, dtype=jnp.int32)
 
@@ -67,10 +64,12 @@ class Blocks:
 def bag_extents(
     lengths: Int32[Array, " all_bags"], layout: BagLayout, *, interpret: bool
 ) -> tuple[Int32[Array, " bags"], Int32[Array, " bags"]]:
-    """Return the start and end of each bag's ids among all ids, feature by feature.
-
-    Bags whose lengths are wrong stay in their feature's segment.
-    """
+    """Return the start and end of each bag's ids among all ids, bags feature by feature."""
+    # Lengths come from the user, perhaps unchecked. Extents are clipped to the feature's segment,
+    # so that wrong lengths give wrong bags and never a read outside of the array.
+    #
+    # A prefix sum in two passes: the sums of blocks, and then each block from where those before it
+    # end. With a block for each feature, the first pass is not needed.
     blocks = Blocks(layout.strides)
     numbers = blocks.numbers(layout.length_starts, layout.id_starts, layout.capacities)
     launch = functools.partial(blocks.launch, interpret=interpret)
@@ -83,26 +82,24 @@ def bag_extents(
 
 
 def segment_of(index: Int32[Array, "*n"], sizes: Sequence[int]) -> Int32[Array, "*n"]:
-    """Return the segment of each index, given the sizes of segments that follow each other."""
+    """Return the segment of each index, given the sizes of consecutive segments."""
     if len(set(sizes)) == 1:
         return jax.lax.div(index, jnp.int32(sizes[0]))
-    # There are two segments at least.
+    # Sizes differ, so there are two segments at least, and `past` is not empty. Features are few:
+    # to compare with each start takes less than a search.
     past = [(index >= start).astype(jnp.int32) for start in starts_of(sizes)[1:]]
     return functools.reduce(operator.add, past)
 
 
 def starts_of(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the starts of segments that follow each other."""
+    """Return the starts of consecutive segments of the given sizes."""
     return tuple(np.cumsum((0, *sizes[:-1])).tolist())
 
 
 def bag_rows(
     bags: Int32[Array, "*n"], features: Int32[Array, "..."], layout: BagLayout
 ) -> Int32[Array, "*n"]:
-    """Return the row of the output of each bag, given bags feature by feature.
-
-    ``features`` are the features of the bags, or the one of all.
-    """
+    """Return the output row of each bag, given bags feature by feature and their feature(s)."""
     if not layout.is_interleaved:
         return bags
     sample = bags - features * layout.strides[0]
@@ -110,7 +107,7 @@ def bag_rows(
 
 
 def _load_counts(lengths: Any, place: Array, stride: Array, start: Array, capacity: Array) -> Array:
-    """Load the numbers of ids of a feature's bags, none of which has more than the feature can."""
+    """Load the lengths of a feature's bags, each clipped to ``[0, capacity]``."""
     counts = pltriton.load(lengths.at[start + place], mask=place < stride, other=0)
     return jnp.clip(counts, 0, capacity)
 
@@ -125,16 +122,14 @@ def _sum_lengths(lengths: Any, numbers: Any, out: Any, *, blocks: Blocks) -> Non
 def _write_extents(
     lengths: Any, numbers: Any, totals: Any, starts: Any, ends: Any, *, blocks: Blocks
 ) -> None:
-    """Write the extents of a block's bags, given the sums of all blocks' lengths.
-
-    Sums of wrong lengths may wrap around.
-    """
+    """Write the extents of a block's bags, given ``totals``, the sum of each block's lengths."""
     _, first, stride, first_bag, length_start, id_start, capacity = blocks.here(numbers)
     place = blocks.places(first)
     counts = _load_counts(lengths, place, stride, length_start, capacity)
     sums = id_start + jnp.cumsum(counts, dtype=jnp.int32)
     if totals is not None:
         sums += _sum_before(totals, first, pl.program_id(0))
+    # Sums of wrong lengths may wrap around int32, and are clipped all the same.
     limit = id_start + capacity
     bag = jnp.where(place < stride, first_bag + place, starts.shape[0])
     for target, values in ((starts, sums - counts), (ends, sums)):
@@ -142,7 +137,7 @@ def _write_extents(
 
 
 def _sum_before(totals: Any, first: Array, end: Array) -> Array:
-    """Return the sum of the totals of blocks from ``first`` to before ``end``."""
+    """Return the sum of ``totals[first:end]``."""
 
     def add(turn: Array, sums: Array) -> Array:
         block = first + turn * BLOCK.groups + jnp.arange(BLOCK.groups, dtype=jnp.int32)

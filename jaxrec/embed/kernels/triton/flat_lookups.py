@@ -25,11 +25,9 @@ def flatten_bags(
     *,
     interpret: bool = False,
 ) -> Lookups:
-    """Return a batch as flat lookups; see `jaxrec.embed.kernels.reference`.
-
-    Each lane searches the bag of its ids among the ends of the feature's bags, so that bags of any
-    lengths take the same time.
-    """
+    """Return a batch as flat lookups; see `jaxrec.embed.kernels.reference`."""
+    # One lane for each position, which searches its bag among the ends of the feature's bags. One
+    # program for each bag would wait for the longest bag.
     if 0 in (layout.num_bags, layout.num_positions):
         return reference.flatten_bags(ids, lengths, weights, layout, num_rows)
     blocks = Blocks(layout.capacities)
@@ -51,7 +49,7 @@ def flatten_bags(
 
 
 def _scale_dtype(weights: Weights, layout: BagLayout) -> DTypeLike | None:
-    """Return the type of the factors of lookups; None: all are 1."""
+    """Return the type of the lookups' factors; None: all factors are 1."""
     if weights is None:
         return jnp.float32 if any(layout.means) else None
     return jnp.promote_types(weights.dtype, jnp.float32) if any(layout.means) else weights.dtype
@@ -71,13 +69,13 @@ def _flatten(
     layout: BagLayout,
     num_rows: int,
 ) -> None:
-    """Write the lookups of a block of a feature's positions."""
+    """Write the lookups of one block of a feature's positions."""
     feature, first, capacity, segment, id_start, stride, bag_start, offset, count, is_mean = (
         blocks.here(numbers)
     )
     place = blocks.places(first)
     position, is_inside = id_start + place, place < capacity
-    # The bags before a position's own are those that end before it or at it.
+    # A binary search: the bags before a position's own are those that end at it or before.
     before = jnp.zeros_like(place)
     for bits in reversed(range(max(layout.strides).bit_length())):
         further = before + (1 << bits)

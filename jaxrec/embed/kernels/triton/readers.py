@@ -1,7 +1,7 @@
-"""Rows as programs of Triton read them: plain ones, and packed ones from their stored bytes.
+"""How Triton kernels read rows: plain ones, and packed ones from their stored bytes.
 
-A program reads the codes of packed rows, and the scale and the offset at their places in the row,
-and computes the floats in registers: no unpacked row is written to memory.
+A program reads a packed row's codes, scale and offset and computes the floats in registers: no
+unpacked row is written to memory.
 """
 
 from __future__ import annotations
@@ -24,38 +24,31 @@ from jaxrec.embed.kernels.triton.tile import ELEMENTS, Tile
 
 Terms: TypeAlias = tuple[Array, ...]
 
-SHORT, MIDDLING = 8, 32  # rows of a group on average, or fewer
+# Up to this many rows on average, groups are short, or middling.
+SHORT, MIDDLING = 8, 32
 
 
 @dataclasses.dataclass(frozen=True)
 class PlainReader:
-    """Reads rows of floats.
+    """Reader of rows of floats."""
 
-    Attributes:
-        width: Elements of a row that a program loads.
-        vector: Elements that a lane loads at once.
-        element_bytes: Bytes of an element.
-        planes: Columns of an element.
-    """
-
-    width: int
-    vector: int
+    width: int  # elements of a row
+    vector: int  # elements that a lane loads at once
     element_bytes: int
-    planes = 1
+    planes = 1  # columns of an element
 
     @classmethod
     def of(cls, table: Float[Array, "rows dim"]) -> PlainReader:
-        """Return the reader of a table's rows, each of which begins at a multiple of `vector`."""
+        """Return the reader of a table's rows."""
+        # A lane may load 16 bytes at once if each row begins at a multiple of as many.
         size = table.dtype.itemsize
         return cls(table.shape[1], max(math.gcd(16, table.shape[1] * size) // size, 1), size)
 
     def tile(self, mean_length: float, elements: int | None, warps: int | None) -> Tile:
-        """Return the tile that sums groups of a mean length; see `Tile.of`.
-
-        Tiles are those that were fastest on an H200; see docs/gpu.md. With one row of each group at
-        a time a lane needs few registers, so that many programs are resident. Long groups are few,
-        so that each has several rows under way.
-        """
+        """Return the tile that sums groups of a mean length; see `Tile.of`."""
+        # The fastest tiles on an H200 (docs/gpu.md). With one row of each group at a time, a lane
+        # needs few registers and many programs are resident. A batch may have few long groups, so
+        # several rows of each are on their way at once.
         columns = pl.next_power_of_2(self.width)
         if mean_length <= MIDDLING:
             warps = warps or (2 if columns <= 512 else None)
@@ -67,7 +60,7 @@ class PlainReader:
         return tile.folded(self.vector)
 
     def zeros(self, tile: Tile) -> Terms:
-        """Return zeros of the shapes of sums of terms."""
+        """Return zeros in the shapes of the sums of terms."""
         return (jnp.zeros((tile.groups, tile.depth // tile.fold, tile.columns), jnp.float32),)
 
     def load(
@@ -81,7 +74,7 @@ class PlainReader:
     ) -> Terms:
         """Load rows as terms. The kernel adds them per bag; `finish` turns the totals into rows.
 
-        Rows that are not in the table (``is_row``) are zeros, and those that are bad are NaN.
+        Rows without ``is_row`` are zeros, and those with ``is_bad`` are NaN.
         """
         values = tile.load_rows(stored, rows, is_row)
         values = jnp.where(is_bad[..., None], jnp.nan, values)
@@ -89,27 +82,21 @@ class PlainReader:
 
     def finish(self, sums: Terms) -> Float[Array, "groups columns"]:
         """Return the sums of rows, given the sums of their terms."""
-        return sums[0]
+        return sums[0]  # a plain row is its only term
 
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """Position and type of a packed row's scale and optional offset.
+    """Position and type of a packed row's scale and optional offset."""
 
-    Attributes:
-        first: Position of their first byte; the bytes of a number are in little-endian order.
-        dtype: "float16" or "float32".
-        count: 2, or 1 where there is no offset.
-    """
-
-    first: int
-    dtype: str
-    count: int
+    first: int  # position of the first byte; a number's bytes are in little-endian order
+    dtype: str  # "float16" or "float32"
+    count: int  # 2, or 1 without an offset
 
     def load(
         self, stored: Any, rows: Int32[Array, "*n"], is_row: Bool[Array, "*n"]
     ) -> list[Float[Array, "*n"]]:
-        """Load the numbers of each row, in float32, their bytes by one load."""
+        """Load each row's scale and offset in float32, their bytes by one load."""
         size = jnp.dtype(self.dtype).itemsize
         shape = (*rows.shape, self.count * size)
         place = self.first + jax.lax.broadcasted_iota(jnp.int32, shape, rows.ndim)
@@ -124,7 +111,7 @@ class Numbers:
 
 
 def _join(octets: Array, size: int) -> list[Array]:
-    """Join each ``size`` bytes of the last axis; Triton splits pairs of neighbours alone."""
+    """Join each ``size`` bytes of the last axis into a number, pair by pair as Triton wants it."""
     *shape, count = octets.shape
     bits = 8
     while bits < 8 * size:
@@ -136,31 +123,23 @@ def _join(octets: Array, size: int) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class PackedReader:
-    """Reads packed rows, whose elements are ``scale * code + offset``.
+    """Reader of packed rows, whose elements are ``scale * code + offset``."""
 
-    The terms of a row are an array of scaled codes for each of `planes`, and the offset.
-
-    Attributes:
-        stride: Bytes of a stored row.
-        first: Position of its first byte of codes.
-        width: Bytes of codes, which a program loads.
-        planes: Columns of a byte, the first of them in its lowest bits.
-        numbers: The scale and the offset; None: 1 and 0.
-        decode: Returns codes, given as int32, in float32 and divided by `unit`.
-        unit: See `decode`.
-    """
-
-    stride: int
-    first: int
-    width: int
-    planes: int
-    numbers: Numbers | None
+    # The terms of a row: for each plane (the columns at one position of their byte) an array of
+    # scaled codes, and the offset. A bag's offsets are added as one number, not once a column.
+    stride: int  # bytes of a stored row
+    first: int  # position of its first byte of codes
+    width: int  # bytes of codes
+    planes: int  # columns of a byte, the first one in its lowest bits
+    numbers: Numbers | None  # the scale and the offset; None: 1 and 0
+    # Turns int32 codes into float32, too small by the factor `unit`: the scale makes up for it, and
+    # decoding takes fewer instructions.
     decode: Callable[[Int32[Array, "*n"]], Float[Array, "*n"]]
     unit: float = 1.0
 
     @classmethod
     def of(cls, row_format: RowFormat, dim: int) -> PackedReader | None:
-        """Return the reader of a format's rows of ``dim`` columns; None: there is none."""
+        """Return the reader of a format's rows of ``dim`` columns; None: no kernel reads them."""
         stride = row_format.width(dim)
         match row_format:
             case IntegerRows():
@@ -179,7 +158,7 @@ class PackedReader:
 
     @property
     def vector(self) -> int:
-        """Bytes that a lane loads at once: codes of each row begin at a multiple of as many."""
+        """Bytes that a lane loads at once; the codes of each row begin at a multiple of it."""
         return math.gcd(16, self.stride, self.first)
 
     @property
@@ -187,11 +166,9 @@ class PackedReader:
         return self.numbers is not None and self.numbers.count == 2
 
     def tile(self, mean_length: float, elements: int | None, warps: int | None) -> Tile:
-        """Return the tile that sums groups of a mean length; see `Tile.of_bytes`.
-
-        One row of each group at a time, by programs of one warp, is fastest where groups are
-        neither short nor long; see `PlainReader.tile`.
-        """
+        """Return the tile that sums groups of a mean length; see `Tile.of_bytes`."""
+        # For groups of middling length, one row of each at a time, by programs of one warp, is
+        # fastest on an H200: 0.75 to 0.83 of the time (docs/gpu.md).
         if SHORT < mean_length <= MIDDLING:
             loaded = max((elements or ELEMENTS // 2) // self.planes, self.vector)
             return Tile.of(self.width, mean_length, loaded, warps or 1, depth=1)
@@ -199,7 +176,7 @@ class PackedReader:
         return Tile.of_bytes(self.width, mean_length, self.planes, self.vector, elements, warps)
 
     def zeros(self, tile: Tile) -> Terms:
-        """Return zeros of the shapes of sums of terms."""
+        """Return zeros in the shapes of the sums of terms."""
         rows = tile.groups, tile.depth // tile.fold
         codes = jnp.zeros((*rows, tile.columns), jnp.float32)
         offset = (jnp.zeros(rows, jnp.float32),) * self.has_offset
@@ -222,7 +199,8 @@ class PackedReader:
         scale = scale * self.unit
         if weight is not None:
             scale, offset = scale * weight, [each * weight for each in offset]
-        scale = jnp.where(is_bad, jnp.nan, scale)[..., None]  # Codes of bad rows are zeros.
+        # A bad row's codes were not loaded and are zeros. The NaN of its scale makes it NaN.
+        scale = jnp.where(is_bad, jnp.nan, scale)[..., None]
         codes, bits = octets.astype(jnp.int32), 8 // self.planes
         planes = [(codes >> i) & (2**bits - 1) for i in range(0, 8, bits)] if bits < 8 else [codes]
         return (*(self.decode(plane) * scale for plane in planes), *offset)
@@ -237,7 +215,7 @@ Reader: TypeAlias = PlainReader | PackedReader
 
 
 def reader_of(table: TableArray) -> tuple[Array, Reader]:
-    """Return the stored rows of a table that is not refused, and their reader."""
+    """Return a table's stored rows and their reader, if `refuse_packed` has no objection."""
     if isinstance(table, PackedRows):
         reader = PackedReader.of(table.row_format, table.dim)
         assert reader is not None
@@ -246,17 +224,18 @@ def reader_of(table: TableArray) -> tuple[Array, Reader]:
 
 
 def refuse_packed(table: PackedRows) -> str | None:
-    """Return the reason why there is no reader of packed rows; None: there is one."""
+    """Return why no kernel reads these packed rows; None: one does."""
     if PackedReader.of(table.row_format, table.dim) is None:
         return f"it does not unpack {table.row_format.name}"
     if 2**31 < table.stored.size <= 2**32:
-        # Pallas computes offsets in arrays of up to 4 GiB as signed numbers of 32 bits.
+        # In arrays of up to 4 GiB, Pallas computes offsets in 32 bits, and signed: those above 2
+        # GiB come out negative. Larger arrays have offsets of 64 bits.
         return "its offsets of 32 bits are too short for stored rows of 2 to 4 GiB"
     return None
 
 
 def _interleave(planes: Terms) -> Float[Array, "*n columns"]:
-    """Return the first columns of all planes, then the second ones, and so on."""
+    """Return the first column of each plane, then the second column of each, and so on."""
     if len(planes) == 1:
         return planes[0]
     pairs = jnp.stack([_interleave(planes[::2]), _interleave(planes[1::2])], axis=-1)
@@ -268,16 +247,14 @@ def _integers(codes: Int32[Array, "*n"]) -> Float[Array, "*n"]:
 
 
 def _e5m2(codes: Int32[Array, "*n"]) -> Float[Array, "*n"]:
-    """A code is the first byte of a float16."""
+    """Return float8_e5m2 codes as floats: a code is the first byte of a float16."""
     return _float16(codes << 8)
 
 
 def _e4m3(codes: Int32[Array, "*n"]) -> Float[Array, "*n"]:
-    """A code is a float16 with other bias of the exponent, without the last bits.
-
-    The one code that stands for NaN in some formats is a number here: a row with a NaN has a scale
-    of NaN.
-    """
+    """Return float8_e4m3 codes as floats divided by 2**8 (bias 7)."""
+    # A code is a float16 without its last bits, and with another bias of the exponent. The code
+    # that means NaN in some formats is a number here: a row with a NaN has a scale of NaN.
     bits = codes << 7
     return _float16(bits + (bits & 0x4000))  # The sign lies one bit further up.
 

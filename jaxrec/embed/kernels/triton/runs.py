@@ -1,4 +1,4 @@
-"""Runs of sorted lookups as a list, and the sum of each run's gradients."""
+"""The list of the runs of sorted lookups, and the sum of each run's gradients."""
 
 from __future__ import annotations
 
@@ -14,36 +14,31 @@ from jaxtyping import Array, Float, Int32
 from jaxrec.embed.kernels.triton.sorted_lookups import SortedLookups, Terms
 from jaxrec.embed.kernels.triton.tile import Source, Tile, cdiv
 
-# Tile of the kernels that list the runs: 1024 lookups a program, eight a lane.
+# Tile of the kernels that list runs: 1024 lookups a program, eight a lane.
 LISTING = Tile(dim=1, columns=1, groups=1024, depth=1, warps=4)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """List of the runs of sorted lookups: the lookups of one row are a run.
+    """List of the runs of sorted lookups, arrays ``[lookups + 1]``; a run has one row's lookups."""
 
-    An update works on tiles of this list, not of the lookups. Rows that a batch looks up many times
-    then leave no gaps in a tile.
+    # An update works on tiles of this list. On tiles of the lookups, a row that a batch looks up
+    # many times would leave gaps: a tile in which no run begins has nothing to update.
+    #
+    # The last run has the row `num_rows`: it holds the padding, or is empty, and its start is the
+    # end of the run before it. Entries behind it have the row `num_rows` too, and no other values.
 
-    The last run has the row ``num_rows``, which is none: it holds the padding, or is empty. The
-    rows of all entries behind it are ``num_rows`` too; their other values are undefined.
-
-    Attributes:
-        starts: ``[lookups + 1]``, index of the run's first lookup.
-        rows: ``[lookups + 1]``, the run's row, ascending.
-        bags: ``[lookups + 1]``, bag of the first lookup.
-        scales: ``[lookups + 1]``, factor of the first lookup; None: 1.
-    """
-
-    starts: Any
-    rows: Any
-    bags: Any
-    scales: Any
+    starts: Any  # index of the run's first lookup
+    rows: Any  # the run's row, ascending
+    bags: Any  # bag of the run's first lookup
+    scales: Any  # factor of the run's first lookup; None: 1
 
     @classmethod
     def of(cls, lookups: SortedLookups, *, interpret: bool) -> Runs:
         """List the runs of sorted lookups."""
+        # Two passes without atomics: each program counts the runs that begin among its lookups, and
+        # the sums of the counts tell each program where its part of the list begins.
         size = lookups.rows.shape[0] + 1
         launch = functools.partial(LISTING.launch, num_groups=size, interpret=interpret)
         num_programs = -(-size // LISTING.groups)
@@ -70,39 +65,25 @@ class Runs:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run for each group of a tile.
-
-    Attributes:
-        row: The run's row.
-        start: Index of its first lookup.
-        end: Index of the next run's first lookup.
-        first: Bag and factor of its first lookup.
-        is_run: Whether the group has a run; the other values are undefined where it has none.
-    """
+    """One run for each group of a tile; values are undefined where ``is_run`` is False."""
 
     row: Int32[Array, " groups"]
-    start: Int32[Array, " groups"]
-    end: Int32[Array, " groups"]
-    first: Terms
+    start: Int32[Array, " groups"]  # index of its first lookup
+    end: Int32[Array, " groups"]  # index of the next run's first lookup
+    first: Terms  # bag and factor of its first lookup
     is_run: Array
 
     def sum(self, tile: Tile, lookups: SortedLookups, sums: Any) -> Float[Array, "groups columns"]:
-        """Sum the gradients of each run.
-
-        Most runs have one lookup. Its gradient is loaded together with the row and its state, and
-        no loop is entered. A first loop adds the gradients up to the end of the run's first part, a
-        second one the sums of its other parts.
-
-        Args:
-            tile: Shape of the tile.
-            lookups: The sorted lookups.
-            sums: Sums of their parts, from `SortedLookups.sum_parts`.
-        """
+        """Sum the gradients of each run; ``sums`` are from `SortedLookups.sum_parts`."""
+        # Most runs have one lookup. Its bag is in the list, so its gradient is requested together
+        # with the row and its state, and no loop is entered. Longer runs take a loop up to the end
+        # of their first part, and a second loop over the sums of their other parts.
         total = lookups.load_gradients(tile, self.first, self.is_run)
         second, part = self.start + 1, self.start // lookups.cut
         end = jnp.minimum(self.end, (part + 1) * lookups.cut)
 
-        # The masks follow from the turn, so that only bags and factors pass from turn to turn.
+        # Masks are computed from the turn, so that only bags and factors take registers from turn
+        # to turn.
         def positions(turn: Array | int) -> tuple[Array, Array]:
             position = second[:, None] + tile.lanes(turn)
             return position, self.is_run[:, None] & (position < end[:, None])
@@ -128,26 +109,18 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class OtherParts:
-    """Indices of the sums that make up a run, its first part left out.
+    """Indices of the sums of a run's parts, without its first part."""
 
-    They are those of single parts up to the start of a block, and then those of whole blocks, each
-    at the index of its first part.
-
-    Attributes:
-        first: Index of the run's second part.
-        block: Index of the first block that begins there or later.
-        size: Parts of a block; None: the batch is too small for blocks.
-        count: Number of sums.
-    """
-
-    first: Int32[Array, " groups"]
-    block: Int32[Array, " groups"]
-    size: int | None
-    count: Int32[Array, " groups"]
+    # Single parts up to the start of a block, then whole blocks, each at the index of its first
+    # part. With 16 parts a block, parts 13 to 50 are the sums 13, 14, 15, 16, 32 and 48.
+    first: Int32[Array, " groups"]  # the run's second part
+    block: Int32[Array, " groups"]  # the first part, there or later, at which a block begins
+    size: int | None  # parts of a block; None: the batch is too small for blocks
+    count: Int32[Array, " groups"]  # number of sums
 
     @classmethod
     def of(cls, lookups: SortedLookups, part: Array, end: Array) -> OtherParts:
-        """Return the indices for runs, given their first part and the end of their lookups."""
+        """Return the indices for runs, given each one's first part and the end of its lookups."""
         first, behind = part + 1, (end - 1) // lookups.cut + 1
         if not lookups.has_blocks:
             return cls(first, behind, None, behind - first)
@@ -157,7 +130,7 @@ class OtherParts:
         return cls(first, block, size, jnp.minimum(behind, block) - first + blocks)
 
     def indices(self, number: Int32[Array, "1 depth"]) -> Int32[Array, "groups depth"]:
-        """Return the indices of the sums with these numbers, which count from 0."""
+        """Return the indices of a run's sums number 0, 1, ..., ``count - 1``."""
         index = self.first[:, None] + number
         if self.size is None:
             return index
@@ -169,7 +142,8 @@ def _count_runs(lookups: SortedLookups, out: Any, *, tile: Tile) -> None:
     """Count the runs that begin among a program's lookups."""
     position = tile.group_ids()
     _, is_first = lookups.begin(position)
-    # One lane writes. The interpreter writes to masked places too: it puts back the value there.
+    # One lane writes. Masked places must be out of range as well: the interpreter writes back to
+    # them what it read there.
     writes = position % tile.groups == 0
     place = jnp.where(writes, position // tile.groups, out.shape[0])
     count = jnp.broadcast_to(jnp.sum(is_first, dtype=jnp.int32), position.shape)

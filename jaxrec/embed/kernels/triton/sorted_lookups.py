@@ -1,4 +1,4 @@
-"""Lookups sorted by row, and the sums of their gradients that hot rows need."""
+"""Lookups sorted by row, and the sums of gradients that frequent rows need."""
 
 from __future__ import annotations
 
@@ -20,28 +20,20 @@ Terms: TypeAlias = tuple[Array, Array | None]  # bags of lookups, and their fact
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SortedLookups:
-    """Lookups in the order of their rows, and the gradients that they add.
+    """Lookups in the order of their rows, and the gradients that they add."""
 
-    Lookups of one row are a *run*. They are cut into *parts* at each multiple of ``cut``, so that
-    one row's many gradients are summed by many programs; the parts of a run but its first begin at
-    such a multiple. Where a batch has more than ``block`` parts, they are summed in *blocks*, again
-    cut at multiples. Where the cuts lie follows from the batch, so that results repeat bit for bit.
+    # The lookups of one row are a *run*. In a batch with a power law, one run may have half of all
+    # lookups, and a single program would add up its gradients for longer than all others together.
+    # So the list of lookups is cut into *parts* at each multiple of `cut`, and many programs sum
+    # the parts of a run. In a batch with more than `block` parts, these are summed in *blocks*, cut
+    # at multiples again. With a cut of 64, a run of the lookups 100 to 299 has the parts 100 to
+    # 127, 128 to 191, 192 to 255 and 256 to 299. The cuts depend on the batch alone, and so does
+    # the order of additions: results repeat bit for bit.
 
-    Attributes:
-        rows: Row of each lookup, ascending; ``num_rows`` is none.
-        bags: Bag of each.
-        scales: Factor of each; None: 1.
-        gradients: ``[bags, dim]``, the gradient of each bag.
-        num_rows: Rows of the table.
-        clip_value: Bound on the absolute value of each element of a bag's gradient.
-        cut: Lookups of a part.
-        block: Parts of a block.
-    """
-
-    rows: Any
-    bags: Any
-    scales: Any
-    gradients: Any
+    rows: Any  # row of each lookup, ascending; ``num_rows`` at padding
+    bags: Any  # bag of each lookup
+    scales: Any  # factor of each lookup; None: 1
+    gradients: Any  # [bags, dim]
     num_rows: int = dataclasses.field(metadata={"static": True})
     clip_value: float | None = dataclasses.field(metadata={"static": True})
     cut: int = dataclasses.field(metadata={"static": True})
@@ -58,8 +50,11 @@ class SortedLookups:
         block: int,
     ) -> SortedLookups:
         """Sort lookups by row."""
+        # As unsigned numbers, negative rows are past the end as well.
         rows, bags, scales = lookups.rows, lookups.bags, lookups.scales
         rows = jnp.where(rows.astype(jnp.uint32) > num_rows, num_rows, rows)
+        # Two operands, so that XLA takes CUB's radix sort. With scales, positions are sorted, and
+        # bags and scales are gathered by them.
         positions = jnp.arange(rows.size, dtype=jnp.int32)
         if scales is None:
             bags = positions if bags is None else bags
@@ -71,7 +66,7 @@ class SortedLookups:
 
     @property
     def num_parts(self) -> int:
-        """Number of parts that begin at a multiple of ``cut``, whether or not a run goes on."""
+        """Number of multiples of ``cut``, whether or not a run goes on there."""
         return -(-self.rows.shape[0] // self.cut)
 
     @property
@@ -79,26 +74,24 @@ class SortedLookups:
         return self.num_parts > self.block
 
     def load_row(self, position: Array) -> Array:
-        """Return the row of the lookup at each position; ``num_rows`` where there is none."""
+        """Return the row of the lookup at each position; ``num_rows`` outside of the list."""
         inside = (position >= 0) & (position < self.rows.shape[0])
         return pltriton.load(self.rows.at[position], mask=inside, other=self.num_rows)
 
     def begin(self, position: Array) -> tuple[Array, Array]:
-        """Return the row of the lookup at each position, and whether a run begins there.
-
-        One of no row begins behind the last lookup if not before.
-        """
+        """Return the row of the lookup at each position, and whether a run begins there."""
+        # Behind the last lookup, a run of padding begins if none began before: `Runs` relies on it.
         row, before = self.load_row(position), self.load_row(position - 1)
         is_first = (position == 0) | ((position <= self.rows.shape[0]) & (row != before))
         return row, is_first
 
     def go_on(self, position: Array) -> tuple[Array, Array]:
-        """Return the row of the lookup at each position, and whether a run goes on there."""
+        """Return each position's row, and whether it goes on the run of the position before."""
         row, before = self.load_row(position), self.load_row(position - 1)
         return row, (row < self.num_rows) & (row == before)
 
     def load_terms(self, position: Array, is_used: Array) -> Terms:
-        """Return the bag of the lookup at each position, and its factor; None: 1."""
+        """Load the bag and the factor (None: 1) of the lookup at each position."""
         bag = pltriton.load(self.bags.at[position], mask=is_used, other=0)
         if self.scales is None:
             return bag, None
@@ -107,22 +100,23 @@ class SortedLookups:
     def load_gradients(
         self, tile: Tile, terms: Terms, is_used: Array
     ) -> Float[Array, "*n columns"]:
-        """Return what lookups of these bags add with these factors; zeros where not used."""
+        """Load the clipped and scaled gradients of lookups; unused ones are zeros."""
         bag, scale = terms
         rows = tile.load_rows(self.gradients, bag, is_used)
         if self.clip_value is not None:
             rows = jnp.clip(rows, -self.clip_value, self.clip_value)
         if scale is not None:
-            # The factors of other rows' lookups are loaded too, and may be NaN.
+            # Factors of unused lookups are loaded too. They may be NaN, and NaN times zero is NaN.
             rows *= jnp.where(is_used, scale.astype(jnp.float32), 0)[..., None]
         return rows
 
     def part(self, tile: Tile, start: Array, row: Array, is_row: Array) -> Source:
-        """Return the gradients of each row's lookups from ``start`` to the end of the part."""
+        """Return the gradients of each row's lookups, from ``start`` to the end of its part."""
         end = (start // self.cut + 1) * self.cut
 
         def find(turn: Array | int) -> tuple[Array, Terms]:
-            # No mask here depends on a loaded value, so that all these loads are under way at once.
+            # No mask here depends on a loaded number, so that all of these loads are on their way
+            # at once. `is_used` compares the rows later.
             position = start[:, None] + tile.lanes(turn)
             inside = position < jnp.minimum(end, self.bags.shape[0])[:, None]
             here = self.load_row(jnp.where(inside, position, -1))
@@ -137,10 +131,11 @@ class SortedLookups:
         return Source(find, is_used, load)
 
     def sum_parts(self, *, interpret: bool) -> Float[Array, "parts dim"]:
-        """Return the sums of parts, and of each block in the place of its first part."""
+        """Return the sums of parts; a block's sum replaces that of its first part."""
         num_parts, dim = self.num_parts, self.gradients.shape[1]
         output = jax.ShapeDtypeStruct((num_parts, dim), jnp.float32)
-        tile = Tile.of(dim, 16)  # Most parts are empty: several side by side.
+        # At most multiples of `cut` no run goes on, and the part is empty: several side by side.
+        tile = Tile.of(dim, 16)
         launch = functools.partial(tile.launch, interpret=interpret)
         sums = launch(functools.partial(_sum_part, tile=tile), (self,), output, num_parts)
         if not self.has_blocks:
@@ -151,7 +146,7 @@ class SortedLookups:
 
 
 def _sum_part(lookups: SortedLookups, out: Any, *, tile: Tile) -> None:
-    """Sum one part per group, of a run that goes on where the part begins."""
+    """Sum one part per group, if a run goes on where the part begins."""
     part = tile.group_ids()
     start = part * lookups.cut
     row, is_used = lookups.go_on(start)
@@ -161,7 +156,7 @@ def _sum_part(lookups: SortedLookups, out: Any, *, tile: Tile) -> None:
 
 
 def _sum_block(_inputs: Any, lookups: SortedLookups, sums: Any, *, tile: Tile) -> None:
-    """Sum one block of parts per group, in the place of the block's first part."""
+    """Sum one block of parts per group, and write it in the place of the block's first part."""
     part = tile.group_ids() * lookups.block
     row, is_used = lookups.go_on(jnp.where(part < lookups.num_parts, part * lookups.cut, -1))
     end = jnp.minimum(part + lookups.block, lookups.num_parts)[:, None]
@@ -177,6 +172,6 @@ def _sum_block(_inputs: Any, lookups: SortedLookups, sums: Any, *, tile: Tile) -
         return tile.load_rows(sums, found[0], is_of_row(found))
 
     total = tile.sum_while(Source(find, is_of_row, load))
-    # The interpreter writes to places that are masked, too: what it has read there.
+    # Masked places must be out of range as well: the interpreter writes back to them what it read.
     out = jnp.where(is_used, part, sums.shape[0])
     tile.store_rows(sums, out, is_used, total)

@@ -14,50 +14,38 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int32
 
-LANES = 32  # of a warp
+LANES = 32  # threads of a warp
 ELEMENTS = 16  # of a lane, in a tile that sums groups
-RUN_ELEMENTS = 8  # of a lane, in a tile that updates rows
+# A lane that updates rows has fewer: it holds the row and its state beside the gradient.
+RUN_ELEMENTS = 8
 
-Found: TypeAlias = tuple[Any, Array]  # what tells rows, and whether there is each of them
+Found: TypeAlias = tuple[Any, Array]  # row indices (and weights) of a turn, and which are used
 Find: TypeAlias = Callable[[Array | int], Found]
 LoadTerms: TypeAlias = Callable[[Any, Array], tuple[Array, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Source of rows that `Tile.sum_while` sums.
+    """Source of rows that `Tile.sum_while` sums."""
 
-    Attributes:
-        find: ``find(turn)`` loads the numbers that tell a turn's rows, and returns them as they
-            are: a computation with one would wait for it before the rows of the turn before.
-        is_used: Returns whether there is each of a turn's rows, given its numbers.
-        load: Loads them, ``[groups, depth, columns]``.
-    """
-
+    # Loads the indices of a turn's rows and returns them untouched. The GPU stops at the first use
+    # of a number that is still on its way, so a computation here would wait for the indices of the
+    # next turn before the rows of this turn are even requested.
     find: Callable[[Array | int], Any]
-    is_used: Callable[[Any], Array]
-    load: Callable[[Any], Array]
+    is_used: Callable[[Any], Array]  # which of a turn's rows there are, given its indices
+    load: Callable[[Any], Array]  # loads the rows, [groups, depth, columns]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Shape of the rows that one program loads at once.
+    """Shape of the rows that one program loads at once: ``[groups, depth, columns]``."""
 
-    Attributes:
-        dim: Width of a row.
-        columns: Width padded to a power of two.
-        groups: Number of groups of rows (bags, runs) side by side.
-        depth: Number of rows of each group.
-        warps: Number of warps of the program.
-        fold: Number of rows of a group that a lane adds up as it loads them.
-    """
-
-    dim: int
-    columns: int
-    groups: int
-    depth: int
-    warps: int
-    fold: int = 1
+    dim: int  # width of a row
+    columns: int  # width padded to a power of two
+    groups: int  # bags or runs side by side
+    depth: int  # rows of each group
+    warps: int  # of the program
+    fold: int = 1  # rows of a group that a lane adds up as it loads them; see `folded`
 
     @classmethod
     def of(
@@ -68,20 +56,15 @@ class Tile:
         warps: int | None = None,
         depth: int = LANES,
     ) -> Tile:
-        """Return the tile that sums groups of a mean length.
+        """Return the tile that sums groups of a mean length, with ``elements`` in each lane.
 
-        Args:
-            dim: Width of a row.
-            mean_length: Mean number of rows of a group.
-            elements: Elements of a lane; more where a row has more.
-            warps: Number of warps; None: 2, 4 for rows of 256 columns or of more than 512, and 8
-                of more than 1024.
-            depth: Most rows of a group, of groups of up to 32; more of longer ones. With fewer rows
-                of more groups, a tile waits less often for what tells its rows.
+        ``depth`` bounds the rows of a group in groups of up to 32 rows; longer groups have more.
         """
+        # Few rows of many groups, rather than many rows of few: then a tile waits less often for
+        # the indices of its next rows.
         columns = pl.next_power_of_2(dim)
-        # Two warps load one row of 256 float32 at once. All threads then have the same id, and
-        # ptxas of JAX 0.12 keeps it in a uniform register, which waits for each id by itself.
+        # Two warps would load one row of 256 float32 at once. All threads then have the same id,
+        # and ptxas of JAX 0.12 keeps it in a uniform register, which waits for each id by itself.
         warps = warps or (4 if columns == 256 else min(max(columns // 256, 2), 8))
         rows = max(LANES * elements * warps // columns, 1)
         length = pl.next_power_of_2(max(math.ceil(mean_length), 1))
@@ -98,24 +81,18 @@ class Tile:
         elements: int = ELEMENTS,
         warps: int | None = None,
     ) -> Tile:
-        """Return the tile that sums groups of rows of bytes.
+        """Return the tile that sums groups of packed rows of ``dim`` bytes.
 
-        A lane loads four times as many bytes as it has sums, where groups are that long, so that as
-        many bytes are under way as of rows of floats.
-
-        Args:
-            dim: Bytes of a row.
-            mean_length: Mean number of rows of a group.
-            sums: Number of sums that take a byte's columns.
-            vector: Bytes that a lane loads at once, by their alignment.
-            elements: Number of sums of a lane.
-            warps: Number of warps; None: 2, or more for rows of more than 512 bytes.
+        A byte holds ``sums`` columns, each with a sum. A lane loads ``vector`` bytes at once, as
+        their alignment allows, and has ``elements`` sums.
         """
+        # A lane loads four times as many bytes as it has sums, if groups are that long. Then as
+        # many bytes are on their way as with rows of floats.
         columns = pl.next_power_of_2(dim)
         fold = min(pl.next_power_of_2(max(math.ceil(mean_length), 1)), 4)
         loaded = elements * fold // sums
         if loaded < columns:
-            # With fewer rows than lanes, each lane loads its ids and its scales and offsets itself.
+            # Fewer rows than lanes: the lanes of a row each load its id, scale and offset.
             loaded = min(loaded // 2, 4 * vector)
         loaded = min(max(loaded, vector), max(2 * columns, 4))
         warps = warps or min(max(columns // 256, 2), 8)
@@ -123,32 +100,26 @@ class Tile:
 
     @classmethod
     def of_copies(cls, dim: int, elements: int, warps: int | None) -> Tile:
-        """Return the tile that copies rows, one of a group; see `of` for the arguments."""
-        # A lane has at most four rows, each of which takes loads of its own.
+        """Return the tile that copies rows, one of a group."""
+        # A lane has up to four rows: each takes loads of its own.
         return cls.of(dim, 1, min(elements, 4 * pl.next_power_of_2(dim)), warps)
 
     @classmethod
     def of_runs(cls, dim: int, elements: int = RUN_ELEMENTS, warps: int | None = None) -> Tile:
-        """Return the tile that updates rows; see `of` for the arguments.
-
-        A lane holds elements of the row and its state beside those of the gradient. Most runs are
-        short, so that a tile has as many as fit, and one lookup of each at a time.
-        """
+        """Return the tile that updates rows: as many runs as fit, one lookup of each at a time."""
+        # Most runs are short: with a second lookup at a time, it would mostly load nothing.
         columns = pl.next_power_of_2(dim)
         warps = warps or min(max(columns // 256, 2), 8)
         groups = max(LANES * elements * warps // columns, 1)
         return cls(dim, columns, groups, 1, warps)
 
     def folded(self, vector: int, most: int = 4) -> Tile:
-        """Return the tile in which a lane adds up the rows of a group that it loads itself.
+        """Return the tile in which a lane adds up, ``most`` at a time, the rows that it loads.
 
-        A lane then has one sum of them and not one of each, which leaves registers to have all of
-        them under way at once. Rows that other lanes load are added up once, at the end.
-
-        Args:
-            vector: Elements that a lane loads at once.
-            most: Most rows to add up.
+        A lane loads ``vector`` elements at once.
         """
+        # One sum for its rows instead of one for each row leaves registers to have all of the rows
+        # on their way at once. Sums of different lanes are added once, after the last turn.
         loaded = self.groups * self.depth * self.columns // (LANES * self.warps)
         fold = max(min(most, loaded // (self.groups * vector), self.depth), 1)
         return dataclasses.replace(self, fold=fold)
@@ -163,16 +134,13 @@ class Tile:
         interpret: bool,
         in_place: bool = False,
     ) -> Any:
-        """Run a kernel on tiles of groups, one for each program.
+        """Run a kernel with one program for each tile of ``num_groups`` groups.
 
-        Args:
-            kernel: The kernel.
-            inputs: Tree of its input arrays.
-            outputs: Tree of arrays of the shapes and types of its outputs.
-            num_groups: Most groups.
-            interpret: Whether to run without a GPU.
-            in_place: Whether the outputs take the memory of the first inputs.
+        ``outputs`` gives shapes and types. ``in_place``: the outputs take the memory of the first
+        inputs. ``interpret`` runs the kernel without a GPU.
         """
+        # Kernels index whole arrays in the GPU's memory: Pallas' blocks are consecutive, and rows
+        # of a batch lie anywhere.
         whole = pl.BlockSpec(memory_space=pl.ANY)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
         num_aliased = len(jax.tree.leaves(outputs)) if in_place else 0
@@ -189,15 +157,15 @@ class Tile:
         )(*inputs)
 
     def group_ids(self) -> Int32[Array, " groups"]:
-        """Return the groups of the program's tile."""
+        """Return the indices of the groups of this program's tile."""
         return pl.program_id(0) * self.groups + jnp.arange(self.groups, dtype=jnp.int32)
 
     def lanes(self, turn: Array | int) -> Int32[Array, "1 depth"]:
-        """Return the places of a turn's rows in their group."""
+        """Return the positions of a turn's rows within their group."""
         return (turn * self.depth + jnp.arange(self.depth, dtype=jnp.int32))[None]
 
     def is_column(self) -> Bool[Array, " columns"] | None:
-        """Return which columns belong to the row and are not padding; None: all do."""
+        """Return which columns are not padding; None: all of them."""
         if self.columns == self.dim:
             return None
         return jnp.arange(self.columns, dtype=jnp.int32) < self.dim
@@ -205,49 +173,36 @@ class Tile:
     def elements(
         self, rows: Int32[Array, "*shape"], is_used: Array, dim: int, columns: int
     ) -> tuple[Array, Array, Array]:
-        """Return the row and column of each element of ``rows``, and whether to touch it.
-
-        Args:
-            rows: The rows.
-            is_used: Which of them to touch.
-            dim: Width of a row.
-            columns: Width padded to a power of two.
-        """
+        """Return each element's row and column, and whether to load or store it."""
         shape = (*rows.shape, columns)
         column = jax.lax.broadcasted_iota(jnp.int32, shape, rows.ndim)
         mask = jnp.broadcast_to(is_used[..., None], shape) & (column < dim)
         return jnp.broadcast_to(rows[..., None], shape), column, mask
 
     def load_rows(self, source: Any, rows: Int32[Array, "*shape"], is_used: Array) -> Array:
-        """Load rows of ``source`` as float32, ``[*shape, columns]``; zeros where not ``used``."""
+        """Load rows of ``source`` as float32, ``[*shape, columns]``; unused ones are zeros."""
         rows, columns, mask = self.elements(rows, is_used, self.dim, self.columns)
         return pltriton.load(source.at[rows, columns], mask=mask, other=0).astype(jnp.float32)
 
     def store_rows(
         self, target: Any, rows: Int32[Array, " n"], is_used: Array, values: Array
     ) -> None:
-        """Store rows, padded to a power of two columns; they may be wider than the tile's."""
+        """Store rows, padded to a power of two columns; they may be wider than the tile."""
         rows, columns, mask = self.elements(rows, is_used, target.shape[1], values.shape[1])
         pltriton.store(target.at[rows, columns], values.astype(target.dtype), mask=mask)
 
     def sum_turns(
         self, turns: Array, find: Find, load: LoadTerms, zeros: tuple[Array, ...]
     ) -> tuple[Array, ...]:
-        """Sum terms of each group over a number of turns of `depth` rows.
+        """Sum the terms of each group over ``turns`` turns of `depth` rows: ``[groups, ...]``.
 
-        Args:
-            turns: Number of turns.
-            find: ``find(turn)`` loads what tells a turn's rows, and whether there is each of them;
-                that of the next turn is called before the rows of a turn are loaded.
-            load: ``load(found, is_used)`` loads the terms, arrays ``[groups, depth, ...]``.
-            zeros: Zeros of their shapes after `fold_rows`.
-
-        Returns:
-            The sums, ``[groups, ...]``.
+        ``find(turn)`` loads a turn's row indices, ``load`` their terms, ``[groups, depth, ...]``.
+        ``zeros`` have the terms' shapes after `fold_rows`.
         """
 
         def add(i: Array, carry: tuple[tuple[Array, ...], Found]) -> Any:
             totals, found = carry
+            # Before the rows, so that the next indices are on their way together with them.
             following = find(i + 1)
             terms = map(self.fold_rows, load(*found))
             return tuple(map(jnp.add, totals, terms)), following
@@ -256,7 +211,7 @@ class Tile:
         return tuple(jnp.sum(total, axis=1) for total in totals)
 
     def fold_rows(self, terms: Float[Array, "groups depth *n"]) -> Float[Array, "groups rows *n"]:
-        """Add up every `fold` terms of each group."""
+        """Add up every `fold` terms of each group: ``depth`` rows become ``depth / fold``."""
         if self.fold == 1:
             return terms
         groups, depth, *shape = terms.shape
@@ -265,12 +220,9 @@ class Tile:
     def sum_while(
         self, source: Source, turn: int = 0, total: Array | None = None
     ) -> Float[Array, "groups columns"]:
-        """Sum rows of each group, `depth` of them in a turn, until a turn has no row.
+        """Sum each group's rows, `depth` a turn from ``turn`` on, until a turn has no row.
 
-        Args:
-            source: Source of the rows.
-            turn: The first turn.
-            total: Sums of the rows of the turns before, ``[groups, depth, columns]``; None: zeros.
+        ``total``, ``[groups, depth, columns]``, has the sums of the turns before.
         """
 
         def add(carry: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
@@ -290,6 +242,6 @@ class Tile:
 
 
 def cdiv(dividend: Array, divisor: Array | int) -> Array:
-    """Return the quotient of int32 numbers, rounded up; `pl.cdiv` fails where JAX has int64."""
+    """Divide int32 numbers, rounding up; `pl.cdiv` fails if JAX has int64 enabled."""
     divisor = jnp.broadcast_to(jnp.asarray(divisor, jnp.int32), dividend.shape)
     return jax.lax.div(dividend + (divisor - 1), divisor)

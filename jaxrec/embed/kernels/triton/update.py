@@ -23,13 +23,14 @@ from jaxrec.optim.base import RowOptimizer
 from jaxrec.optim.hyperparameters import Step, numbers_of_step, resolve, with_numbers
 from jaxrec.optim.norm import cut_rows
 
-# Most lookups, and most sums of as many, that a program adds up one by one.
+# Lookups in a part of a frequent row, and parts in a block: see `SortedLookups`. Blocks of 16 and
+# not of 256 save 5 % of an update with few, frequent rows (docs/gpu.md).
 CUT = 64
 BLOCK = 16
 
 
 def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
-    """Return the reason why these kernels do not take a call; None: they do."""
+    """Return why these kernels do not take a call; None: they do."""
     table = arguments.get("table")
     if is_packed(table):
         is_update = primitive == "fused_update"
@@ -38,7 +39,8 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
         return "its optimizer state is float32"
     if primitive != "fused_update" or arguments["optimizer"].can_cut_rows:
         return None
-    # Kernels hold rows padded with columns that a sum must leave out.
+    # Kernels pad rows to a power of two columns. An optimizer that sums over a row must leave the
+    # padding out, and only these two kinds are known to.
     return f"{type(arguments['optimizer']).__name__} has neither is_elementwise nor sums_rows"
 
 
@@ -57,14 +59,9 @@ def fused_update(
     block: int = BLOCK,
     interpret: bool = False,
 ) -> tuple[Float[Array, "rows dim"], dict[str, Array]]:
-    """Update the rows that occur; see `jaxrec.embed.kernels.reference`.
-
-    Only for optimizers with `RowOptimizer.can_cut_rows`, whose own `update` runs in the kernel.
-
-    Args:
-        elements, warps: See `Tile.of_runs`; None: as the rows and the optimizer's state ask for.
-        cut, block: Most lookups, and most sums of as many, that a program adds up one by one.
-    """
+    """Update the rows that occur; see `jaxrec.embed.kernels.reference`."""
+    # The optimizer's own `update` is traced into the kernel, so that a user's optimizer is fused
+    # like ours, if it has `RowOptimizer.can_cut_rows`.
     if 0 in (lookups.rows.size, gradients.shape[0]):
         return table, state
     num_rows, dim = table.shape
@@ -75,6 +72,8 @@ def fused_update(
     warps = warps or run_warps(dim, table.dtype)
     tile = Tile.of_runs(dim, elements or run_elements(dim, state), warps)
     launch = functools.partial(tile.launch, interpret=interpret)
+    # A bound on a table's norm needs the gradients of all of its rows before the first row changes:
+    # they are summed once for the norms, and again for the update.
     factors = None
     if optimizer.clip_norm is not None:
         kernel = functools.partial(_square_runs, tile=tile)
@@ -83,6 +82,7 @@ def fused_update(
         rows, clip_norm = runs.rows[:size], optimizer.clip_norm
         factors = norm_factors(squares, rows, clip_norm, table_starts, num_rows)
 
+    # Numbers that change from step to step (rates, hyperparameters) are operands of the kernel.
     set_now, step = resolve(optimizer, step)
     numbers = (jnp.stack(numbers_of_step(set_now, step)), jnp.reshape(step, 1))
     tables = (table, state)
@@ -103,11 +103,7 @@ def sum_rows(
     block: int = BLOCK,
     interpret: bool = False,
 ) -> Float[Array, "num_rows dim"]:
-    """Return the sum of each row's gradients; see `jaxrec.embed.kernels.reference`.
-
-    Args:
-        elements, warps, cut, block: See `fused_update`.
-    """
+    """Return the sum of each row's gradients; see `jaxrec.embed.kernels.reference`."""
     result = jnp.zeros((num_rows, gradients.shape[1]), jnp.float32)
     if 0 in (lookups.rows.size, gradients.shape[0], num_rows):
         return result
@@ -122,22 +118,19 @@ def sum_rows(
 
 
 def run_elements(dim: int, state: Mapping[str, Any]) -> int:
-    """Return the elements of a lane that updates rows of ``dim`` columns with their state.
-
-    With two moments of each element, as Adam's, half as many keep 36 warps resident at 128 columns
-    and do not spill. Rows of up to 16 columns with state have half as many, too: a tile then
-    waits less often before its first store. Others keep as many: fewer would be under way.
-    """
+    """Return the elements of a lane that updates rows of ``dim`` columns with their state."""
+    # Two moments of each element, as Adam's, need registers: half as many elements keep 36 warps
+    # resident at 128 columns and do not spill. Narrow rows with state have half as many too, since
+    # a tile then waits less often before its first store. Otherwise more elements are better: more
+    # rows are on their way at once.
     num_moments = sum(array.ndim == 2 for array in state.values())
     is_halved = (dim <= 16 and len(state) > 0) or (num_moments > 1 and 64 < dim <= 128)
     return RUN_ELEMENTS // 2 if is_halved else RUN_ELEMENTS
 
 
 def run_warps(dim: int, dtype: DTypeLike) -> int | None:
-    """Return the warps of a tile that updates rows of ``dim`` columns; None: see `Tile.of_runs`.
-
-    One warp updates rows of 256 float32 in 0.93 of the time of two, on an H200.
-    """
+    """Return the warps of a tile that updates rows of ``dim`` columns; None: `Tile.of_runs`'s."""
+    # One warp updates rows of 256 float32 in 0.93 of the time of two, on an H200.
     return 1 if 128 < dim <= 256 and jnp.dtype(dtype).itemsize == 4 else None
 
 
@@ -188,7 +181,8 @@ def _update(
 
     old_rows = load(table)
     old_state = {name: load(array) for name, array in state.items()}
-    # Loaded before the first tile, they would be waited for before its lookups are.
+    # The rates are loaded here and not first: the program would wait for them before it requests
+    # any row.
     rule = with_numbers(optimizer, [numbers[0][i] for i in range(numbers[0].shape[0])])
     step = numbers[1][0]
     gradients = run.sum(tile, lookups, sums)
