@@ -138,7 +138,7 @@ def _choose(dim: int, row_format: RowFormat, kind: str) -> list[tuple[str, Choic
 
 
 def choose_flat() -> tuple[str, Choice]:
-    """Return a call that flattens bags, and its implementation; no row format matters for it."""
+    """Return ``"flatten_bags"`` and its implementation, which serves every row format."""
     batch = jnp.zeros(64, jnp.int32), jnp.zeros(8, jnp.int32), None
     return "flatten_bags", kernels.describe("flatten_bags", *batch, _layout(), 1000)
 

@@ -21,9 +21,9 @@ FIRST = 2
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Appearances:
-    """Numbers of appearances, and rows of first appearances, of a column's ids.
+    """Distinct ids of a column, ascending, with each id's count and first row.
 
-    All arrays are ``[distinct]``; the ids ascend.
+    All three arrays are ``[distinct]``.
     """
 
     ids: Integer[np.ndarray, " distinct"]

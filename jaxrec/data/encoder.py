@@ -127,7 +127,7 @@ class TableEncoder:
 
     @functools.cached_property
     def _packer(self) -> Packer:
-        """Packer of all batches: one for all, so that batches of one size have one shape."""
+        """Packer that all batches share, so that batches of one size get equal capacities."""
         # A column without lists has one id in each sample.
         one = LengthMoments(1.0, 0.0, 0.0)
         return Packer.of_moments(

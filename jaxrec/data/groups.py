@@ -119,7 +119,7 @@ class FileGroups(abc.ABC):
 
     @property
     def schemas(self) -> dict[pathlib.Path, pa.Schema]:
-        """Names and types of the columns of each file, with those of its directories."""
+        """Names and types of each file's columns; directories such as ``day=3`` are columns too."""
         return {path: columns for path, columns, _ in self._files}
 
     @functools.cached_property

@@ -132,7 +132,7 @@ class _Column:
 
     @property
     def of_samples(self) -> Int[np.ndarray, "devices samples"]:
-        """Number of ids of each sample; ``[devices, 0]`` if samples share no bags."""
+        """Number of ids of each sample; ``[devices, 0]`` if every sample has its own bag."""
         if self.inverse is None:
             return np.zeros((len(self.lengths), 0), np.int64)
         return np.take_along_axis(self.lengths.astype(np.int64), self.inverse, axis=1)

@@ -69,17 +69,17 @@ class Channel:
 
     @property
     def turns(self) -> Turns:
-        """A new order for the exchanges of one program."""
+        """A new `Turns`, which orders the exchanges of one program."""
         return Turns()
 
     @property
     def sent(self) -> dict[str, int]:
-        """Arguments of a kernel whose result this channel sends."""
+        """Keyword arguments of a kernel that writes a message: ``parts_out``, or none."""
         return {}
 
     @property
     def received(self) -> dict[str, int]:
-        """Arguments of a kernel that reads rows or gradients from this channel."""
+        """Keyword arguments of a kernel that reads a message: ``parts_in``, or none."""
         return {}
 
     def split(self, values: Array) -> list[Array]:

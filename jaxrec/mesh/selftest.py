@@ -201,7 +201,7 @@ def make_mesh(kind: str) -> Mesh:
 
 
 def make_configs(options: Options, mesh: MeshShape) -> list[EmbeddingBagConfig]:
-    """Return tables that every type can cut."""
+    """Return tables large enough for every sharding type on this mesh."""
     rows = max(options.rows, mesh.num_devices)
     part = math.lcm(mesh.hosts, mesh.devices_per_host)
     dim = -(-16 // part) * part

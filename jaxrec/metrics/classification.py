@@ -78,7 +78,7 @@ class Recall(SumMetric):
     """The share of the positive samples that are decided positive (``recall``).
 
     Undefined without positive samples. ``compat="torchrec"`` reports 0 there, and counts a positive
-    sample whose prediction equals the threshold twice, as found and as missed.
+    sample as both found and missed if its prediction equals the threshold.
 
     Attributes:
         threshold: Smallest prediction that decides for positive.

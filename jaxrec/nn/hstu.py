@@ -100,11 +100,11 @@ class HSTUBlock(nnx.Module):
         lengths: AnyArray,
         timestamps: AnyArray | None = None,
     ) -> Float[Array, "*devices capacity dim"]:
-        """Map ``[capacity, dim]`` states, of rows of the given lengths, to the same shape.
+        """Transform the states of a batch of sequences; the output has the same shape.
 
         Args:
-            states: ``[capacity, dim]``.
-            lengths: ``[rows]``.
+            states: ``[capacity, dim]``, the sequences one after the other.
+            lengths: ``[rows]``, the number of elements of each sequence.
             timestamps: ``[capacity]`` integers, the elements' times; needed with ``time_buckets``.
 
         Raises:

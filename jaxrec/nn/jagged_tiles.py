@@ -69,11 +69,12 @@ class TilePlan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tiles of one step.
+    """Tiles of one trip of the loop.
 
     Attributes:
-        queries: ``[tiles]`` blocks of queries, all different; the number of blocks for no tile.
-        keys: ``[tiles]`` blocks of keys.
+        queries: ``[tiles]`` index of each tile's block of queries, all different. Entries without a
+            tile hold the number of blocks.
+        keys: ``[tiles]`` index of each tile's block of keys.
         mask: ``[tiles, block, block]`` whether the query (second axis) sees the key (third).
         marks: Marks of the queries and of the keys, pytrees of ``[tiles, block]``.
         distance: ``[tiles or 1, block, block]`` positions from key to query.

@@ -132,7 +132,7 @@ class JaggedSelfAttention(nnx.Module):
     def __call__(
         self, states: Float[AnyArray, "*devices capacity dim"], lengths: AnyArray
     ) -> Float[Array, "*devices capacity dim"]:
-        """Map ``[capacity, dim]`` states, of rows of the given lengths, to the same shape."""
+        """Transform ragged states ``[capacity, dim]`` with lengths ``[rows]``; keep their shape."""
         states = without_padding(states, complete_cumsum(lengths))
         heads = (*states.shape[:-1], self.num_heads, -1)
         query, key, value = (

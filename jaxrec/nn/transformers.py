@@ -86,7 +86,7 @@ class SASRecBlock(_Block):
     def __call__(
         self, states: Float[AnyArray, "*devices capacity dim"], lengths: AnyArray
     ) -> Float[Array, "*devices capacity dim"]:
-        """Map ``[capacity, dim]`` states, of rows of the given lengths, to the same shape."""
+        """Transform ragged states ``[capacity, dim]`` with lengths ``[rows]``; keep their shape."""
         # Norms come before the layers here and after them in BERT4Rec, as in the two papers.
         (states,) = promote(self.dtype, without_padding(states, complete_cumsum(lengths)))
         # The authors' code has the norm on queries only. Here, as in the paper, keys and values
@@ -127,7 +127,7 @@ class BERT4RecBlock(_Block):
     def __call__(
         self, states: Float[AnyArray, "*devices capacity dim"], lengths: AnyArray
     ) -> Float[Array, "*devices capacity dim"]:
-        """Map ``[capacity, dim]`` states, of rows of the given lengths, to the same shape."""
+        """Transform ragged states ``[capacity, dim]`` with lengths ``[rows]``; keep their shape."""
         states = without_padding(states, complete_cumsum(lengths))
         attended = self.attention(states, lengths)
         between = self.attention_norm(states + self.dropout(attended))

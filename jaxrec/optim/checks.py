@@ -47,44 +47,44 @@ def schedule(owner: Any, name: str) -> None:
 
 
 def non_positive(owner: Any, *names: str) -> None:
-    """Require numbers in (-inf, 0]."""
+    """Require numbers in (-inf, 0] in these fields of ``owner``."""
     _check_numbers(owner, names, lambda value: value <= 0, "a number <= 0")
 
 
 def positive(owner: Any, *names: str) -> None:
-    """Require numbers that are in (0, inf) also in float32."""
+    """Require positive, normal float32 numbers in these fields of ``owner``."""
     _check_numbers(owner, names, lambda value: value >= _SMALLEST, "a number > 0")
 
 
 def fraction(owner: Any, *names: str) -> None:
-    """Require numbers in [0, 1)."""
+    """Require numbers in [0, 1) in these fields of ``owner``."""
     _check_numbers(owner, names, lambda value: 0 <= value < 1, "a number in [0, 1)")
 
 
 def share(owner: Any, *names: str) -> None:
-    """Require numbers in [0, 1]."""
+    """Require numbers in [0, 1] in these fields of ``owner``."""
     _check_numbers(owner, names, lambda value: 0 <= value <= 1, "a number in [0, 1]")
 
 
 def count(owner: Any, *names: str) -> None:
-    """Require integers in [1, 2**31)."""
+    """Require integers in [1, 2**31) in these fields of ``owner``."""
     _check_integers(owner, names, 1)
 
 
 def whole(owner: Any, *names: str) -> None:
-    """Require integers in [0, 2**31)."""
+    """Require integers in [0, 2**31) in these fields of ``owner``."""
     _check_integers(owner, names, 0)
 
 
 def one_of(owner: Any, name: str, allowed: Collection[str]) -> None:
-    """Require one of the strings ``allowed``."""
+    """Require one of the strings ``allowed`` in this field of ``owner``."""
     value = getattr(owner, name)
     if not (isinstance(value, str) and value in allowed):
         raise _error(owner, name, "one of " + ", ".join(repr(word) for word in allowed))
 
 
 def boolean(owner: Any, *names: str) -> None:
-    """Require True or False."""
+    """Require True or False in these fields of ``owner``."""
     for name in names:
         if not isinstance(getattr(owner, name), bool):
             raise _error(owner, name, "True or False")

@@ -87,9 +87,9 @@ HELD_BATCHES = 7
 
 @dataclasses.dataclass(frozen=True)
 class TableStorage:
-    """The storage of one table's rows: held on devices, stored in a row store, and its costs.
+    """The rows of one table on devices and in a row store, and the time that its cache takes.
 
-    ``stored_bytes`` are those of each host, with optimizer state.
+    ``stored_bytes`` counts rows and optimizer state in each host's row store; 0 without a cache.
     """
 
     cache: TableCache | None

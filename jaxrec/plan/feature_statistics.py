@@ -119,10 +119,11 @@ class FeatureStatistics:
         length_deviation: Standard deviation of that number.
         lookups: Number of ids.
         largest_id: Largest id; -1 without ids.
-        times: Numbers of times that a row was seen, descending.
-        counts: Number of rows seen that many times.
-        row_bins: Distinct rows in each of equal runs of ``0 .. largest_id``.
-        lookup_bins: Lookups in each run.
+        times: Distinct numbers of lookups of a row, descending. Four rows looked up 5, 1, 1 and 1
+            times give ``(5, 1)``.
+        counts: Number of rows for each of `times`; in the example ``(1, 3)``.
+        row_bins: Number of distinct rows in each of equal runs of ``0 .. largest_id``.
+        lookup_bins: Number of lookups in each of these runs.
     """
 
     bags: int
@@ -141,7 +142,7 @@ class FeatureStatistics:
         return sum(self.counts)
 
     def heat(self, rows: int) -> Heat:
-        """Return the heat that this feature gives a table of ``rows`` rows."""
+        """Return the distribution of this feature's lookups over a table of ``rows`` rows."""
         return SampledHeat(
             rows,
             self.lookups,

@@ -63,7 +63,7 @@ def check_stores(
     constraints: Mapping[str, ParameterConstraints],
     store: str | None,
 ) -> None:
-    """Raise a ValueError where tables that share no feature may be in one row store."""
+    """Raise a ValueError if two tables without a common feature may use the same row store."""
     stored: dict[str, TableWorkload] = {}
     for workload in workloads:
         constraint = constraints[workload.name]

@@ -342,7 +342,7 @@ def _stack(
     scale: float,
     others: Sequence[tuple[str, _Look, Callable[[DeviceEstimate], float]]],
 ) -> None:
-    """Draw bars of all devices: tables, the largest first, and others on top."""
+    """Draw a stacked bar for each device: tables, the largest lowest, then ``others``."""
     count = len(estimate.devices)
     ordered = sorted(estimate.tables, key=weight, reverse=True)
     layers: list[tuple[str, _Look, np.ndarray]] = []

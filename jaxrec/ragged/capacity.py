@@ -121,16 +121,17 @@ class CapacityMemory:
         first: Sequence[int] | None = None,
         agree: Agree = tuple,
     ) -> tuple[int, ...]:
-        """Return the capacities of a batch.
+        """Return capacities that hold a batch; add a new size if no earlier one does.
 
         Args:
-            keys: The keys.
-            samples: Number of samples of a device.
+            keys: Names of the keys.
+            samples: Number of samples per device.
             demand: Ids of each key on the fullest device, the same on all processes.
             lengths: Bag lengths of each key on this process's devices, without padding samples.
             devices: Number of devices.
-            first: Size of the first batch of its kind; None: computed from ``lengths``.
-            agree: See `Agree`.
+            first: Capacities if no earlier batch had these keys, samples and devices. None:
+                computed from ``lengths``.
+            agree: Function that returns each number's maximum over all processes.
         """
         with self._lock:
             sizes = self._sizes.setdefault((keys, samples, devices), [])

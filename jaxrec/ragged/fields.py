@@ -95,7 +95,7 @@ def checked_fields(
 
 
 def checked_columns(columns: Any) -> dict[str, JaggedArray]:
-    """Return columns by name, checked by type."""
+    """Check the types of columns, and return them as a dictionary by feature name."""
     columns = by_name("columns", columns)
     for key, column in columns.items():
         if not isinstance(column, JaggedArray):
@@ -246,7 +246,7 @@ def _checked_on_host(fields: Packed) -> Packed:
 
 
 def _known_lengths(fields: Packed) -> np.ndarray | None:
-    """Return the lengths on the host if host arrays can be checked with them, else None."""
+    """Return the lengths in NumPy if they can check values or weights in NumPy, else None."""
     lengths = fields.lengths
     if isinstance(lengths, np.ndarray):
         return lengths
@@ -341,7 +341,7 @@ def _narrow(values: np.ndarray, is_checked: bool) -> np.ndarray:
 
 
 def _array(name: str, what: str, array: Any, convert: Callable[..., np.ndarray]) -> AnyArray:
-    """Return a JAX array, with integers as int32, or ``convert`` anything else to a NumPy array."""
+    """Check a JAX array and cast its integers to int32; pass any other array to ``convert``."""
     if not _is_of_jax(array):
         return convert(name, what, array)
     only_integers = convert is integers

@@ -56,7 +56,7 @@ def load_run(
 
 
 def column_encoder(path: pathlib.Path) -> TableEncoder:
-    """Return the encoder of a run's columns; click logs without one have Criteo's."""
+    """Return the encoder that a run saved; if it saved none, one of Criteo's columns."""
     config = saved_config(path)
     if (encoder := saved_encoder(path)) is not None:
         return encoder

@@ -98,7 +98,7 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class VocabularyConfig:
-    """How ids get rows. The other options are for --vocabulary dynamic."""
+    """Assigns rows to ids. All options but --vocabulary need --vocabulary dynamic."""
 
     kind: Annotated[Literal["fixed", "dynamic"], tyro.conf.arg(aliases=["--vocabulary"])] = "fixed"
     """fixed: a vocabulary is learned from the columns of Parquet files before training, and raw ids

@@ -118,8 +118,8 @@ class ParquetDataset:
 
     Attributes:
         seed: Seed of the order, which differs in each epoch; None: the order of the files.
-        shard: Index of this process among all. Each process reads an equal range of the rows, in an
-            order of its own.
+        shard: Index of this process among all. Each process reads a range of the rows, in an order
+            of its own. The sizes of these ranges differ by at most 1.
     """
 
     groups: GroupRange

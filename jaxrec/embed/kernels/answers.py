@@ -203,7 +203,7 @@ def tunable_device(platform_name: str) -> Any:
 
 
 class Trials:
-    """The trials of one implementation on one card; ``kernels`` is its module."""
+    """Runs each form of one implementation once on a GPU, and keeps the results."""
 
     def __init__(self, name: str, kernels: ModuleType, card: Any):
         self.name, self.kernels, self.card = name, kernels, card

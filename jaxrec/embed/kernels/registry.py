@@ -104,7 +104,7 @@ IMPLEMENTATIONS = (
 
 @functools.cache
 def _trials(implementation: Implementation) -> Trials | None:
-    """Return an implementation's trials on this process's card; None: there is no card."""
+    """Return the `Trials` of an implementation on this process's GPU; None without a GPU."""
     cards = trial.cards()
     return Trials(implementation.name, implementation.module, cards[0]) if cards else None
 

@@ -222,7 +222,7 @@ class HostRoute:
 
     @property
     def demand(self) -> Float[Array, "..."]:
-        """`PooledRoute.demand` within the host."""
+        """Capacity factor that the batch needs within the host; see `PooledRoute.demand`."""
         return self.within.demand
 
 

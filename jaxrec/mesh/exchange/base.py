@@ -108,7 +108,7 @@ class Request:
 
     @property
     def scales(self) -> Float[Array, " lookups"] | None:
-        """Factor of each lookup's row: weight times mean scale. None: 1."""
+        """Weight of each lookup, divided by the bag's length if averaged. None: 1."""
         weights, means = self.lookup_weights, self.lookups.scales
         if weights is None or means is None:
             return means if weights is None else weights

@@ -127,14 +127,14 @@ class PooledRoute:
     """Route of a pooled exchange.
 
     Attributes:
-        local_rows: Row of each of this device's lookups in its owner's array; `BAD_ROW` for a bad
+        local_rows: Slot of each lookup of this device in its owner's array; `BAD_ROW` for a bad
             id.
         order: Positions of these lookups, by owner and then by bag; padding is last.
-        counts: Number of lookups of each owner.
-        rows: The rows that each device looks up here; padded with `local_rows`. Incomplete if the
-            route overflows.
+        counts: Number of this device's lookups at each owner.
+        rows: Slots that each device looks up on this one, padded with `PlacedGroup.local_rows`.
+            Incomplete if the route overflows.
         list_lengths: Number of lookups sent to each device, and received from it.
-        lengths: Number of lookups of rows here, for each bag of each device.
+        lengths: Number of lookups on this device for each bag of each device.
         largest: Largest number of lookups that any device has of one owner.
     """
 

@@ -101,7 +101,7 @@ class PooledByHostCosts(ExchangeCosts):
 
     A device sends its ids to one device of the table's host. That device sorts them by the owners
     of their rows, which pool them. A reduce-scatter within the host adds the owners' sums up, and
-    bags travel home between hosts.
+    bags travel home between hosts. `ExchangeCosts` defines the other letters.
     """
 
     exchange = POOLED_BY_HOST
@@ -132,7 +132,7 @@ class PooledByHostCosts(ExchangeCosts):
         return Perf(forward_compute=copies, backward_compute=copies)
 
     def load(self, workload: TableWorkload, rows: np.ndarray, *, is_cache: bool = False) -> Load:
-        """Return the load with ``H c`` positions for ids and ``H b`` bags on each device."""
+        """Return the load: each device has ``H c`` positions for ids and ``H b`` bags."""
         load, hosts = super().load(workload, rows, is_cache=is_cache), self.topology.hosts
         # Positions, as in `BagsCosts.load`, with capacity for the features of the fullest host. Ids
         # are taken to spread evenly over the host's devices.

@@ -12,11 +12,12 @@ from jaxrec.plan.workload import TableWorkload
 
 @dataclasses.dataclass(frozen=True)
 class PooledCosts(ExchangeCosts):
-    """Costs of bags pooled in part by each owner of rows.
+    """Costs of the pooled exchange, where each owner sums its own rows of every bag.
 
-    A device sends its ids with their repeats to the owners. An owner pools its rows into the bags
-    of all devices, ``D b`` sums. A reduce-scatter adds the owners' sums up and brings them home.
-    Backward, an all-gather brings the bags' gradients to every owner.
+    A device sends all its ids, repeated ones too, to the owners of their rows. An owner makes one
+    sum for each bag of all devices, ``D b`` sums. A reduce-scatter adds the owners' sums and leaves
+    each bag on its sample's device. Backward, an all-gather brings the bags' gradients to every
+    owner. `ExchangeCosts` defines the letters.
     """
 
     exchange = POOLED
@@ -82,6 +83,6 @@ class PooledCosts(ExchangeCosts):
         return (8 + 4 * DEFAULT_CAPACITY_FACTOR) * workload.capacity + lengths
 
     def temporary_bytes(self, workload: TableWorkload) -> float:
-        """Return ``4 w D b + 24 L + 32 c``."""
+        """Return ``4 w D b + 24 L + 32 c`` bytes; ``L`` is `round_capacity`."""
         sums = self.topology.num_devices * workload.bags * self.group.gradient_bytes
         return sums + 24 * self.round_capacity(workload) + 32 * workload.capacity

@@ -91,7 +91,7 @@ class RowsCosts(ExchangeCosts):
         return (1 + rounds) * capacity - demand, rounds * capacity - demand
 
     def overflow_steps(self, rounds: float) -> list[float]:
-        """Return ``[2, 3, ...]``: each overflow adds a round."""
+        """Return the rounds that run after each overflow: ``[2, 3, 4]`` if ``rounds`` is 3.2."""
         return [float(count) for count in range(2, math.ceil(rounds - 1e-9) + 1)]
 
     def route_bytes(self, workload: TableWorkload) -> float:

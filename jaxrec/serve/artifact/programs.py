@@ -86,9 +86,9 @@ def _export_program(
     *,
     keep_unused: bool = True,
 ) -> tuple[jax_export.Exported, Outputs]:
-    """Return a program and its outputs.
+    """Export the model for one batch size and platform; describe its outputs.
 
-    With ``keep_unused``, the StableHLO function has all arguments, also those without a use.
+    With ``keep_unused``, the StableHLO function also has the arguments that the model never reads.
     """
     run, arguments, outputs = _traced(pure, batch, size, names)
     checks = [jax_export.DisabledSafetyCheck.custom_call(name) for name in exported_targets()]

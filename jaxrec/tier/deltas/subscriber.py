@@ -97,9 +97,9 @@ class Subscriber(Follower):
     def into(self, staged: nnx.Module) -> Iterator[None]:
         """Let `update` change another copy, ``staged``, within this context.
 
-        For a copy that other threads read. ``staged`` is at the copy's version, and the caller
-        replaces the copy's variables by those of ``staged`` before the context ends. If the block
-        raises, the version is the one before.
+        Use it if other threads read `copy`. ``staged`` must be at the version of `copy`. Before the
+        context ends, the caller must replace the variables of `copy` by those of ``staged``. If the
+        block raises, the subscriber goes back to the version that it had at entry.
         """
         before = self._copy, self._name, self.step
         self._copy = staged

@@ -211,10 +211,10 @@ def mark_eligible(
 def commit(
     maps: Sequence[Map], changes: Sequence[Any], batch: int, power: int
 ) -> tuple[int, list[np.ndarray]]:
-    """Carry out a batch's changes, map by map; return the number of maps and all victims' ids.
+    """Carry out a batch's changes, map by map; return the number of maps and evicted ids by map.
 
-    If a map refuses a new id or lacks a victim's id, return its index instead; later maps are
-    unchanged. See `jaxrec.tier.ids.id_map.commit`.
+    If a map refuses a new id or lacks an evicted id, stop: the number returned is that map's index,
+    and later maps are unchanged. See `jaxrec.tier.ids.id_map.commit`.
     """
     evicted = [each.records.ids[each.victims] for each in changes]
     for number, (ids, each) in enumerate(zip(maps, changes, strict=True)):

@@ -37,10 +37,10 @@ class MapVariable(nnx.Variable):
 
 
 class ManagedCollisions(nnx.Module):
-    """Base of the two collections with maps.
+    """Base of the two collections that map ids to slots, with and without pooling.
 
-    Maps change in each call in training mode; ``nnx.Module.eval`` sets ``deterministic``, in which
-    nothing changes.
+    Each call in training mode changes the maps. After ``nnx.Module.eval``, which sets
+    ``deterministic``, calls leave them unchanged.
     """
 
     changes_ids = True  # see `jaxrec.mesh.ahead.changes_ids`

@@ -65,7 +65,7 @@ def _mix(half: WideIds) -> WideIds:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """The ``length`` slots that each id probes: from ``start`` on, around its bucket's end."""
+    """Slots that each id probes: ``length`` of its bucket from ``start``, wrapping at the end."""
 
     first: Int32[Array, " n"]  # first slot of the id's bucket
     start: Int32[Array, " n"]  # counted from `first`
@@ -128,9 +128,9 @@ class Windows:
     ) -> tuple[Int32[Array, " n"], Int32[Array, " n"]]:
         """Return the preference and the probe of the next slot in each window.
 
-        Slots are ordered by preference, then by probe; ``preference`` and ``probe`` are those of
-        the slot before. The preference is `NEVER` if no slot is left. Results are arbitrary where
-        ``is_wanted`` is False.
+        The slots of a window are ordered by preference, then by probe. ``preference`` and ``probe``
+        identify the current slot. The returned preference is `NEVER` if no slot is left. Results
+        are arbitrary where ``is_wanted`` is False.
         """
 
         def go_on(state: tuple[Array, Array, Array]) -> Bool[Array, ""]:

@@ -27,7 +27,7 @@ class Match:
     """The parts of a checkpoint that fit a model.
 
     Attributes:
-        tables: Whether a table's optimizer state fits too, by collection and table.
+        tables: Tables that fit, by collection and name; True if their optimizer state fits too.
         vocabularies: Names of the vocabularies.
         dense, optimizer: Variables and their saved values.
         differences: Everything that does not fit.
@@ -107,7 +107,7 @@ def match_checkpoint(
 
 
 def refusal(path: pathlib.Path, differences: list[Difference], *, resized: bool) -> CheckpointError:
-    """Return the error of a checkpoint that must be loaded whole, with the first differences."""
+    """Return a `CheckpointError` that names the first differences of checkpoint and model."""
     first = differences[0]
     # One kind in one collection: a model that changed much would have an error of pages.
     alike = [x for x in differences if (x.kind, x.collection) == (first.kind, first.collection)]

@@ -166,7 +166,7 @@ class PackedReader:
         return self.numbers is not None and self.numbers.count == 2
 
     def tile(self, mean_length: float, elements: int | None, warps: int | None) -> Tile:
-        """Return the tile that sums groups of a mean length; see `Tile.of_bytes`."""
+        """Return the tile that sums groups of packed rows; see `Tile.of_bytes`."""
         # For groups of middling length, one row of each at a time, by programs of one warp, is
         # fastest on an H200: 0.75 to 0.83 of the time (docs/gpu.md).
         if SHORT < mean_length <= MIDDLING:
