@@ -74,7 +74,8 @@ def measure(shape: Shape, optimizer_name: str, seconds: float) -> dict[str, Any]
     num_rows = drawn.num_rows
     # As collections make theirs.
     table = kernels.new_rows(jnp.zeros(shape.D, shape.dtype), num_rows)
-    table = initialize_rows(table, jax.random.key(0), "normal", 0, num_rows)
+    key = jax.random.key_data(jax.random.key(0))
+    table = initialize_rows(table, key, "normal", 0, num_rows)
     gradient = jax.random.normal(jax.random.key(1), (drawn.num_bags, shape.D))
     optimizer = getattr(jaxrec.optim, optimizer_name)(0.01)
     first = optimizer.init(1, shape.D)
