@@ -78,7 +78,8 @@ class CriteoOptions:
 
 @dataclasses.dataclass(frozen=True)
 class NpyOptions:
-    """Write the Parquet files of a click log as TorchRec's npy files, three for each text file."""
+    """Write the Parquet files of a click log as TorchRec's npy files: labels, dense
+    features and ids, three files for each text file of the log."""
 
     input: Annotated[pathlib.Path, tyro.conf.Positional, required("INPUT")] = NOT_GIVEN
     """Directory of the Parquet files of jaxrec data criteo."""

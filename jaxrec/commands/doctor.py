@@ -100,9 +100,10 @@ def machine() -> list[str]:
 
 
 def choose(dim: int, dtype: str) -> list[tuple[str, Choice]]:
-    """Return usual calls that read or update rows, and the implementations that run them.
+    """Return typical lookups and updates of rows, each with the implementation that runs it.
 
-    This tries the kernels for the machine's GPU, unless they were tried before.
+    The table has ``dim`` columns of type ``dtype``. On a GPU, kernels without a recorded trial are
+    tried first.
     """
     trained, quantized = TABLE_FORMATS.get(dtype), FORMATS.get(dtype)
     choices = [] if trained is None else _choose(dim, trained, "")

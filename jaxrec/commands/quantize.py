@@ -184,7 +184,11 @@ def _rules(
     rows: LogDataset | ParquetDataset | None,
     config: TrainConfig,
 ) -> dict[str, Pruning]:
-    """Return the rule of each pruned table: by the frequency of ids in ``rows``, or by norm."""
+    """Return how to prune each table of ``shares``, by name.
+
+    The rarest ids in the training rows ``rows`` are pruned; without ``rows``, the rows of the
+    smallest norm.
+    """
     if rows is None or not shares:
         return {name: by_norm(share=share) for name, share in shares.items()}
     print(f"counting the ids of {len(rows):,} training rows")

@@ -146,7 +146,10 @@ def keys_of(path: str | os.PathLike[str]) -> dict[str, str | None]:
 
 
 def key_types(paths: Iterable[str | os.PathLike[str]]) -> dict[str, pa.DataType]:
-    """Return the types of key columns: int64 if all values are integers, string otherwise."""
+    """Return the type of each column that directories ``key=value`` on the paths define.
+
+    It is int64 if all values of the key are integers, string otherwise.
+    """
     types: dict[str, pa.DataType] = {}
     for path in paths:
         for name, value in keys_of(path).items():

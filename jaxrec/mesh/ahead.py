@@ -116,7 +116,10 @@ def _contents(module: TappedModule) -> list[Ahead]:
 
 @contextlib.contextmanager
 def use_ahead(model: nnx.Module, ahead: Mapping[str, Sequence[Ahead]]) -> Iterator[None]:
-    """Within this context, differentiated calls take the routes and embeddings of ``ahead``."""
+    """Within this context, a differentiated loss takes routes and embeddings from ``ahead``.
+
+    ``ahead`` maps each collection's path to one `Ahead` for each of its calls, in order.
+    """
     # Calls are matched by their order, so a step must make the calls that the probe saw.
     before = {path: module.ahead for path, module in tapped_modules(model).items()}
     for path, module in tapped_modules(model).items():
@@ -130,7 +133,10 @@ def use_ahead(model: nnx.Module, ahead: Mapping[str, Sequence[Ahead]]) -> Iterat
 
 @contextlib.contextmanager
 def use_routes(model: nnx.Module, ahead: Mapping[str, Sequence[Ahead]]) -> Iterator[None]:
-    """Within this context, calls that are not differentiated take the routes of ``ahead``."""
+    """Within this context, lookups that are not differentiated take the routes of ``ahead``.
+
+    ``ahead`` is as for `use_ahead`; its embeddings are not used.
+    """
     for path, module in tapped_modules(model).items():
         module.probe = LookupProbe(ahead[path])
     try:

@@ -330,7 +330,10 @@ def _column(batch: KeyedJaggedArray, key: int, devices: int) -> _Column:
 def _fill(
     arrays: Sequence[np.ndarray | None], columns: Sequence[_Column], capacities: Sequence[int]
 ) -> np.ndarray:
-    """Return ``[devices, sum(capacities)]``: each key in a segment of its capacity, padded."""
+    """Copy each key's flat ids or weights to its segment of ``[devices, sum(capacities)]``.
+
+    A segment has the key's capacity; zeros follow each device's elements.
+    """
     present = [array for array in arrays if array is not None]
     devices = columns[0].lengths.shape[0]
     filled = np.zeros((devices, sum(capacities)), np.result_type(*present))

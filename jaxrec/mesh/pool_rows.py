@@ -171,7 +171,7 @@ def _take(rows: Shaped[Array, "rows width"], index: Int32[Array, " n"]) -> Array
 def _set(
     rows: Shaped[Array, "rows width"], index: Int32[Array, " n"], values: Shaped[Array, "n width"]
 ) -> Array:
-    """Set rows to the last of their values; the index -1 is skipped."""
+    """Set ``rows[index]`` to ``values``; the last of equal indices counts, and -1 is skipped."""
     # A scatter with repeated indices has no order. Sorted by index and then position, the last of
     # equal indices is the one to keep.
     positions = jnp.arange(index.shape[0], dtype=jnp.int32)

@@ -271,7 +271,7 @@ class BinnedRAUC(SumMetric):
 
 
 def _pairs(x: Float[np.ndarray, "..."], axis: int) -> Float[np.ndarray, "..."]:
-    """Return the weight of the pairs at different positions along an axis."""
+    """Return the sum of ``x[i] * x[j]`` over all ``i > j`` along an axis: the weight of pairs."""
     return (x * (np.cumsum(x, axis=axis) - x)).sum(axis=axis)
 
 

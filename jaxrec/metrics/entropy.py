@@ -16,7 +16,7 @@ from jaxrec.metrics.metric import ETA, Batch, SumMetric, Sums, SumState, Values,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormalizedEntropy(SumMetric):
-    """Cross entropy over the cross entropy of predicting the mean label each time (``ne``).
+    """Cross entropy, divided by the cross entropy of always predicting the mean label (``ne``).
 
     ``NE = sum -w (y log p + (1 - y) log(1 - p)) / (-pos log m - neg log(1 - m))`` with
     ``pos = sum w y``, ``neg = sum w (1 - y)`` and ``m = pos / (pos + neg)``. Lower is better; a
@@ -176,7 +176,7 @@ def check_coefficient(metric: SumMetric, coefficient: float) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CalibrationFreeNormalizedEntropy(NormalizedEntropy):
-    """Cross entropy over the cross entropy of predicting the mean prediction (``cali_free_ne``).
+    """Cross entropy, divided by the cross entropy of the mean prediction (``cali_free_ne``).
 
     It is `NormalizedEntropy` with the norm ``-pos log q - neg log(1 - q)`` and
     ``q = sum w p / sum w``. A wrong mean enlarges the norm, too, so that it does not count against

@@ -199,7 +199,10 @@ class MetricGroup:
         names: list[tuple[str, Any]],
         like: Shaped[Array, "tasks ..."] | None = None,
     ) -> Shaped[Array, "tasks ..."]:
-        """Stack outputs, given by pairs of the names of a task and an output."""
+        """Stack one output for each task, ``[tasks, ...]``.
+
+        ``names`` has the name of each task and the name of its output.
+        """
         columns = []
         for task, name in names:
             if name not in outputs:

@@ -100,14 +100,14 @@ class DIN(nnx.Module):
     """Predicts clicks on a target item from a history of items.
 
     Zhou et al. 2018, "Deep interest network for click-through rate prediction" (arXiv:1706.06978).
-    An item may have several features (its id, its shop, its category), whose embeddings stand side
-    by side in the history as in the target.
+    An item may have several features (its id, its shop, its category). Their embeddings are
+    concatenated, both for the target and for each item of the history.
 
     Args:
         items: Tables of the histories and the targets; a history and its target usually read the
             same table.
-        pairs: Name of the target feature, with one id per sample, for each history feature. All
-            histories of a sample have the same length.
+        pairs: From each history feature to its target feature, by name. A target has one id per
+            sample. All histories of a sample have the same length.
         profile: Tables of the sample's other features, pooled; None: no such features.
         num_dense: Number of dense features.
         attention_layer_sizes: Layers of the `TargetAttention`; the last is 1.

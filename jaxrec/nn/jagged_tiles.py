@@ -187,7 +187,7 @@ def _mask(
     exists: Bool[Array, " tiles"],
     distance: Int32[Array, "_ block block"],
 ) -> Bool[Array, "tiles block block"]:
-    """Return which keys each query sees: those of its row, in a causal plan up to itself."""
+    """Return which keys each query sees: the keys of its row, in a causal plan up to itself."""
     # This is the only place that decides per element. A mask that needs more than rows and distance
     # gets it through marks. A mask that empties whole tiles should also shorten the plan in
     # `plan_tiles`, since a masked tile costs as much as any other.
@@ -210,8 +210,8 @@ def _sum_tiles(
     """Sum ``tile(shared, queries, keys, tiles)`` over the tiles of each block of queries.
 
     ``queries``, ``keys`` and results are arrays of ``[blocks, block, ...]``; ``tile`` takes and
-    returns ``[tiles, block, ...]``, and sees ``shared`` whole. Differentiable in reverse mode, and
-    in forward mode over it.
+    returns ``[tiles, block, ...]``, and gets all of ``shared``. `jax.grad` and `jax.vjp` work, and
+    so does `jax.jvp` of a gradient; `jax.jvp` of the sum alone does not.
     """
 
     def contributions(tiles: Tiles) -> Any:

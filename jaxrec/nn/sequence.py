@@ -171,9 +171,9 @@ class SequenceOptions(TypedDict, total=False):
 
 
 class SequenceModel(nnx.Module):
-    """Base of sequence models: items and positions, a stack of blocks and a layer norm.
+    """Base of sequence models: item and position embeddings, a stack of blocks, a layer norm.
 
-    ``make_block(dim, ...)`` returns a block, a module of states and lengths.
+    ``make_block(dim, ...)`` returns a block: a module that maps ``states, lengths, ...`` to states.
     """
 
     def __init__(

@@ -132,17 +132,17 @@ class ema_in_place(OptimizerWrapper):
     reinforcement learning", section 3). FBGEMM's EMAINPLACE_ROWWISE_ADAGRAD is
     ``ema_in_place(optimizer=rowwise_adagrad(...))``.
 
-    The change comes before the lookups of iterations ``every``, ``2 every``, ... from ``start`` on,
-    counted from 1. The update of the iteration before makes it, in place, and reads and writes the
-    whole table. `jaxrec.optim.ema` keeps averages beside the rows and changes only rows of the
-    batch.
+    Iterations count from 1. The lookups of iterations ``every``, ``2 every``, ... from ``start`` on
+    read moved rows: the update at the end of the iteration before moves them. A move is in place,
+    and reads and writes the whole table. `jaxrec.optim.ema` keeps averages beside the rows instead,
+    and changes only rows of the batch.
 
     State: that of the other optimizer.
 
     Attributes:
         optimizer: The other optimizer, with the learning rate and the bounds on gradients and rows.
-        every: Number of iterations between two changes, 1 or more; FBGEMM's ``step_ema``.
-        start: First iteration that may follow a change; FBGEMM's ``step_start``.
+        every: Number of iterations from one move to the next, 1 or more; FBGEMM's ``step_ema``.
+        start: First iteration that may read moved rows; FBGEMM's ``step_start``.
         coefficient: Share of the way to the first half, in [0, 1]; FBGEMM's ``step_ema_coef``.
 
     Raises:

@@ -104,7 +104,7 @@ class KeyedConstructors:
     ) -> Batch:
         """Make a batch of dense arrays: one id per sample (``[batch]``) or k ids (``[batch, k]``).
 
-        Arrays or lists of integers, or with ``id_bits=64`` of strings.
+        Each key has an array or lists of integers; with ``id_bits=64`` also of strings.
 
         Options, result and errors as for `from_lists`.
 

@@ -165,7 +165,7 @@ def _copied(model: Model) -> Model:
 
 
 def _copied_array(array: Any) -> Any:
-    """Return a copy of an array with the same sharding, to the spelling of its axes."""
+    """Return a copy of an array with the identical sharding, not just an equivalent one."""
     copy = jnp.copy(array)
     # Programs are compiled for a sharding as it is written. An equal one in other words would
     # compile them anew, in the middle of serving.

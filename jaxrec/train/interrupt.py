@@ -98,7 +98,10 @@ def interruptible(announce: Callable[[str], None] = lambda name: None) -> Iterat
 
 @contextlib.contextmanager
 def _announced(announce: Callable[[str], None]) -> Iterator[None]:
-    """Call ``announce`` with the first signal's name, from another thread."""
+    """Within this context, call ``announce`` with the name of the first SIGINT or SIGTERM.
+
+    The call comes from another thread.
+    """
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
 

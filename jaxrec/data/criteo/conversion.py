@@ -144,7 +144,7 @@ def is_converted(output: str | os.PathLike[str]) -> bool:
 def _same_sources(
     made: Mapping[str, int | None], wanted: Mapping[str, int], output: pathlib.Path
 ) -> None:
-    """Raise `DataError` if the names or sizes of source files differ."""
+    """Raise `DataError` if the source files ``made`` and ``wanted`` differ in name or size."""
     # Names and sizes: reading a terabyte to compare contents would take as long as converting it.
     if set(made) == set(wanted) and all(made[name] in (None, wanted[name]) for name in made):
         return
@@ -163,7 +163,10 @@ def _named(files: Mapping[str, int | None]) -> str:
 
 
 def _same_parts(output: pathlib.Path, files: Sequence[pathlib.Path]) -> None:
-    """Raise `DataError` if a Parquet file of an unfinished conversion has other sources."""
+    """Raise `DataError` if a Parquet file in ``output`` was made from a file not in ``files``.
+
+    A source of the same name and another size is another file.
+    """
     sources = {_prefix(file.name, index): file for index, file in enumerate(files)}
     for path in sorted(output.glob("*.parquet")):
         part, file = read_part(path), sources.get(path.name.rpartition("-")[0])

@@ -63,7 +63,7 @@ class DayFiles:
 def write_npy(
     source: str | os.PathLike[str], output: str | os.PathLike[str], *, counts: str = "log"
 ) -> list[DayFiles]:
-    """Write a converted log as TorchRec's npy files, three for each text file.
+    """Write a converted log as TorchRec's npy files, three for each text file of the log.
 
     The text file ``day_0`` becomes ``day_0_labels.npy``, ``day_0_dense.npy`` and
     ``day_0_sparse.npy``, as TorchRec's ``BinaryCriteoUtils`` writes them.

@@ -61,9 +61,10 @@ class FloatGrid:
 def cut_bits(
     values: Float[Array, "*shape"], dropped: int, noise: UInt32[Array, "*shape"] | None = None
 ) -> Float[Array, "*shape"]:
-    """Round float32 numbers to fractions with ``dropped`` bits less, at random with ``noise``.
+    """Round float32 numbers to ``23 - dropped`` bits of fraction.
 
-    Without noise it rounds to nearest, ties to even.
+    Without ``noise`` they round to nearest, ties to even. With ``noise``, 32 random bits for each
+    number, they round up or down at random, so that the mean is the number.
     """
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
     if noise is None:

@@ -254,7 +254,7 @@ def cache_directory() -> pathlib.Path:
 
 
 def environment_of(device: Any) -> dict[str, str]:
-    """Return all that a device's answers depend on."""
+    """Return the device, its driver and the versions for which its recorded answers hold."""
     environment = {
         "device": device.device_kind,
         "platform": device.client.platform_version,  # which names the driver

@@ -78,7 +78,10 @@ def target_symbols(primitive: str) -> dict[str, str]:
 
 
 def exported_targets() -> tuple[str, ...]:
-    """Return the targets that exported programs may call, now and with later versions of jaxrec."""
+    """Return the names of the library's functions that exported programs may call.
+
+    Later versions of jaxrec have these functions, too.
+    """
     return tuple(name for primitive in EXPORTED_VERSIONS for name in target_symbols(primitive))
 
 

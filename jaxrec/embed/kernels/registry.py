@@ -104,7 +104,7 @@ IMPLEMENTATIONS = (
 
 @functools.cache
 def _trials(implementation: Implementation) -> Trials | None:
-    """Return the `Trials` of an implementation on this process's GPU; None without a GPU."""
+    """Return the object that tries an implementation's kernels on the GPU; None without a GPU."""
     cards = trial.cards()
     return Trials(implementation.name, implementation.module, cards[0]) if cards else None
 

@@ -166,7 +166,7 @@ def sums_of_bags(
 ) -> Float[Array, " lookups"]:
     """Return the whole sums of `update_slices` where each slice lies whole on one device.
 
-    ``layouts`` are those of the batches that were looked up, in turn.
+    ``layouts`` has the layout of each batch that was looked up, in turn.
     """
     positions = [_Positions.of(placed, layout) for layout in layouts]
     sizes = [placed.num_devices * each.column[0].size * each.unit for each in positions]

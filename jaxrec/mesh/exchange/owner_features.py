@@ -89,7 +89,8 @@ class OwnerFeatures:
     ) -> Shaped[Array, "owners positions ..."]:
         """Copy each feature's values to its owner's column, padded with zeros.
 
-        ``starts`` and ``counts`` give each feature's values, ``sizes`` are those of the columns.
+        Feature ``f`` has the ``counts[f]`` values from ``starts[f]`` on; ``sizes`` has the size of
+        each column. The copy is made in ``parts_out`` arrays.
         """
         # An absent feature has no values, so that its column is all padding. The copy is made in
         # `parts_out` arrays, as kernels do, for channels that send one array per device.
@@ -147,7 +148,7 @@ def send_lookups(
 ) -> BagsRoute:
     """Send this device's lookups to the owners of their features.
 
-    ``rows`` has the row that the owner looks up, ``lengths`` those of all bags of the batch.
+    ``rows`` has the owner's row for each lookup, ``lengths`` the length of each bag of the batch.
     """
     # Rows and bag lengths alone: the owner knows the layout, since it is static.
     rows, lengths = channel.send_together(
@@ -184,7 +185,7 @@ def send_bags(
 ) -> Float[Array, "bags_of_group dim"]:
     """Send pooled bags from their owners to the samples' devices.
 
-    Owners have them in the order of `OwnerFeatures.received`, the result is in that of the layout.
+    Owners hold bags in the order of `OwnerFeatures.received`; the result is in the layout's order.
     """
     home = channel.send_rows(bags.reshape(len(owned.features), -1, bags.shape[1]))
     by_feature = owned.unpack(home, layout.strides, owned.strides)

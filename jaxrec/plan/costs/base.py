@@ -80,7 +80,7 @@ class Group:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a stored row, ``w s``, with its scale in formats of one byte an element."""
+        """Bytes of a row as stored, ``w s`` in `ExchangeCosts`, with its scale if it has one."""
         return self.row_format.row_bytes(self.width)
 
     @property
@@ -105,12 +105,12 @@ class Group:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of a pooled embedding or of a row's gradient, ``4 w``."""
+        """Bytes of a pooled embedding or of a row's gradient: 4 for each column."""
         return self.width * WORD
 
     @property
     def stored_row_bytes(self) -> int:
-        """Bytes of a row with its optimizer state, ``w s + m``."""
+        """Bytes of a row as stored and of its optimizer state, ``w s + m`` in `ExchangeCosts`."""
         return self.row_bytes + state_bytes(self.optimizer, self.width)
 
     def __str__(self) -> str:
@@ -265,8 +265,9 @@ class ExchangeCosts(abc.ABC):
     def kept_bytes(self, workload: TableWorkload) -> float:
         """Return the bytes that every device keeps from the forward to the backward pass.
 
-        They are ``12 c`` for rows, bags and factors, ``8 b w`` for the embeddings and their
-        gradients (``8 c w`` where they are not pooled), and the route.
+        They are the route, ``12 c`` for the row, bag and scale of each position for an id, and
+        ``8 w b`` for embeddings and their gradients (``8 w c`` if not pooled). `ExchangeCosts`
+        defines the letters.
         """
         embeddings = workload.bags if workload.is_pooled else workload.capacity
         kept = 12 * workload.capacity + 2 * embeddings * self.group.gradient_bytes

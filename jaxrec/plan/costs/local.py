@@ -84,5 +84,5 @@ class AloneCosts(ExchangeCosts):
         )
 
     def temporary_bytes(self, workload: TableWorkload) -> float:
-        """Return ``32 c``."""
+        """Return ``32 c`` bytes: eight arrays of int32 row numbers."""
         return 32 * workload.capacity

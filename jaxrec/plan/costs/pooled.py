@@ -74,11 +74,14 @@ class PooledCosts(ExchangeCosts):
         return empty, empty
 
     def overflow_steps(self, rounds: float) -> list[float]:
-        """Return ``D c`` in rounds, which holds any demand."""
+        """Return ``D c / L`` rounds if one does not fit: ``D c`` positions hold all ids.
+
+        ``L = 1.25 c`` are the positions of one round.
+        """
         return [self.topology.num_devices / DEFAULT_CAPACITY_FACTOR] if rounds > 1 + 1e-9 else []
 
     def route_bytes(self, workload: TableWorkload) -> float:
-        """Return ``13 c + 4 D b``."""
+        """Return ``13 c + 4 D b`` bytes."""
         lengths = 4 * self.topology.num_devices * workload.bags
         return (8 + 4 * DEFAULT_CAPACITY_FACTOR) * workload.capacity + lengths
 

@@ -95,11 +95,11 @@ class RowsCosts(ExchangeCosts):
         return [float(count) for count in range(2, math.ceil(rounds - 1e-9) + 1)]
 
     def route_bytes(self, workload: TableWorkload) -> float:
-        """Return ``17 c``."""
+        """Return ``17 c`` bytes."""
         return (12 + 4 * DEFAULT_CAPACITY_FACTOR) * workload.capacity
 
     def temporary_bytes(self, workload: TableWorkload) -> float:
-        """Return ``2 c (4 w + 32) + 2 L (4 w + 4)``."""
+        """Return ``2 c (4 w + 32) + 2 L (4 w + 4)`` bytes."""
         gradient = self.group.gradient_bytes
         rows = 2 * workload.capacity * (gradient + 32)
         return rows + 2 * self.round_capacity(workload) * (gradient + WORD)

@@ -81,7 +81,7 @@ def _checked_sizes(batch_sizes: Sequence[int]) -> list[int]:
 
 
 def _check_encoder(encoder: TableEncoder, bounds: Mapping[str, int]) -> None:
-    """Raise a ValueError where the rows of an encoder are not those of the model's tables."""
+    """Raise a ValueError if an encoder has more rows than a table, or an open vocabulary."""
     if encoder.schema.dynamic:
         names = ", ".join(map(repr, encoder.schema.dynamic))
         raise ValueError(f"columns {names} have open vocabularies; exported models have fixed ones")
@@ -117,7 +117,7 @@ def _features(model: nnx.Module, kind: type[Collection]) -> set[str]:
 def _of_example(
     leaves: Sequence[tuple[str, Any]], bounds: Mapping[str, int], per_id: set[str]
 ) -> tuple[list[Input], list[dict[str, Capacity]]]:
-    """Return inputs like those of an example batch, and the capacities of the ragged ones."""
+    """Return inputs like an example batch's, and the capacities of the ragged ones."""
     inputs: list[Input] = []
     capacities = []
     for name, leaf in leaves:

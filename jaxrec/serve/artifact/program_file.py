@@ -51,10 +51,12 @@ _ELEMENTS = {
 def native_calls() -> list[jax_export.DisabledSafetyCheck]:
     """Return the ``disabled_checks`` with which `jax.export` accepts jaxrec's native functions.
 
-    On a CPU lookups, updates and dot products call jaxrec's library, and JAX exports only calls
-    that it knows. A program with such calls runs where jaxrec was imported and its library is
-    loaded: by a first lookup of any kind, or by ``native_calls()``. Later versions of jaxrec serve
-    the lookups; the other calls are those of this version. Within
+    On a CPU, lookups, updates and dot products call functions of jaxrec's library. `jax.export`
+    refuses to export calls that it does not know, unless their checks are disabled.
+
+    A process that runs such a program must import jaxrec and load the library: by any lookup, or by
+    ``native_calls()``. Later versions of jaxrec run the program's lookups. Its updates and dot
+    products are certain to run only with the version of jaxrec that exported it. Within
     ``jaxrec.embed.kernels.use_kernels("reference")`` programs are exported without native calls.
 
     `jaxrec.serve.export` needs none of this.

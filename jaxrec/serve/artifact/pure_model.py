@@ -158,7 +158,7 @@ def _is_packed(store: TableStore) -> bool:
 
 
 def _inference_store(store: TableStore) -> TableStore:
-    """Return inference tables for a store's configurations, with shapes for arrays."""
+    """Return a store's tables for inference, with `jax.ShapeDtypeStruct` in place of arrays."""
     if _is_packed(store):
         return jax.eval_shape(lambda: store)
     formats = {config.name: TABLE_FORMATS[str(config.dtype)] for config in store.configs}

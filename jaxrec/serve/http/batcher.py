@@ -35,8 +35,9 @@ class _Waiting:
 class Batcher:
     """Collects requests, and predicts them together in a thread.
 
-    A batch begins when the thread is free, and its samples are ``max_batch`` or its first request
-    has waited for ``max_delay``.
+    When the thread is free, it predicts the waiting requests, up to ``max_batch`` samples, as soon
+    as ``max_batch`` samples wait or the first request has waited for ``max_delay``. A request of
+    more samples is predicted alone.
     """
 
     def __init__(self, predict: Predict, limits: Limits, metrics: Metrics) -> None:

@@ -117,7 +117,11 @@ class InputColumn:
         return pa.int64() if largest in _INT64 else pa.uint64()
 
     def _problem(self, values: list[Any]) -> str:
-        """Return which sample has an integer that does not fit, or another type than others."""
+        """Return an error that names the first sample with a wrong value; empty if there is none.
+
+        A value is wrong if earlier values have another type, or if it is an integer of more than
+        64 bits.
+        """
         kinds: set[type] = set()
         for sample, value in enumerate(values):
             for each in (value if self.is_list else (value,)) or ():

@@ -127,9 +127,10 @@ class TrackedOpenTable(TrackedTable):
 
 @dataclasses.dataclass(frozen=True)
 class TrackedVocabulary:
-    """A vocabulary and its tables; ``ids_of_rows``, int64 ``[rows]``, is -1 where a row has no id.
+    """A vocabulary, its tables, and the id of each row of the tables.
 
-    The vocabulary's map may be ahead of ``ids_of_rows``, which follows the tables.
+    ``ids_of_rows`` is int64 ``[rows]``, -1 for a row without an id. It changes with the tables,
+    while the vocabulary's map already has the ids of batches that are planned.
     """
 
     vocabulary: Vocabulary

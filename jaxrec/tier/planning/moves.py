@@ -38,7 +38,7 @@ NO_MOVE = Move(NO_CHANGE, None, None)
 
 
 def begin_move(each: TableVocabulary, assignment: Assignment) -> Move:
-    """Announce the rows that leave for a store, and start reading those that return."""
+    """Register a batch's evicted ids, and start reading the rows of its new ids from the store."""
     if not assignment.new_ids.size and not assignment.evicted_ids.size:
         return NO_MOVE
     if each.transfer is None:
@@ -122,7 +122,7 @@ def _receive(
 def _request(
     each: TableVocabulary, config: TableConfig, rows: np.ndarray, ids: np.ndarray
 ) -> TableRows:
-    """Return the rows of a table that travel, with their owners where stores are divided."""
+    """Return a request for rows of a table, with their owners where stores are divided."""
     owners = None if each.transfer is None else each.transfer.owners(ids)
     return TableRows(config.name, rows, owners)
 

@@ -56,9 +56,10 @@ class Tile:
         warps: int | None = None,
         depth: int = LANES,
     ) -> Tile:
-        """Return the tile that sums groups of a mean length, with ``elements`` in each lane.
+        """Return the tile that sums groups of ``mean_length`` rows of ``dim`` columns.
 
-        ``depth`` bounds the rows of a group in groups of up to 32 rows; longer groups have more.
+        A lane loads ``elements`` elements. The tile has up to ``depth`` rows of each group, more
+        where groups are longer than 32 rows.
         """
         # Few rows of many groups, rather than many rows of few: then a tile waits less often for
         # the indices of its next rows.
@@ -83,8 +84,8 @@ class Tile:
     ) -> Tile:
         """Return the tile that sums groups of packed rows of ``dim`` bytes.
 
-        A byte holds ``sums`` columns, each with a sum. A lane loads ``vector`` bytes at once, as
-        their alignment allows, and has ``elements`` sums.
+        Each byte holds ``sums`` columns (2 for 4-bit codes), and each column needs a sum. A lane
+        keeps about ``elements`` sums. It loads ``vector`` bytes at once, the largest aligned load.
         """
         # A lane loads four times as many bytes as it has sums, if groups are that long. Then as
         # many bytes are on their way as with rows of floats.
@@ -114,7 +115,7 @@ class Tile:
         return cls(dim, columns, groups, 1, warps)
 
     def folded(self, vector: int, most: int = 4) -> Tile:
-        """Return the tile in which a lane adds up, ``most`` at a time, the rows that it loads.
+        """Return this tile with lanes that sum ``most`` or fewer rows of a group as they load.
 
         A lane loads ``vector`` elements at once.
         """
