@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from jaxrec import plan as plan
     from jaxrec import ragged as ragged
     from jaxrec import serve as serve
+    from jaxrec import tier as tier
     from jaxrec import train as train
+    from jaxrec import tune as tune
     from jaxrec.embed import EmbeddingBagCollection as EmbeddingBagCollection
     from jaxrec.embed import EmbeddingBagConfig as EmbeddingBagConfig
     from jaxrec.embed import EmbeddingCollection as EmbeddingCollection

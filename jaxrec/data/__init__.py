@@ -1,5 +1,6 @@
 """Readers of data sets: click logs, MovieLens, interactions, Parquet and npy files."""
 
+from jaxrec._public import moved_names as _moved_names
 from jaxrec._public import public_names as _public_names
 from jaxrec.data.arrays import NpyGroups as NpyGroups
 from jaxrec.data.arrays import npz_members as npz_members
@@ -40,9 +41,10 @@ from jaxrec.data.statistics import ListLengths as ListLengths
 from jaxrec.data.statistics import usual_capacity as usual_capacity
 from jaxrec.data.vocabulary import ValueCounts as ValueCounts
 from jaxrec.data.vocabulary import Vocabulary as Vocabulary
-from jaxrec.ragged import Packer as Packer
 
 __all__ = _public_names(globals())
+
+__getattr__ = _moved_names(__name__, {"Packer": "jaxrec.Packer"})
 
 
 def __dir__() -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 from jaxrec.embed.checkpoint_view import LogicalTable, part_rows
 from jaxrec.embed.config import TableConfig, refuse_training
 from jaxrec.embed.formats import RowFormat, TableArray
-from jaxrec.embed.layout import Group, Output, TableLayout
+from jaxrec.embed.layout import Group, TableLayout
 from jaxrec.embed.row_gradients import (
     Activations,
     Residuals,
@@ -29,22 +29,6 @@ from jaxrec.embed.rows import FoundIds, Rows, check_distinct, read, row_indices,
 from jaxrec.embed.slots import ONE_DEVICE, RowSlots, SlotDevices, TableRows
 from jaxrec.optim.hyperparameters import Step
 from jaxrec.ragged import KeyedJaggedArray
-
-
-class StoreLayout(Protocol):
-    """Static description of a store's tables; hashable. `TableLayout` is one."""
-
-    @property
-    def configs(self) -> tuple[TableConfig, ...]:
-        """Configurations of the tables, in the order given."""
-
-    @property
-    def outputs(self) -> tuple[Output, ...]:
-        """Blocks of the collection's output, in order."""
-
-    @property
-    def bounds(self) -> dict[str, int]:
-        """Number of ids that all tables of a feature have, by feature."""
 
 
 class TableStore(abc.ABC):
@@ -73,7 +57,8 @@ class TableStore(abc.ABC):
     A store that changes a few methods of another one derives from `jaxrec.embed.WrappingStore`.
 
     Attributes:
-        layout: The tables, and which features read them; see `StoreLayout`.
+        layout: The tables, and which features read them: a `TableLayout`, or an object with what
+            the defaults that a store keeps ask of it. Static and hashable.
     """
 
     layout: Any

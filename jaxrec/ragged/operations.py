@@ -19,6 +19,7 @@ from jaxrec.ragged import fbgemm
 from jaxrec.ragged.arrays import AnyArray, require_one_batch
 from jaxrec.ragged.fbgemm import Dense
 from jaxrec.ragged.jagged import JaggedArray
+from jaxrec.ragged.keyed_jagged import KeyedJaggedArray
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -33,6 +34,11 @@ def _column_first(operation: Callable[Arguments, Result]) -> Callable[Arguments,
         # Calls with FBGEMM's arrays begin with an array, by position, as `values=` or `x_values=`.
         if (arguments and isinstance(arguments[0], JaggedArray)) or "column" in options:
             return operation(*arguments, **options)
+        if arguments and isinstance(arguments[0], KeyedJaggedArray):
+            raise TypeError(
+                f"jaxrec.ragged.{name} takes one column of a batch, such as batch["
+                f"{next(iter(arguments[0].keys), 'feature')!r}]; got a KeyedJaggedArray"
+            )
         warnings.warn(
             f"jaxrec.ragged.{name} takes a JaggedArray; jaxrec.ragged.fbgemm.{name} takes arrays",
             DeprecationWarning,

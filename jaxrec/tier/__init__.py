@@ -41,17 +41,22 @@ _MOVED = (
     "AverageThreshold",
     "DistanceLFUEvictionPolicy",
     "DynamicThreshold",
+    "EvictedSlots",
     "LFUEvictionPolicy",
     "LRUEviction",
     "LRUEvictionPolicy",
     "ManagedCollisionEmbeddingBagCollection",
     "ManagedCollisionEmbeddingCollection",
     "MultiProbeConfig",
+    "MultiProbeMap",
     "PerFeatureTTLEviction",
     "ProbabilisticThreshold",
     "SingleTTLEviction",
+    "SortedMap",
     "SortedMapConfig",
+    "ThresholdFilter",
     "id_words",
+    "murmur_hash3",
 )
 __getattr__ = _moved_names(
     __name__, {name: f"jaxrec.tier.managed_collision.{name}" for name in _MOVED}

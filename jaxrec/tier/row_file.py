@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import numpy as np
+import pyarrow as pa
 from flax import nnx
 
 from jaxrec.files.atomic import write_atomically
 from jaxrec.files.rows import RowFile, RowWriter, Values, open_rows
+from jaxrec.mesh.agree import raise_together
 from jaxrec.ragged.raw_ids import RESERVED
 from jaxrec.tier.deltas.tables import OpenTable, PublishedTable, published_tables
 from jaxrec.tier.planning.tier import tier_of
@@ -80,21 +82,29 @@ def export_rows(
         )
     if path.suffix == ".npy" and with_state:
         raise ValueError(f"optimizer state is written to .parquet, got {path.name}")
-    count = 0
+    count, error = 0, None
     with contextlib.ExitStack() as stack:
         if isinstance(table, OpenTable):
             # Batches may be planned already: their rows must move before ids and rows agree.
             stack.enter_context(table.tier.settled(model))
-        # Every process reads all parts, since reading a table over a mesh is a collective.
-        parts = table.scan(with_state, with_stored)
-        if jax.process_index() == 0:
-            unfinished = stack.enter_context(write_atomically(path))
-            make = _npy_writer if path.suffix == ".npy" else _row_writer
-            write = make(stack, unfinished, table, with_state)
-        for ids, values in parts:
+        parts = iter(table.scan(with_state, with_stored))
+        try:
             if jax.process_index() == 0:
-                write(ids, values)
-            count += ids.size
+                with contextlib.ExitStack() as files:
+                    unfinished = files.enter_context(write_atomically(path))
+                    make = _npy_writer if path.suffix == ".npy" else _row_writer
+                    write = make(files, unfinished, table, with_state)
+                    for ids, values in parts:
+                        write(ids, values)
+                        count += ids.size
+        except (OSError, pa.ArrowException) as raised:
+            if jax.process_count() == 1:
+                raise
+            error = raised
+        # Reading a table over a mesh is a collective: every process reads all parts, and so does
+        # process 0 after an error, or the others would wait for it for ever.
+        count += sum(ids.size for ids, _ in parts)
+        raise_together(error, (OSError, ValueError))
     return count
 
 
@@ -141,8 +151,8 @@ def import_rows(model: nnx.Module, name: str, path: str | os.PathLike[str]) -> i
         model: The model, or one of its collections.
         name: Name of the table.
         path: The file. Ids may have any order. Columns other than ``id``, ``row`` and the state's
-            are ignored. Files that ``jaxrec.train.export_table`` wrote until 0.3, with the columns
-            ``row`` and ``embedding``, are read, too.
+            are ignored. Files of earlier versions, with the columns ``row`` and ``embedding``, are
+            read, too.
 
     Returns:
         The number of ids.

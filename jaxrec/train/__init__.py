@@ -1,5 +1,6 @@
 """Training: compiled steps, the training loop, checkpoints and the command line."""
 
+from jaxrec._public import moved_names as _moved_names
 from jaxrec._public import public_names as _public_names
 from jaxrec.train.callbacks import SaveCheckpoints as SaveCheckpoints
 from jaxrec.train.callbacks import SynchronizeReplicas as SynchronizeReplicas
@@ -14,10 +15,7 @@ from jaxrec.train.checkpoint import restore_state as restore_state
 from jaxrec.train.model import load_model as load_model
 from jaxrec.train.placed_batches import put_batch as put_batch
 from jaxrec.train.routing import RoutedSteps as RoutedSteps
-from jaxrec.train.step import CompiledStep as CompiledStep
 from jaxrec.train.step import compile_step as compile_step
-from jaxrec.train.tables import export_table as export_table
-from jaxrec.train.tables import import_table as import_table
 from jaxrec.train.torchrec import load_torchrec as load_torchrec
 from jaxrec.train.torchrec import save_torchrec as save_torchrec
 from jaxrec.train.torchrec import torchrec_layers as torchrec_layers
@@ -27,6 +25,11 @@ from jaxrec.train.trainer import StepResult as StepResult
 from jaxrec.train.trainer import Trainer as Trainer
 
 __all__ = _public_names(globals())
+
+__getattr__ = _moved_names(
+    __name__,
+    {"export_table": "jaxrec.tier.export_rows", "import_table": "jaxrec.tier.import_rows"},
+)
 
 
 def __dir__() -> list[str]:

@@ -147,11 +147,12 @@ def assert_close(tables, expected):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
     list(itertools.product(["pooled", "per_id"], OPTIMIZERS))
     if IS_WHOLE
-    else [pytest.param("pooled", "lamb", marks=pytest.mark.slow), ("per_id", "rowwise_adagrad")],
+    else [("pooled", "lamb"), ("per_id", "rowwise_adagrad")],
 )
 def test_equal_to_one_device(mesh, kind, optimizer):
     first, (losses, tables), (more_losses, more_tables) = on_one_device(kind, optimizer)

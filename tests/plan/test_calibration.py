@@ -35,6 +35,7 @@ def test_a_fit_takes_off_what_is_known_and_never_falls_below_zero():
     assert fit(all_known) == Rate(0.0, 0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_calibration_measures_every_operation():
     mesh = jax.make_mesh((2, 2), ("host", "device"), devices=jax.devices()[:4])
     measured: list[Measurement] = []

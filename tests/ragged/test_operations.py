@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrec import ragged
-from jaxrec.ragged import JaggedArray, fbgemm
+from jaxrec.ragged import JaggedArray, KeyedJaggedArray, fbgemm
 
 RNG = np.random.default_rng(0)
 # Three rows of 2, 0 and 3 vectors, and padding that must not be read.
@@ -94,3 +94,9 @@ def test_operations_on_arrays_alone_moved():
     assert "segment_mask" not in dir(ragged)
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         ragged.nonsense  # noqa: B018
+
+
+def test_a_batch_of_several_features_is_refused():
+    batch = KeyedJaggedArray.from_lists({"f": [[1], [2, 3]]})
+    with pytest.raises(TypeError, match=r"takes one column of a batch, such as batch\['f'\]"):
+        ragged.jagged_softmax(batch)

@@ -15,6 +15,7 @@ import signal
 import jax
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import AxisType
 
 import jaxrec
@@ -24,6 +25,7 @@ from jaxrec.tier import (
     Dynamic,
     Subscriber,
     ahead,
+    export_rows,
     farthest,
     lfu,
     make,
@@ -268,3 +270,20 @@ def planned(directory: pathlib.Path):
     ids = np.arange(test_cached.NUM_IDS)
     rows = {name: model.embeddings.rows(name, ids) for name in ("item", "query")}
     return {"losses": np.array(losses), "evicted": np.array(sorted(evicted.values())), **rows}
+
+
+def failed_export(directory: str) -> dict:
+    """What each process raises where process 0 cannot write, and the rows of the next file."""
+    config = jaxrec.EmbeddingBagConfig("a", 10, 4)
+
+    def bags():
+        return jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+
+    plan = ShardingPlan.from_dict({"a": jaxrec.mesh.row_wise()})
+    model = jaxrec.shard(bags, plan, everywhere())
+    error = None
+    try:
+        export_rows(model, "a", f"{directory}/missing/a.npy")
+    except OSError as raised:
+        error = str(raised)
+    return {"error": error, "rows": export_rows(model, "a", f"{directory}/a.npy")}

@@ -167,3 +167,10 @@ def test_they_train_by_a_plan_with_caches_as_one_device_does(pair, tmp_path):
     for name in ("item", "query"):
         rows = whole.embeddings.table(name)
         np.testing.assert_allclose(first[name], rows, rtol=1e-5, atol=1e-6)
+
+
+def test_a_file_that_cannot_be_written_ends_all_processes(pair, tmp_path):
+    ends = pair.run("tests.tier.processes:failed_export", directory=tmp_path)
+    assert all("missing" in end["error"] for end in ends)
+    assert [end["rows"] for end in ends] == [10, 10]
+    assert np.load(tmp_path / "a.npy").shape == (10, 4)

@@ -78,6 +78,7 @@ def test_evicted_rows_return_as_they_left(mesh, options):
     np.testing.assert_allclose(losses[130].losses, losses[202].losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_of_several_batches(mesh):
     batches, _ = models.stream(12, 120, samples=8)
     model = make_model(mesh)

@@ -39,7 +39,7 @@ def on(devices, placement, seed):
 
 
 def test_restores_to_any_placement(tmp_path):
-    """From eight devices to two and to one; tests/mesh/test_logical.py has all placements."""
+    """From eight devices to two and to one."""
     bags, optimizer = on(8, jaxrec.mesh.row_wise(), 0)
     checkpoint.save(tmp_path, bags, optimizer)
     for devices, placement in ((2, jaxrec.mesh.column_wise((0, 1))), (0, None)):

@@ -9,7 +9,7 @@ from flax import nnx
 from safetensors.flax import save_file
 
 import jaxrec
-from jaxrec.train import CheckpointError, export_table, import_table, load_torchrec
+from jaxrec.train import CheckpointError, load_torchrec
 from tests.tier.test_plain_row_files import Model
 
 BAGS_USER, ITEM = "bags.embedding_bags.user.weight", "bags.embedding_bags.item.id.weight"
@@ -91,8 +91,8 @@ def test_paths_as_text(tmp_path):
 
 def test_earlier_names(tmp_path):
     one, other = Model(0).bags, Model(1).bags
-    with pytest.warns(DeprecationWarning, match=r"export_table is jaxrec\.tier\.export_rows now"):
-        export_table(one, "user", tmp_path / "user.parquet")
-    with pytest.warns(DeprecationWarning, match=r"import_table is jaxrec\.tier\.import_rows now"):
-        import_table(other, "user", tmp_path / "user.parquet")
+    with pytest.warns(DeprecationWarning, match=r"export_table is now jaxrec\.tier\.export_rows"):
+        jaxrec.train.export_table(one, "user", tmp_path / "user.parquet")
+    with pytest.warns(DeprecationWarning, match=r"import_table is now jaxrec\.tier\.import_rows"):
+        jaxrec.train.import_table(other, "user", tmp_path / "user.parquet")
     np.testing.assert_array_equal(other.table("user"), one.table("user"))
