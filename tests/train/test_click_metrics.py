@@ -64,9 +64,10 @@ def never_stopped():
     return trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "steps",
-    [pytest.param(5, marks=pytest.mark.slow), 7],
+    [5, 7],
     ids=["between-epochs", "in-the-second"],
 )
 def test_stopped_and_resumed_is_as_never_stopped(tmp_path, never_stopped, steps):

@@ -106,6 +106,7 @@ def test_strings_and_their_hashes_are_trained_alike(columns, tmp_path):
     assert_same(*models, ("city", "item", "tags"), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_schema_chooses_columns_and_resume_keeps_it(columns, tmp_path, capsys):
     """DeepFM, whose linear tables share the rows of their ids."""
     schema = {

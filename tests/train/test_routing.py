@@ -160,6 +160,7 @@ def test_no_batches():
     assert list(steps([])) == []
 
 
+@pytest.mark.slow
 def test_several_parts_of_a_step_take_what_was_found_in_turn():
     """Gradients of two batches in one step: each has the routes of its own."""
 
