@@ -65,7 +65,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a model learns from sequences, and how it is asked what comes next."""
+    """Training samples of a sequence model, and the input that asks it for the next item."""
 
     train: list[np.ndarray]
     sample: Callable[[np.random.Generator, np.ndarray], tuple[np.ndarray, np.ndarray]]

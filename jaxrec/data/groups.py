@@ -81,7 +81,7 @@ class FileGroups(abc.ABC):
 
     def __post_init__(self) -> None:
         if not self.paths:
-            raise DataError(f"there are no {self.format} files to read")
+            raise DataError(f"no {self.format} files were given")
 
     @abc.abstractmethod
     def open(self, path: pathlib.Path) -> contextlib.AbstractContextManager[OpenFile]:

@@ -96,7 +96,7 @@ def movielens_ratings(path: str | os.PathLike[str]) -> pa.Table:
         1193
     """
     path = pathlib.Path(path)
-    missing = "there are no ratings of MovieLens here; they are in u.data (100K), ratings.dat"
+    missing = "no ratings of MovieLens were found here; the file is u.data (100K), ratings.dat"
     file, layout = _find(path, _RATING_FORMATS, f"{missing} (1M) or ratings.csv (20M, 25M)")
     table = _read(file, layout, _RATINGS)
     for name in _RATINGS:

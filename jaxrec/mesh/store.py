@@ -390,13 +390,11 @@ class MeshStore(TableStore):
         return tables
 
     def _shares_devices(self, other: MeshStore) -> bool:
-        replicas = self.replica_axis, other.replica_axis
         devices = [list(store.mesh.devices.flat) for store in (self, other)]
-        return replicas == (None, None) and devices[0] == devices[1]
+        return (self.replica_axis, other.replica_axis) == (None, None) and devices[0] == devices[1]
 
     def _moved(self: Store, other: MeshStore, config: TableConfig) -> Store:
-        """Copy a table from a store on the same devices."""
-        # By way of the checkpoint's layout, which is the same for all placements.
+        """Copy a table from a store on the same devices, in the layout that checkpoints have."""
         shapes = self.checkpoint_shapes(config.name)
         shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
         logical = jax.device_put(other.checkpoint_view(config.name), shardings)
@@ -404,9 +402,8 @@ class MeshStore(TableStore):
 
     def _copied(self: Store, other: TableStore, config: TableConfig) -> Store:
         """Copy a packed table from another store."""
-        # Rows are copied as they are stored, since packing them again would round them again. A
-        # column slice of a row keeps the whole row's scale until it is updated. Only a slice that
-        # takes columns from several slices of the other store has to be packed anew.
+        # Rows are copied as stored: packing them again would round them again. A column slice keeps
+        # the scale of the whole row. Only a slice of several of the other's slices is packed anew.
         name, placed = config.name, other.placed
         sources: dict[tuple[int, int], Array] = {}
         if isinstance(placed, MeshStore):

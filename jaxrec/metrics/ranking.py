@@ -152,7 +152,7 @@ def rank_metrics(scores: Float[np.ndarray, "samples candidates"], k: int = 10) -
 
     Raises:
         TypeError: The scores are not real numbers.
-        ValueError: There are no samples, no other candidates, or ``k`` is below 1.
+        ValueError: The batch has no samples, the samples have one candidate, or ``k`` is below 1.
 
     Example:
         >>> rank_metrics(np.array([[0.5, 0.1, 0.9], [0.5, 0.1, 0.2]]), k=1)

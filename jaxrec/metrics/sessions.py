@@ -256,7 +256,7 @@ def _areas(
     if torchrec:
         below = until
     else:
-        # Those before the run of equal predictions, and half of those within.
+        # Negatives before the run of equal predictions count whole, those within it half.
         tied = jax.ops.segment_sum(negative, ranked.tie, samples)[ranked.tie]
         below = (until - negative)[ranked.tie_start] + tied / 2
     positives, negatives = of_sessions(positive), of_sessions(negative)

@@ -40,7 +40,7 @@ def flatten_embeddings(
         (2, 16)
     """
     if not embeddings:
-        raise ValueError("there are no embeddings; give at least one array of [batch, ...]")
+        raise ValueError("the list of embeddings is empty; give at least one array of [batch, ...]")
     return jnp.concatenate(
         [jnp.asarray(array).reshape(array.shape[0], -1) for array in embeddings], axis=1
     )

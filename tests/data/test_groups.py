@@ -78,7 +78,7 @@ def test_columns_and_keys(paths):
 
 
 def test_errors_name_the_file(paths):
-    with pytest.raises(DataError, match="there are no lines files to read"):
+    with pytest.raises(DataError, match="no lines files were given"):
         LineGroups(())
     with pytest.raises(DataError, match=r"rows.jsonl has no column 'y'; its columns are id, x"):
         _ = LineGroups(paths, ("y",)).sizes

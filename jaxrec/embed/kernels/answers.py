@@ -181,7 +181,7 @@ class Answers:
 
 @functools.cache
 def kept_for(platform_name: str) -> Answers | None:
-    """Return the answers with choices for a platform, read once; None: there are no choices."""
+    """Return a platform's file of answers, read once; None if it holds no choice of a kernel."""
     # Several processes may run on hosts with different files. Replicated rows must change alike on
     # all of them, to the last bit, so such runs follow no choices.
     if jax.process_count() > 1 or (device := tunable_device(platform_name)) is None:
