@@ -219,7 +219,8 @@ class Subscriber(Follower):
         # All checks come before the first row is written: a copy that serves must never be half of
         # a damaged version.
         manifest, files = self._read_version(name, is_full, self._token)
-        _check_tables(tables, manifest.tables, self._with_state)
+        with self._refusing(name):
+            _check_tables(tables, manifest.tables, self._with_state)
         for of_table in files.values():
             for file in of_table.values():
                 self._folder.check(file)
@@ -233,15 +234,26 @@ class Subscriber(Follower):
             if not manifest.tables[table_name].is_open:
                 continue
             removed = None if is_full else self._ids(of_table.get(REMOVED))
-            if shortage := table.find_shortage(self._ids(of_table.get(ROWS)), removed):
-                raise ValueError(
-                    f"{self._folder}: version {name.version} does not fit table {table_name!r}: "
-                    f"{shortage}"
-                )
+            with self._refusing(name):
+                if shortage := table.find_shortage(self._ids(of_table.get(ROWS)), removed):
+                    raise ValueError(f"table {table_name!r}: {shortage}")
         with self._folder.reading(manifest.dense) as source:
             dense = read_arrays(source)
-        _check_dense(self._copy, dense)
+        with self._refusing(name):
+            _check_dense(self._copy, dense)
         return _Incoming(manifest, files, dense)
+
+    @contextlib.contextmanager
+    def _refusing(self, name: VersionName) -> Iterator[None]:
+        """Name the folder and the version in the error of a version that does not fit the copy."""
+        try:
+            yield
+        except VersionError:
+            raise  # names its file
+        except ValueError as error:
+            raise ValueError(
+                f"{self._folder}: version {name.version} does not fit the copy: {error}"
+            ) from None
 
     def _rows(
         self, file: File | None, table: PublishedTable

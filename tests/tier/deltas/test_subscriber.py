@@ -122,7 +122,10 @@ def test_a_damaged_full_version_is_passed_by(tmp_path, published):
 
 # Copies that cannot take a version over, and the errors' words.
 MISMATCHES = {
-    "fewer_rows": (lambda: open_model("lost", rows=17), "does not fit table 'embeddings/.*num_emb"),
+    "fewer_rows": (
+        lambda: open_model("lost", rows=17),
+        "does not fit the copy: table 'embeddings/.*num_emb",
+    ),
     "unknown": (lambda: open_model("stored"), r"unknown=\('zeros', 1\).*\('shared', 3\)"),
     "plain": (lambda: models.Ranker(ROWS, "sgd"), "is_open=True"),
     "other_tables": (lambda: fixed_model("plain"), "embeddings/item' the copy has not"),
