@@ -179,7 +179,11 @@ def make_estimate(
     search_seconds: float,
     fixed_bytes: Mapping[str, float],
 ) -> Estimate:
-    """Return the estimate of a solution."""
+    """Return the estimate of a solution: its totals, taken apart by device, table and group.
+
+    ``bound`` is the time below which no plan can be. ``fixed_bytes`` are those of each device that
+    do not depend on the plan, by kind.
+    """
     totals = Totals.of(problem, dict(enumerate(solution.choices)))
     chosen = _chosen(problem, solution)
     common = _common_perf(problem, totals, chosen)
@@ -209,7 +213,10 @@ Placed: TypeAlias = list[tuple[ShardingOption, tuple[int, ...]]]
 
 
 def _chosen(problem: Problem, solution: Solution) -> dict[str, Placed]:
-    """Return each table's options with their sites; several where columns are cut unevenly."""
+    """Return the options of a solution by table, with their sites.
+
+    A table has several options if its placement cuts columns unevenly.
+    """
     chosen: dict[str, Placed] = {}
     for option in problem.decided:
         chosen.setdefault(option.table, []).append((option, (0,)))

@@ -18,10 +18,10 @@ def join_constraints(
     constraints: Mapping[str, ParameterConstraints],
     storages: Sequence[str],
 ) -> dict[str, ParameterConstraints]:
-    """Return constraints that name the storages of each table.
+    """Return the constraints of every table, with storages that tables with common features share.
 
     Tables that share features get the storages that all of them allow, and the largest
-    ``cache_ratio`` of any.
+    ``cache_ratio`` of any. ``storages`` are for tables without such a constraint.
     """
     by_name = {workload.name: workload for workload in workloads}
     own: dict[str, tuple[str, ...]] = {}
@@ -81,7 +81,7 @@ def check_stores(
 
 
 def chosen_caches(problem: Problem, solution: Solution) -> dict[str, TableCache]:
-    """Return the caches of a solution by table, with those of decided placements."""
+    """Return the caches of a solution and of the problem's fixed placements, by table."""
     chosen = [
         options[choice.option]
         for options, choice in zip(problem.options, solution.choices, strict=True)
@@ -95,10 +95,10 @@ def join_caches(
     caches: Mapping[str, TableCache],
     constraints: Mapping[str, ParameterConstraints],
 ) -> dict[str, ParameterConstraints] | None:
-    """Return constraints under which tables that share features have equal caches; None if equal.
+    """Return constraints that give tables with common features equal caches; None: they have.
 
-    They get the storage of the largest table with a cache, and as many rows as the largest cache
-    that the search under the given constraints chose.
+    Such tables get the storage of the largest of them with a cache in ``caches``, the result of a
+    search, and as many rows as the largest of these caches.
     """
     changed: dict[str, ParameterConstraints] = {}
     by_name = {workload.name: workload for workload in workloads}

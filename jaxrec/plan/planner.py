@@ -357,7 +357,7 @@ class Planner:
         )
 
     def _search(self, problem: Problem, start: float) -> tuple[Solution, float, str]:
-        """Return the best solution found, the bound on all, and an account of the search."""
+        """Return the best solution found, the bound on all solutions, and the steps in words."""
         if not problem.tables:
             solution = Solution.of(problem, ())
             return solution, solution.seconds, "every placement was decided"
@@ -436,7 +436,7 @@ class Planner:
         return explain(shortage, fits, deadline=time.monotonic() + self.time_limit)
 
     def _fits(self, tables: ModelTables, batch_size: int, bfloat16: Sequence[str]) -> bool:
-        """Return whether a plan that fits is quickly found, with some tables in bfloat16."""
+        """Return whether a plan that fits is quickly found, with the named tables in bfloat16."""
         devices = self.topology.num_devices
         workloads = [
             dataclasses.replace(w, table=dataclasses.replace(w.table, dtype="bfloat16"))

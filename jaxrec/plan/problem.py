@@ -26,7 +26,7 @@ _UNITS = Load(*np.eye(len(LOADS)))
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The option of one table, and the site of each of its parts, as indices."""
+    """Choice for one table: the index of its option, and the index of each part's site."""
 
     option: int
     sites: tuple[int, ...]
@@ -68,14 +68,20 @@ class Problem:
 
     @functools.cached_property
     def weights(self) -> np.ndarray:
-        """Time of each device for a count, over the slowest device's time, ``[6, devices]``."""
+        """Time of each device for one of each count of `Load`, ``[6, devices]``.
+
+        It is relative to the time of the slowest device.
+        """
         weights = np.ones((len(LOADS), self.topology.num_devices))
         weights[[LOADS.index(name) for name in _BY_SPEED]] /= self.topology.relative_speeds
         return weights
 
     @functools.cached_property
     def widths(self) -> np.ndarray:
-        """Number of slowest devices that would do all devices' work on a count, ``[6]``."""
+        """Number of devices, all as slow as the slowest, that do the work of all, ``[6]``.
+
+        There is one for each count of `Load`.
+        """
         return (1 / self.weights).sum(axis=1)
 
     @functools.cached_property
@@ -135,7 +141,7 @@ class Totals:
 
     @classmethod
     def of(cls, problem: Problem, choices: Mapping[int, Choice]) -> Totals:
-        """Return the totals of the decided tables and of those with the given indices."""
+        """Return the totals of the decided tables, and of ``choices`` by the index of the table."""
         groups, devices = len(problem.groups), problem.topology.num_devices
         totals = cls(
             problem,
@@ -164,21 +170,21 @@ class Totals:
         if option.cache is not None:
             self.stored[option.storage] += sign * option.stored_bytes
         for site in sites:
-            self.add_part(option, site, sign)
+            self.add_shards(option, site, sign)
 
     def remove(self, option: ShardingOption, sites: Sequence[int]) -> None:
         """Undo `add`."""
         self.add(option, sites, -1)
 
-    def add_part(self, option: ShardingOption, site: int, sign: int = 1) -> None:
-        """Add the load of one part on a site."""
+    def add_shards(self, option: ShardingOption, site: int, sign: int = 1) -> None:
+        """Add the load of the shards of one part, which go to the devices of a site."""
         group, devices = self.problem.groups[option.group], np.array(option.sites[site])
         load = sign * option.load.stacked * self.problem.weights[:, devices]
         np.add.at(self.stacked[:, group].T, devices, load.T)
 
     @property
     def slowest(self) -> Load:
-        """The largest count of any device, ``[groups]``."""
+        """Largest of each count over all devices, as a `Load` of ``[groups]``."""
         return Load(*self.stacked.max(axis=2))
 
     @property

@@ -320,7 +320,7 @@ def draw(estimate: Estimate, path: str | os.PathLike) -> None:
 
 
 def _looks(estimate: Estimate) -> dict[str, _Look]:
-    """Return the look of each table, by its rank in size."""
+    """Return the colour and pattern of each table's bars, by the table's rank in size."""
     ordered = sorted(estimate.tables, key=lambda table: table.bytes, reverse=True)
     patterns = (None, "xx", "++", "oo")
     return {

@@ -186,7 +186,10 @@ def publish(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Plan of the next version, and totals of the `Manifest` before it."""
+    """Plan of the next version: its name, what it has, and totals of the manifest before it.
+
+    ``base`` is the token of the version that its delta follows; None: it has no delta.
+    """
 
     version: int
     token: str
@@ -208,7 +211,10 @@ def _plan(
     facts: dict[str, TableFacts],
     full_every: int | None,
 ) -> dict[str, Any]:
-    """Plan the next version and make its folder; return the fields of `_Plan`."""
+    """Plan the next version and make its folder; return the fields of a `_Plan`.
+
+    ``position`` is the token of the version at which the tracker's last changes ended.
+    """
     names = folder.names()
     newest: Manifest | None = None
     if names:

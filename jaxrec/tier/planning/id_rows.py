@@ -20,11 +20,11 @@ Returning: TypeAlias = Callable[[], AbstractContextManager[np.ndarray]]
 
 
 class RowsInStore(OutsideRows):
-    """Rows of evicted ids, read from a row store; ``ids`` are those that have one, int64 ``[m]``.
+    """Rows of one table that are in its row store: those of evicted ids, ``ids``, int64 ``[m]``.
 
-    ``number`` is the table's index in its vocabulary. ``first`` makes rows for ids that the store
-    lacks; None: these ids have no row. ``returning`` enters a context in which no batch is planned,
-    and gives the ids whose rows are on their way back to the table.
+    ``number`` is the table's index in its vocabulary. ``first(ids)`` makes the rows of ids that the
+    store lacks; None: these ids have no row. ``returning()`` is a context in which no batch is
+    planned; it gives the ids whose rows are on their way back to the table.
     """
 
     # A record of the store has the rows of all tables of the vocabulary, one after the other.
@@ -84,9 +84,10 @@ def find_rows(
     *,
     is_written: bool,
 ) -> FoundIds:
-    """Return where the rows of some ids are, for table ``number`` of a vocabulary.
+    """Return where the rows of ids, int64 ``[n]``, are: on the devices, in the store, or nowhere.
 
-    ``rows`` has the rows on the devices, int32 ``[n]``, -1 for none; it is changed.
+    They are rows of table ``number`` of a vocabulary. ``rows`` has the row of each id on the
+    devices, int32 ``[n]``, -1 for none; it is changed. With ``is_written`` an id must have a row.
     """
     table = each.tables[number].config.name
     if is_written:
@@ -136,7 +137,7 @@ def raw_ids(table: TableConfig, ids: Any, num_ids: int | None = None) -> np.ndar
 
 
 def _merged(is_first: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Interleave rows: the next of ``first`` where the flag is set, else the next of ``second``."""
+    """Interleave rows: where ``is_first`` is set the next of ``first``, else that of ``second``."""
     merged = np.empty((is_first.size, *first.shape[1:]), first.dtype)
     merged[is_first], merged[~is_first] = first, second
     return merged

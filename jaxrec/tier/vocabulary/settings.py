@@ -189,7 +189,7 @@ class Cached:
 
     @property
     def vocabulary(self) -> Dynamic:
-        """Settings of the vocabulary that assigns the rows on the devices to ids."""
+        """Settings of the vocabulary that gives the rows on the devices to ids."""
         return Dynamic(
             eviction=self.eviction,
             unknown=NO_UNKNOWN,
