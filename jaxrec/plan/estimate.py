@@ -171,7 +171,7 @@ def imbalance(loads: Sequence[float]) -> dict[str, float]:
 
 def make_estimate(
     problem: Problem,
-    workloads: Mapping[str, TableWorkload],
+    workloads: Sequence[TableWorkload],
     solution: Solution,
     *,
     bound: float,
@@ -201,8 +201,8 @@ def make_estimate(
         search_seconds=search_seconds,
         devices=_device_estimates(problem, totals, chosen, common, fixed_bytes),
         tables=tuple(
-            _table_estimate(problem, totals, workload, chosen[name])
-            for name, workload in workloads.items()
+            _table_estimate(problem, totals, workload, chosen[workload.name])
+            for workload in workloads
         ),
         groups=_group_estimates(problem, totals, chosen),
         capacity=problem.topology.memory,

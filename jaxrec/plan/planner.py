@@ -171,7 +171,7 @@ class Planner:
             return dataclasses.replace(self, constraints=alike)._plan(tables, batch_size)
         estimate = make_estimate(
             problem,
-            {workload.name: workload for workload in workloads},
+            workloads,
             solution,
             bound=bound,
             search=search,
@@ -222,7 +222,7 @@ class Planner:
         solution = Solution.of(problem, ())
         estimate = make_estimate(
             problem,
-            {workload.name: workload for workload in workloads},
+            workloads,
             solution,
             bound=0.0,
             search="evaluated as given",

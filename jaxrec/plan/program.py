@@ -360,10 +360,7 @@ class Program:
 
     def _add_stored(self) -> None:
         """Add the capacities of row stores in host memory and on disk."""
-        capacities = {
-            "host": self.problem.host_capacity,
-            "store": self.problem.store_capacity,
-        }
+        capacities = {"host": self.problem.host_capacity, "store": self.problem.store_capacity}
         for storage, capacity in capacities.items():
             members = [
                 (y, option.stored_bytes)

@@ -324,10 +324,7 @@ def _looks(estimate: Estimate) -> dict[str, _Look]:
     ordered = sorted(estimate.tables, key=lambda table: table.bytes, reverse=True)
     patterns = (None, "xx", "++", "oo")
     return {
-        table.name: (
-            _COLORS[index % len(_COLORS)],
-            patterns[index // len(_COLORS) % len(patterns)],
-        )
+        table.name: (_COLORS[index % len(_COLORS)], patterns[index // len(_COLORS) % len(patterns)])
         for index, table in enumerate(ordered)
     }
 

@@ -26,11 +26,7 @@ _RELAXED = (
     "cache_ratio",
     "min_column_width",
 )
-_LACKING = {
-    "device": "each device",
-    "host": "the memory of a host",
-    "store": "the disk of a host",
-}
+_LACKING = {"device": "each device", "host": "the memory of a host", "store": "the disk of a host"}
 
 
 class PlanError(ValueError):

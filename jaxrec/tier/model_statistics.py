@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from flax import nnx
@@ -157,9 +156,6 @@ class MissCounter(TierObserver):
         for ids, assignment in zip(self._ids, assignments, strict=True):
             ids[assignment.evicted_rows] = _FREE
             ids[assignment.new_rows] = assignment.new_ids
-
-    def taken(self, batch: Any) -> None:
-        return
 
     def given(self, planned: PlannedBatch) -> None:
         before, after = HostBatch.of(planned.source), HostBatch.of(planned.batch)

@@ -73,7 +73,7 @@ def make(model: Model | Callable[[], Model], tables: Settings, *, seed: int | No
         ...     {"item": jaxrec.tier.Dynamic(eviction=jaxrec.tier.lfu(), admit_after=2)})
     """
     _check_arguments(model, tables)
-    sizes = _sizes(tables)
+    sizes = {name: each.rows for name, each in tables.items() if isinstance(each, Cached)}
     if not isinstance(model, nnx.Module):
         # The tables are made with the cache's rows: the whole ones may not fit the devices.
         with cached_tables(sizes) as whole:
@@ -149,10 +149,6 @@ def divide_stores(model: nnx.Module) -> None:
 ON_SHARDED.append(divide_stores)
 
 
-def _sizes(tables: Settings) -> dict[str, int]:
-    return {name: each.rows for name, each in tables.items() if isinstance(each, Cached)}
-
-
 def _with_tiers(
     made: Model, whole: Mapping[str, TableConfig], tables: Settings, seed: int | None
 ) -> Model:
@@ -169,8 +165,7 @@ def _with_tiers(
         for config in module.configs
     ]
     _check_names(tables, all_tables, found)
-    _check_tables(tables, all_tables)
-    _check_factories(_sizes(tables), whole)
+    _check_tables(tables, all_tables, whole)
     parts = _by_feature(all_tables, tables)
     _check_stores(parts, tables)
     vocabularies = [_vocabulary(part, tables, found) for part in parts]
@@ -210,19 +205,8 @@ def _check_arguments(model: object, tables: object) -> None:
         raise ValueError("tables names no table; give {'item': jaxrec.tier.Dynamic()}")
 
 
-def _check_factories(sizes: Mapping[str, int], whole: Mapping[str, TableConfig]) -> None:
-    for name in sizes:
-        if name not in whole:
-            raise ValueError(
-                f"table {name!r} has jaxrec.tier.Cached, but its collection was made with a store "
-                "of its own, or before; make it in the function, without store="
-            )
-
-
 def _check_names(
-    tables: Settings,
-    all_tables: Sequence[TieredTable],
-    found: Mapping[str, Collection],
+    tables: Settings, all_tables: Sequence[TieredTable], found: Mapping[str, Collection]
 ) -> None:
     names = {table.config.name for table in all_tables}
     if unknown := sorted(set(tables) - names):
@@ -236,8 +220,13 @@ def _check_names(
         )
 
 
-def _check_tables(tables: Settings, all_tables: Sequence[TieredTable]) -> None:
-    """Raise an error if a table with settings is quantized or its optimizer changes all rows."""
+def _check_tables(
+    tables: Settings, all_tables: Sequence[TieredTable], whole: Mapping[str, TableConfig]
+) -> None:
+    """Raise an error if a table with settings is quantized, changes all rows, or has all of them.
+
+    ``whole`` has the tables that were made with their cache's rows.
+    """
     for config, optimizer in ((table.config, table.optimizer) for table in all_tables):
         if config.name not in tables:
             continue
@@ -253,6 +242,11 @@ def _check_tables(tables: Settings, all_tables: Sequence[TieredTable]) -> None:
                 "changes all of its rows between steps, also those that are in a row store; use "
                 "jaxrec.optim.ema, which changes the rows of a batch, or leave the table out of "
                 "jaxrec.tier.make"
+            )
+        if isinstance(tables[config.name], Cached) and config.name not in whole:
+            raise ValueError(
+                f"table {config.name!r} has jaxrec.tier.Cached, but its collection was made with a "
+                "store of its own, or before; make it in the function, without store="
             )
 
 

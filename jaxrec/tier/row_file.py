@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-import pyarrow as pa
 from flax import nnx
 
 from jaxrec.files.atomic import write_atomically
@@ -84,7 +83,7 @@ def export_rows(
         )
     if path.suffix == ".npy" and with_state:
         raise ValueError(f"optimizer state is written to .parquet, got {path.name}")
-    count, error = 0, None
+    count, errors = 0, []
     with contextlib.ExitStack() as stack:
         if isinstance(table, OpenTable):
             # Batches may be planned already: their rows must move before ids and rows agree.
@@ -99,14 +98,18 @@ def export_rows(
                     for ids, values in parts:
                         write(ids, values)
                         count += ids.size
-        except (OSError, pa.ArrowException) as raised:
+        except Exception as error:
             if jax.process_count() == 1:
                 raise
-            error = raised
+            errors.append(error)
         # Reading a table over a mesh is a collective: every process reads all parts, and so does
-        # process 0 after an error, or the others would wait for it for ever.
-        count += sum(ids.size for ids, _ in parts)
-        raise_together(error, (OSError, ValueError))
+        # process 0 after an error, or the others would wait for it for ever. An error in reading is
+        # raised in all of them. It has ended `parts`, if process 0 has met it above.
+        try:
+            count += sum(ids.size for ids, _ in parts)
+        except Exception as error:
+            errors.append(error)
+        raise_together(errors[0] if errors else None, (OSError, ValueError))
     return count
 
 

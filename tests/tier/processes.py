@@ -294,8 +294,8 @@ def failed_export(directory: str) -> dict:
     return {"error": error, "rows": export_rows(model, "a", f"{directory}/a.npy")}
 
 
-def failed_imports(directory: str, kind: str, names: list[str]) -> dict:
-    """What each process raises for its own files ``names``, and the rows of the next file."""
+def model_of_ten_rows(kind: str):
+    """A model with the table "a" of 10 rows, cached or plain, on the mesh of both processes."""
     config = jaxrec.EmbeddingBagConfig("a", 10, 4)
 
     def bags():
@@ -306,8 +306,32 @@ def failed_imports(directory: str, kind: str, names: list[str]) -> dict:
         return make(bags, {"a": Cached(rows=5)})
 
     plan = ShardingPlan.from_dict({"a": jaxrec.mesh.row_wise()})
-    model = jaxrec.shard(cached if kind == "cached" else bags, plan, everywhere())
-    errors = []
+    return jaxrec.shard(cached if kind == "cached" else bags, plan, everywhere())
+
+
+def failed_export_of_stored(directory: str) -> dict:
+    """What each process raises where process 0 cannot read its store, and the next file's rows."""
+    model, error = model_of_ten_rows("cached"), None
+    model.load_rows("a", np.arange(10), np.ones((10, 4), np.float32))
+    ((each,),) = [tier_of(model).transfers]
+    with pytest.MonkeyPatch.context() as patch:
+        if jax.process_index() == 0:
+
+            def scan(size):
+                raise OSError(5, "Input/output error")
+
+            patch.setattr(each.store, "scan", scan)
+        try:
+            export_rows(model, "a", f"{directory}/a.parquet", with_stored=True)
+        except OSError as raised:
+            error = str(raised)
+    path = f"{directory}/b.parquet"
+    return {"error": error, "rows": export_rows(model, "a", path, with_stored=True)}
+
+
+def failed_imports(directory: str, kind: str, names: list[str]) -> dict:
+    """What each process raises for its own files ``names``, and the rows of the next file."""
+    model, errors = model_of_ten_rows(kind), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_files, "_ROWS", 4)  # rows in a part
         for name in names:

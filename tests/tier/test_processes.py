@@ -178,6 +178,13 @@ def test_a_file_that_cannot_be_written_ends_all_processes(pair, tmp_path):
     assert np.load(tmp_path / "a.npy").shape == (10, 4)
 
 
+def test_a_store_that_one_process_cannot_read_ends_all(pair, tmp_path):
+    ends = pair.run("tests.tier.processes:failed_export_of_stored", timeout=120, directory=tmp_path)
+    assert all("Input/output error" in end["error"] for end in ends)
+    assert [end["rows"] for end in ends] == [10, 10]
+    assert [path.name for path in tmp_path.iterdir()] == ["b.parquet"]
+
+
 # For each kind of table the files of process 1, and the error in both processes.
 UNREADABLE = {
     "cached": {

@@ -267,10 +267,8 @@ class Follower:
 def _without_user(url: str) -> str:
     """Return a URL without its user, password and options."""
     scheme, separator, rest = url.partition("://")
+    if not separator:
+        return url
     place, mark, _ = rest.partition("?")
     _, at, place = place.rpartition("@")
-    return (
-        f"{scheme}{separator}{'...@' if at else ''}{place}{'?...' if mark else ''}"
-        if separator
-        else url
-    )
+    return f"{scheme}://{'...@' if at else ''}{place}{'?...' if mark else ''}"

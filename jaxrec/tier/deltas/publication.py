@@ -15,14 +15,7 @@ from flax import nnx
 from jaxrec.mesh.agree import on_process_zero
 from jaxrec.tier.changes.change_tracker import ChangeTracker, HandOver
 from jaxrec.tier.deltas.folder import VersionError, VersionFolder, VersionName
-from jaxrec.tier.deltas.manifest import (
-    REMOVED,
-    ROWS,
-    Files,
-    Manifest,
-    TableFacts,
-    num_bytes,
-)
+from jaxrec.tier.deltas.manifest import REMOVED, ROWS, Files, Manifest, TableFacts, num_bytes
 from jaxrec.tier.deltas.tables import PublishedTable, published_tables
 from jaxrec.tier.deltas.version_writer import VersionWriter
 from jaxrec.tier.planning.tier import tier_of
@@ -268,8 +261,7 @@ def _summary(manifest: Manifest) -> PublishedVersion:
 def _check_arguments(tracker: object, full_every: int | None, keep: int) -> None:
     if not isinstance(tracker, ChangeTracker | None):
         raise TypeError(f"publish: tracker is a jaxrec.tier.ChangeTracker, got {tracker!r}")
-    for name, number in {"full_every": full_every, "keep": keep}.items():
-        if name == "full_every" and number is None:
-            continue
+    every = {} if full_every is None else {"full_every": full_every}
+    for name, number in {**every, "keep": keep}.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"publish: {name} is an integer of 1 or more, got {number!r}")

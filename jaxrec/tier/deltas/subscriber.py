@@ -15,15 +15,7 @@ from jaxrec.embed.variables import dense_variables, plain, value_like
 from jaxrec.files.rows import Values, read_arrays, read_rows
 from jaxrec.mesh.agree import in_all_processes, on_process_zero
 from jaxrec.tier.deltas.folder import Follower, VersionError, VersionName
-from jaxrec.tier.deltas.manifest import (
-    REMOVED,
-    ROWS,
-    UNKNOWN,
-    File,
-    Files,
-    Manifest,
-    TableFacts,
-)
+from jaxrec.tier.deltas.manifest import REMOVED, ROWS, UNKNOWN, File, Files, Manifest, TableFacts
 from jaxrec.tier.deltas.tables import PublishedTable, published_tables
 from jaxrec.tier.planning.tier import tier_of
 

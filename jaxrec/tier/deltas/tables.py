@@ -315,12 +315,12 @@ def published_tables(model: nnx.Module) -> dict[str, PublishedTable]:
     tables: dict[str, PublishedTable] = {}
     for path, collection in all_collections(model).items():
         for config in collection.configs:
-            table: PublishedTable
-            if tier is None or (path, config.name) not in places:
-                table = PlainTable(path, collection, config)
-            else:
-                of, number = places[path, config.name]
-                table = OpenTable(path, collection, config, model, tier, of, number)
+            place = places.get((path, config.name))
+            table: PublishedTable = (
+                PlainTable(path, collection, config)
+                if tier is None or place is None
+                else OpenTable(path, collection, config, model, tier, *place)
+            )
             tables[table.name] = table
     return tables
 

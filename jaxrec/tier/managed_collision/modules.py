@@ -17,12 +17,7 @@ from jaxrec.embed.store import TableStore
 from jaxrec.mesh.ahead import LookupProbe, RouteProbe
 from jaxrec.mesh.store import MeshStore
 from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray
-from jaxrec.tier.managed_collision.batch_maps import (
-    IdMap,
-    MapConfig,
-    MappedTables,
-    map_batch,
-)
+from jaxrec.tier.managed_collision.batch_maps import IdMap, MapConfig, MappedTables, map_batch
 from jaxrec.tier.managed_collision.id_batch import IdBatch, as_id_batch
 from jaxrec.tier.managed_collision.multi_probe import MultiProbeConfig
 from jaxrec.tier.managed_collision.row_reset import reset_rows
@@ -163,13 +158,12 @@ class ManagedCollisions(nnx.Module):
                     "batch lacks; make the batch by jaxrec.tier.managed_collision.id_words(batch)"
                 )
         mesh = store.devices.mesh
-        devices = None if mesh is None else mesh.size
-        if devices is not None and (len(shape) != 2 or shape[0] != devices):
+        if mesh is not None and shape[:-1] != (mesh.size,):
             raise ValueError(
-                f"the tables are over {devices} devices, but the batch has ids of shape "
+                f"the tables are over {mesh.size} devices, but the batch has ids of shape "
                 f"{tuple(shape)}; put it there by id_words(batch, mesh)"
             )
-        if devices is None and len(shape) != 1:
+        if mesh is None and len(shape) != 1:
             raise ValueError(
                 "the batch lies over the devices of a mesh, but the tables are on one device; put "
                 "the model on the mesh with jaxrec.shard(model, plan, mesh)"

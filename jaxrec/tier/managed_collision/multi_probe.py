@@ -19,13 +19,7 @@ from jaxrec.ragged.wide_ids import (
     split_int64,
 )
 from jaxrec.tier.managed_collision.policies import EvictedSlots
-from jaxrec.tier.managed_collision.probing import (
-    NEVER,
-    NO_SLOT,
-    Windows,
-    match_slots,
-    murmur_hash3,
-)
+from jaxrec.tier.managed_collision.probing import NEVER, NO_SLOT, Windows, match_slots, murmur_hash3
 from jaxrec.tier.vocabulary.eviction import Eviction
 
 # The id of an empty slot, -1.

@@ -80,9 +80,7 @@ def _reset_on_mesh(store: MeshStore, name: str, evicted: EvictedSlots, key: Arra
         arrays = store.rows[placed.name], store.state[placed.name]
         rows, state = reset(arrays, evicted, key)
         store = dataclasses.replace(
-            store,
-            rows=store.rows | {placed.name: rows},
-            state=store.state | {placed.name: state},
+            store, rows=store.rows | {placed.name: rows}, state=store.state | {placed.name: state}
         )
     return store
 

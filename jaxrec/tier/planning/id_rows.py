@@ -22,9 +22,10 @@ Returning: TypeAlias = Callable[[], AbstractContextManager[np.ndarray]]
 class RowsInStore(OutsideRows):
     """Rows of one table that are in its row store: those of evicted ids, ``ids``, int64 ``[m]``.
 
-    ``number`` is the table's index in its vocabulary. ``first(ids)`` makes the rows of ids that the
-    store lacks; None: these ids have no row. ``returning()`` is a context in which no batch is
-    planned; it gives the ids whose rows are on their way back to the table.
+    The table is number ``number`` of its vocabulary ``of``. In a table of fixed size an id that the
+    store lacks has its first row, by ``keys``; in another one it has none. ``returning()`` is a
+    context in which no batch is planned; it gives the ids whose rows are on their way back to the
+    table.
     """
 
     # A record of the store has the rows of all tables of the vocabulary, one after the other.
@@ -32,24 +33,25 @@ class RowsInStore(OutsideRows):
 
     def __init__(
         self,
-        table: str,
+        of: TableVocabulary,
         number: int,
         transfer: RowTransfer,
-        first: Callable[[np.ndarray], list[dict[str, np.ndarray]]] | None,
+        keys: Mapping[str, np.ndarray],
         ids: np.ndarray,
         positions: np.ndarray,
         returning: Returning,
     ) -> None:
-        self._table, self._number, self._transfer = table, number, transfer
-        self._returning = returning
+        self._table, self._number = of.tables[number].config.name, number
+        self._transfer, self._returning = transfer, returning
         # A transfer reads distinct ids.
         distinct, inverse = np.unique(ids, return_inverse=True)
         is_stored, self._tables = transfer.fetch(distinct).result()
-        if first is not None and not is_stored.all():
-            fresh = first(distinct[~is_stored])
-            for stored, begun in zip(self._tables, fresh, strict=True):
+        if of.num_ids is not None and not is_stored.all():
+            for table, stored in zip(of.tables, self._tables, strict=True):
+                key, new_ids = keys[table.collection], distinct[~is_stored]
+                fresh = first_rows(table.config, table.optimizer, key, new_ids)
                 for name, values in stored.items():
-                    stored[name] = _merged(is_stored, values, begun[name])
+                    stored[name] = _merged(is_stored, values, fresh[name])
             is_stored = np.ones_like(is_stored)
         place = np.cumsum(is_stored) - 1
         mine = is_stored[inverse]
@@ -95,18 +97,9 @@ def find_rows(
     is_missing = rows < 0
     outside = None
     if each.transfer is not None and is_missing.any():
-
-        def first(ids: np.ndarray) -> list[dict[str, np.ndarray]]:
-            return [first_rows(t.config, t.optimizer, keys[t.collection], ids) for t in each.tables]
-
+        positions = np.flatnonzero(is_missing)
         outside = RowsInStore(
-            table,
-            number,
-            each.transfer,
-            None if each.num_ids is None else first,
-            ids[is_missing],
-            np.flatnonzero(is_missing),
-            returning,
+            each, number, each.transfer, keys, ids[positions], positions, returning
         )
         is_missing[outside.positions] = False
     if is_written and is_missing.any():

@@ -114,9 +114,7 @@ def move_rows(
             each.transfer.send(move.evicted, functools.partial(_to_host, parts))
 
 
-def _receive(
-    moves: Sequence[Move],
-) -> dict[int, tuple[np.ndarray, list[dict[str, np.ndarray]]]]:
+def _receive(moves: Sequence[Move]) -> dict[int, tuple[np.ndarray, list[dict[str, np.ndarray]]]]:
     """Wait for rows from stores; return, by index of the vocabulary, what `receive` returns."""
     stored = {v: move.fetched for v, move in enumerate(moves) if move.fetched is not None}
     return dict(zip(stored, receive(list(stored.values())), strict=True))
@@ -139,9 +137,7 @@ def _read(placed: TableStore, requests: Sequence[TableRows]) -> RowsOnDevices:
 
 
 def _write(
-    placed: TableStore,
-    requests: Sequence[TableRows],
-    values: Sequence[Mapping[str, np.ndarray]],
+    placed: TableStore, requests: Sequence[TableRows], values: Sequence[Mapping[str, np.ndarray]]
 ) -> TableStore:
     """Set the rows that return from the stores."""
     if requests and requests[0].owners is not None:

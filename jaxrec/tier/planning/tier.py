@@ -59,9 +59,9 @@ class TierObserver(abc.ABC):
     def moved(self, assignments: Sequence[Assignment]) -> None:
         """Note that rows lost and got ids, in the tables too; an assignment per vocabulary."""
 
-    @abc.abstractmethod
     def taken(self, batch: Any) -> None:
         """Note that the loop takes a training batch, on the host, with rows in place of ids."""
+        return
 
     def given(self, planned: PlannedBatch) -> None:
         """Note that the loop takes a batch, of training or evaluation, whose rows are in place."""

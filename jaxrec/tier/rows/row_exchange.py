@@ -42,9 +42,7 @@ def send_to_owners(store: MeshStore, requests: Sequence[TableRows]) -> RowsOnDev
 
 
 def write_from_owners(
-    store: MeshStore,
-    requests: Sequence[TableRows],
-    values: Sequence[Mapping[str, np.ndarray]],
+    store: MeshStore, requests: Sequence[TableRows], values: Sequence[Mapping[str, np.ndarray]]
 ) -> MeshStore:
     """Set rows and their optimizer state, in place: the store is donated.
 

@@ -97,9 +97,7 @@ class StoredRows:
             ) from error
 
 
-def receive(
-    fetched: Sequence[StoredRows],
-) -> list[tuple[np.ndarray, list[dict[str, np.ndarray]]]]:
+def receive(fetched: Sequence[StoredRows]) -> list[tuple[np.ndarray, list[dict[str, np.ndarray]]]]:
     """Wait for rows of several stores, and count them; see `StoredRows.result`.
 
     With divided stores every process calls this. It returns the flags of all ids, but only the rows

@@ -29,10 +29,7 @@ RECORDS = "records.arrow"
 
 # Modules with functions `read_snapshot(directory, manifest)` and `check_snapshot(directory,
 # manifest)` for other kinds. Names, since these modules import this one.
-_KINDS = {
-    "file": "jaxrec.tier.stores.file_store",
-    "rocksdb": "jaxrec.tier.stores.rocksdb_database",
-}
+_KINDS = {"file": "jaxrec.tier.stores.file_store", "rocksdb": "jaxrec.tier.stores.rocksdb_database"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +84,7 @@ def writing(
 
 
 def write(
-    directory: pathlib.Path,
-    format: RecordFormat,
-    parts: Iterable[tuple[np.ndarray, np.ndarray]],
+    directory: pathlib.Path, format: RecordFormat, parts: Iterable[tuple[np.ndarray, np.ndarray]]
 ) -> None:
     """Write a snapshot of the kind ``"arrow"``; ``parts`` are what `RowStore.scan` yields."""
     details = {"count": 0}

@@ -183,8 +183,8 @@ class Vocabulary:
             new_rows = self._take_free(new_ids.size)
             absent_rows = np.full(absent.size, -1, np.int32)
             absent_rows[admitted] = new_rows
-        taken, of_misses = (new_ids, new_rows), (slots, misses, inverse, absent_rows)
-        return MapChange(self.map, self._records, proposal.victims, *taken, *of_misses)
+        changes = proposal.victims, new_ids, new_rows, slots, misses, inverse, absent_rows
+        return MapChange(self.map, self._records, *changes)
 
     def _end(self, proposal: Proposal, change: MapChange, evicted_ids: np.ndarray) -> Assignment:
         """Note the uses and counts of a batch whose map was changed, and return its assignment."""
