@@ -95,10 +95,8 @@ class RecordFile:
                 error.errno, f"{size:,} bytes cannot be mapped into memory: {error.strerror}",
                 str(self.path),
             ) from None  # fmt: skip
-        if hasattr(mmap, "MADV_RANDOM"):
-            # Records are read at random: pages that the kernel reads ahead would only push others
-            # out.
-            self._mmap.madvise(mmap.MADV_RANDOM)
+        # Records are read at random: pages that the kernel reads ahead would only push others out.
+        self._mmap.madvise(mmap.MADV_RANDOM)
         self._use_map()
 
     def _use_map(self) -> None:
