@@ -184,7 +184,7 @@ def make_estimate(
     ``bound`` is the time below which no plan can be. ``fixed_bytes`` are those of each device that
     do not depend on the plan, by kind.
     """
-    totals = Totals.of(problem, dict(enumerate(solution.choices)))
+    totals = Totals.of(problem, solution.choices)
     chosen = _chosen(problem, solution)
     common = _common_perf(problem, totals, chosen)
     most, empty = totals.stacked.max(axis=2), totals.empty_positions
@@ -220,9 +220,8 @@ def _chosen(problem: Problem, solution: Solution) -> dict[str, Placed]:
     chosen: dict[str, Placed] = {}
     for option in problem.decided:
         chosen.setdefault(option.table, []).append((option, (0,)))
-    for options, choice in zip(problem.options, solution.choices, strict=True):
-        option = options[choice.option]
-        chosen[option.table] = [(option, choice.sites)]
+    for option, sites in problem.chosen(solution.choices):
+        chosen[option.table] = [(option, sites)]
     return chosen
 
 

@@ -34,11 +34,11 @@ def balance_memory(problem: Problem, proposal: Sequence[int]) -> Solution:
     # Bisects between weighing time alone (0) and memory alone (1). The first trial is 1: if that is
     # fast enough, no other weight takes less memory.
     low, high = 0.0, 1.0
-    least = Totals.of(problem, dict(enumerate(best.choices))).bytes
+    least = Totals.of(problem, best.choices).bytes
     for _ in range(_MAX_TRIALS):
         middle = (low + high) / 2 if low else 1.0
         solution = _place(problem, proposal, memory_weight=middle)
-        bytes = Totals.of(problem, dict(enumerate(solution.choices))).bytes
+        bytes = Totals.of(problem, solution.choices).bytes
         if solution.seconds > limit:
             high = middle
             low = low or 1e-3
@@ -53,7 +53,7 @@ def balance_memory(problem: Problem, proposal: Sequence[int]) -> Solution:
 
 def _place(problem: Problem, proposal: Sequence[int], *, memory_weight: float) -> Solution:
     options = [options[index] for options, index in zip(problem.options, proposal, strict=True)]
-    totals = Totals.of(problem, {})
+    totals = Totals.of(problem)
     weight = _byte_seconds(problem, options) * memory_weight
     choices = {
         table: Choice(proposal[table], place_shards(totals, options[table], weight))
@@ -132,7 +132,7 @@ def _byte_seconds(problem: Problem, options: Sequence[ShardingOption]) -> float:
 def improve(problem: Problem, solution: Solution, *, deadline: float) -> Solution:
     """Improve a solution until ``deadline``: place tables anew one by one, and swap shards."""
     choices = list(solution.choices)
-    totals = Totals.of(problem, dict(enumerate(choices)))
+    totals = Totals.of(problem, choices)
     # In a random order, so that early tables do not always win; with a fixed seed, so that equal
     # problems get equal plans.
     random = np.random.default_rng(0)

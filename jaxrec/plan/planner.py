@@ -184,10 +184,8 @@ class Planner:
             if constraint.placement is not None
         }
         chosen = {
-            options[choice.option].table: to_placement(
-                options[choice.option], choice.sites, self.topology
-            )
-            for options, choice in zip(problem.options, solution.choices, strict=True)
+            option.table: to_placement(option, sites, self.topology)
+            for option, sites in problem.chosen(solution.choices)
         }
         placements = decided | chosen
         ordered = tuple((workload.name, placements[workload.name]) for workload in workloads)
@@ -408,7 +406,7 @@ class Planner:
         batch_size: int,
     ) -> str:
         """Return why no plan fits, and changes that would help."""
-        shortages = Totals.of(problem, dict(enumerate(best.choices))).shortages
+        shortages = Totals.of(problem, best.choices).shortages
         shortage = Shortage(
             missing=best.excess,
             where=max(shortages, key=lambda storage: shortages[storage]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -53,6 +53,11 @@ class Problem:
     capacity: float
     host_capacity: float
     store_capacity: float
+
+    def chosen(self, choices: Sequence[Choice]) -> list[tuple[ShardingOption, tuple[int, ...]]]:
+        """Return the option and the sites of each of the first tables, by their choices."""
+        pairs = zip(self.options, choices, strict=False)
+        return [(options[choice.option], choice.sites) for options, choice in pairs]
 
     @functools.cached_property
     def groups(self) -> dict[Group, int]:
@@ -140,8 +145,8 @@ class Totals:
     stored: dict[str, float]
 
     @classmethod
-    def of(cls, problem: Problem, choices: Mapping[int, Choice]) -> Totals:
-        """Return the totals of the decided tables, and of ``choices`` by the index of the table."""
+    def of(cls, problem: Problem, choices: Sequence[Choice] = ()) -> Totals:
+        """Return the totals of the decided tables, and of the first tables by their choices."""
         groups, devices = len(problem.groups), problem.topology.num_devices
         totals = cls(
             problem,
@@ -155,8 +160,8 @@ class Totals:
         )
         for option in problem.decided:
             totals.add(option, (0,))
-        for table, choice in choices.items():
-            totals.add(problem.options[table][choice.option], choice.sites)
+        for option, sites in problem.chosen(choices):
+            totals.add(option, sites)
         return totals
 
     def add(self, option: ShardingOption, sites: Sequence[int], sign: int = 1) -> None:
@@ -265,7 +270,7 @@ class Solution:
 
     @classmethod
     def of(cls, problem: Problem, choices: Sequence[Choice]) -> Solution:
-        totals = Totals.of(problem, dict(enumerate(choices)))
+        totals = Totals.of(problem, choices)
         return cls(tuple(choices), totals.seconds, totals.excess)
 
     @property

@@ -82,7 +82,7 @@ class Program:
         self.entries: list[tuple[int, int, float]] = []
         self.low: list[float] = []
         self.high: list[float] = []
-        self.decided = Totals.of(problem, {})
+        self.decided = Totals.of(problem)
         # HiGHS's tolerances are absolute (1e-6), so that times of microseconds and memory of 1e11
         # bytes must be brought close to 1.
         self.scale = self._scale()

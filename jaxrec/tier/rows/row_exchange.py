@@ -24,6 +24,7 @@ from jaxtyping import Array, Int32, UInt8
 
 from jaxrec.embed.rows import RowsOnDevices, table_dims
 from jaxrec.embed.slots import GroupSlots, RowSlots, TableRows
+from jaxrec.mesh.agree import on_host
 from jaxrec.mesh.store import MeshStore
 
 
@@ -199,9 +200,7 @@ def _by_device(values: np.ndarray) -> np.ndarray:
 
 def _own_part(array: Array, slots: GroupSlots) -> np.ndarray:
     """Return the shards of an array on this process's devices, in the shape of ``slots``."""
-    parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
-    own = np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
-    return own.reshape(*slots.slots.shape, *array.shape[2:])
+    return on_host(array).reshape(*slots.slots.shape, *array.shape[2:])
 
 
 @functools.partial(jax.jit, static_argnums=2)
