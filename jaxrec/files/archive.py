@@ -23,9 +23,10 @@ _IS_ENCRYPTED = 1  # of a zip entry's flags
 
 
 class Archive:
-    """A zip file, or the ``size`` bytes of a file from ``start`` on; ``kind`` names it in errors.
+    """Reader of a zip file whose damage, of any kind, raises ``error`` with the path of the file.
 
-    Damage of any kind raises ``error``, which names the file. ``names`` has the order of the file.
+    The zip file is a whole file, or the ``size`` bytes of a file from byte ``start`` on. ``kind``
+    says in errors what was expected, such as "an npz file". ``names`` are its entries, in order.
     """
 
     def __init__(
@@ -58,23 +59,23 @@ class Archive:
             raise error(f"{path} is damaged: it has the entry {twice[:80]!r} more than once")
 
     def size(self, name: str) -> int:
-        """Return the number of bytes of an entry, as the file claims."""
+        """Return the number of bytes that an entry has after unpacking, as the file claims."""
         return self._entry(name).file_size
 
     def is_compressed(self, name: str) -> bool:
-        """Return whether an entry is compressed, which cannot be mapped into memory."""
+        """Return whether an entry is compressed; `map` needs one that is not."""
         return self._entry(name).compress_type != zipfile.ZIP_STORED
 
     def head(self, name: str, count: int) -> bytes:
-        """Return up to ``count`` first bytes of an entry, without comparing its checksum."""
+        """Return the first ``count`` bytes of an entry, or all if it has fewer, unchecked."""
         with self._open(name) as file:
             return file.read(count)
 
     def read(self, name: str, limit: int) -> UInt8[np.ndarray, " bytes"]:
-        """Return the bytes of an entry after comparing its checksum, read-only.
+        """Return the unpacked bytes of an entry, read-only, after comparing its checksum.
 
-        Compressed entries of more than ``limit`` bytes are refused. Other entries are mapped into
-        memory, and change with the file.
+        A compressed entry of more than ``limit`` bytes raises ``error``. An uncompressed entry is
+        mapped into memory, so that its bytes change with the file.
         """
         if not self.is_compressed(name):
             # Several tensors may share an entry: one comparison is enough.
@@ -121,7 +122,7 @@ class Archive:
         self.close()
 
     def _entry(self, name: str) -> zipfile.ZipInfo:
-        """Return an entry's description; raise ``error`` if it cannot be read."""
+        """Return what the zip file says about an entry; raise ``error`` if it cannot be read."""
         try:
             entry = self._zip.getinfo(name)
         except KeyError:
@@ -146,7 +147,7 @@ class Archive:
 
     @contextlib.contextmanager
     def _damage(self, problem: str) -> Iterator[None]:
-        """Turn errors of `zipfile` and `zlib`, which raise anything over damage, into ``error``."""
+        """Turn an exception of `zipfile` or `zlib`, which may have any type, into ``error``."""
         try:
             yield
         except (self._error, MemoryError):
@@ -158,11 +159,11 @@ class Archive:
 
 
 class _BeforeStart(OSError):
-    """A position before a file's beginning, an error that `zipfile` expects of small files."""
+    """A seek to before the beginning of a file; `zipfile` expects this error of small files."""
 
 
 class _Part:
-    """A range of a file, with the methods that `zipfile` calls."""
+    """A file object for a range of bytes of another file, with the methods that `zipfile` calls."""
 
     def __init__(self, file: IO[bytes], start: int, size: int) -> None:
         self._file, self.start, self.size = file, start, size
@@ -182,7 +183,7 @@ class _Part:
         return position
 
     def read(self, count: int | None = -1) -> bytes:
-        """Read up to ``count`` bytes."""
+        """Return the next ``count`` bytes, or fewer at the end; None or -1: all that are left."""
         # Cut to what is left: Python allocates `count` bytes, and a damaged header may ask for any
         # number.
         left = max(self.size - self._position, 0)

@@ -33,7 +33,7 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 
 
 def sync(path: pathlib.Path) -> None:
-    """Wait until a file or directory is durable."""
+    """Wait until a file or directory is on the disk, where a power cut cannot undo it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

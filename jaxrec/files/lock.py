@@ -77,7 +77,7 @@ def lock(directory: str | os.PathLike[str], *, is_shared: bool = False) -> None:
 
 
 def unlock(directory: str | os.PathLike[str]) -> None:
-    """Undo one `lock` of a directory."""
+    """Release one `lock` of a directory; the directory is free when all of them are released."""
     path = _path(directory)
     file, count = _locks.pop(path)
     if count > 1:

@@ -28,9 +28,9 @@ _CHECKSUM = "crc32"
 
 
 def seal(content: Mapping[str, Any], *, is_hex: bool = False) -> bytes:
-    """Return a JSON object as a file's content, with its checksum as the last entry.
+    """Return the bytes of a JSON file with ``content`` and, as its last entry, its CRC-32.
 
-    ``is_hex``: the checksum is eight hex digits instead of a number.
+    ``is_hex``: the CRC-32 is written as eight hex digits instead of a number.
     """
     crc = zlib.crc32(json.dumps(content).encode())
     return json.dumps({**content, _CHECKSUM: f"{crc:08x}" if is_hex else crc}, indent=1).encode()
@@ -45,15 +45,20 @@ def unseal(text: bytes, format: str) -> dict[str, Any]:
     content = json.loads(text)
     if not isinstance(content, dict) or "format" not in content:
         raise ValueError(f"it is not a manifest of format {format!r}")
+    check_seal(content)
+    if (found := content.pop("format")) != format:
+        raise ValueError(f"its format is {found!r}, and this jaxrec reads {format!r}")
+    return content
+
+
+def check_seal(content: dict[str, Any]) -> None:
+    """Remove the checksum from the JSON object of a manifest; raise a ValueError if it differs."""
     written = content.pop(_CHECKSUM, None)
     # The checksum is computed from the text that Python writes, so that spaces in the file do not
     # matter.
     crc = zlib.crc32(json.dumps(content).encode())
     if written not in (crc, f"{crc:08x}"):
         raise ValueError("its checksum does not match: the file was changed")
-    if (found := content.pop("format")) != format:
-        raise ValueError(f"its format is {found!r}, and this jaxrec reads {format!r}")
-    return content
 
 
 class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,7 +99,10 @@ def segments_of(file: str, size: int) -> list[Segment]:
 def describe_files(
     directory: pathlib.Path, files: Iterable[str] | None = None
 ) -> dict[str, StoredFile]:
-    """Return the sizes and checksums of files of a folder by path; None: of all files."""
+    """Return the size and checksums of each file of a folder, by its path relative to the folder.
+
+    ``files`` are these paths; None: all files, also those in subfolders.
+    """
     if files is None:
         paths = sorted(path for path in directory.rglob("*") if path.is_file())
         files = [path.relative_to(directory).as_posix() for path in paths]
@@ -157,7 +165,7 @@ def _unreadable(file: str, error: OSError) -> str:
 
 
 class CheckedStream(io.RawIOBase):
-    """A file whose size and CRC-32 are computed while it is written."""
+    """Wraps a stream and counts the bytes written to it, and computes their CRC-32."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -30,7 +30,7 @@ _READERS = {
 
 @dataclasses.dataclass(frozen=True)
 class NpyForm:
-    """The header of an array, and the number of bytes before its elements."""
+    """Header of an npy file: shape, type and order of its array, and the byte where it starts."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -62,7 +62,7 @@ class NpzFile:
         self.names = [name.removesuffix(_SUFFIX) for name in entries]
 
     def is_compressed(self, name: str) -> bool:
-        """Return whether an array is compressed, which cannot be mapped into memory."""
+        """Return whether an array is compressed; `map` needs one that is not."""
         return self._archive.is_compressed(name + _SUFFIX)
 
     def read(self, name: str) -> Shaped[np.ndarray, "..."]:

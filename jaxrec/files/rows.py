@@ -46,7 +46,7 @@ _ARRAYS = pa.schema(
 
 
 def rows_at_once(shapes: Shapes) -> int:
-    """Return the number of rows that are read or written at once."""
+    """Return how many rows to read or write at once: at most 65,536, and at most 32 MiB."""
     width = sum(_width(each) * np.dtype(each.dtype).itemsize for each in shapes.values())
     return max(1, min(_ROWS, _BYTES // width))
 
@@ -97,7 +97,9 @@ class RowWriter:
 
 
 def read_rows(source: Any, shapes: Shapes) -> Iterator[tuple[np.ndarray, Values]]:
-    """Yield the ids of an Arrow file with their rows and state, in parts; no shapes: ids alone.
+    """Yield the ids, int64 ``[n]``, and the `Values` of an Arrow file, part by part.
+
+    Without shapes only the ids are read, and the values are empty.
 
     Raises:
         ValueError: The file lacks a value, or has it with another shape or type.
@@ -127,7 +129,7 @@ def read_rows(source: Any, shapes: Shapes) -> Iterator[tuple[np.ndarray, Values]
 
 
 def _check_bits(field: pa.Field, shape: Any) -> None:
-    """Raise a ValueError if a column of an Arrow file does not have the bits of a type."""
+    """Raise a ValueError unless a column of an Arrow file has the type and width of ``shape``."""
     dtype = (field.metadata or {}).get(_DTYPE, b"").decode()
     width = field.type.list_size if pa.types.is_fixed_size_list(field.type) else None
     wanted = _width(shape) if len(shape.shape) > 1 else None
@@ -142,10 +144,10 @@ def _check_bits(field: pa.Field, shape: Any) -> None:
 
 
 class RowFile:
-    """A Parquet file of rows for a table, as `open_rows` yields it.
+    """A Parquet file with the rows of a table, as `open_rows` yields it.
 
     Attributes:
-        shapes: Shapes and types of the values that the file has.
+        shapes: Shapes and types of the values in the file: its rows, and maybe optimizer state.
     """
 
     def __init__(
@@ -181,14 +183,18 @@ class RowFile:
         self.shapes = {key: shapes[key] for key in self._columns}
 
     def parts(self) -> Iterator[tuple[np.ndarray, Values]]:
-        """Yield the ids, int64 ``[n]``, with their rows and state.
+        """Yield the ids, int64 ``[n]``, and the `Values` of the file, part by part.
 
         Raises:
             ValueError: There is a null, or a row of another width.
         """
         start = 0
         columns = [self._id, *self._columns.values()]
-        for batch in self._file.iter_batches(rows_at_once(self.shapes), columns=columns):
+        batches = self._file.iter_batches(rows_at_once(self.shapes), columns=columns)
+        while True:
+            with _damage(self.path):
+                if (batch := next(batches, None)) is None:
+                    return
             ids = batch.column(self._id)
             if ids.null_count:
                 place = start + ids.is_null().index(True).as_py()
@@ -210,10 +216,21 @@ class RowFile:
 
 @contextlib.contextmanager
 def open_rows(path: pathlib.Path, table: str, shapes: Shapes) -> Iterator[RowFile]:
-    """Open a Parquet file of rows for a table; damage raises a ValueError, also in the block."""
+    """Open a Parquet file of rows within the block; a damaged file raises a ValueError.
+
+    ``table`` is the name of the table for errors, and ``shapes`` are those of its values.
+    """
+    with _damage(path):
+        file = pq.ParquetFile(path, page_checksum_verification=True)
+    with file:
+        yield RowFile(path, file, table, shapes)
+
+
+@contextlib.contextmanager
+def _damage(path: pathlib.Path) -> Iterator[None]:
+    """Turn an error of Arrow in the block into a ValueError that names the damaged file."""
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            yield RowFile(path, file, table, shapes)
+        yield
     except (pa.ArrowInvalid, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
@@ -221,7 +238,10 @@ def open_rows(path: pathlib.Path, table: str, shapes: Shapes) -> Iterator[RowFil
 
 
 def _fits(kind: pa.DataType, wanted: pa.DataType, *, any_number: bool) -> bool:
-    """Return whether a column of a type can be read as the wanted type."""
+    """Return whether a column of type ``kind`` has the lengths and numbers of type ``wanted``.
+
+    With ``any_number`` its numbers may have any type.
+    """
     if not pa.types.is_fixed_size_list(wanted):
         return kind == wanted
     if pa.types.is_fixed_size_list(kind):
@@ -236,7 +256,7 @@ def _fits(kind: pa.DataType, wanted: pa.DataType, *, any_number: bool) -> bool:
 
 
 def _find_problem(column: pa.Array, width: int) -> tuple[int, str] | None:
-    """Return the first unusable row of a column, and why; None if all can be used."""
+    """Return the index of the first row with a null or another width, and the problem, or None."""
     if pa.types.is_primitive(column.type):
         return (column.is_null().index(True).as_py(), "has a null") if column.null_count else None
     # The length of a null is null.
@@ -306,22 +326,22 @@ def _width(shape: Any) -> int:
 
 
 def _bits(dtype: np.dtype) -> np.dtype:
-    """Return a type of the same bits that Arrow has."""
+    """Return the type in which Arrow stores the bits of ``dtype``: bfloat16 becomes uint16."""
     return dtype if dtype.kind in "fiub" else np.dtype(f"uint{8 * dtype.itemsize}")
 
 
 def _widened(dtype: np.dtype) -> np.dtype:
-    """Return the type of a type's numbers in a Parquet file."""
+    """Return the type in which Parquet stores numbers of ``dtype``: bfloat16 becomes float32."""
     return dtype if dtype.kind in "fiub" else np.dtype(np.float32)
 
 
 def _arrow_type(shape: Any, dtype: np.dtype) -> pa.DataType:
-    """Return the type of a column for rows of a shape."""
+    """Return the Arrow type of a column: a number for each row, or a list of as many as wide."""
     kind = pa.from_numpy_dtype(dtype)
     return pa.list_(kind, _width(shape)) if len(shape.shape) > 1 else kind
 
 
 def _flat(column: pa.Array) -> np.ndarray:
-    """Return all numbers of a column of numbers or lists."""
+    """Return the numbers of a column, or of all of its lists one after the other, ``[m]``."""
     numbers = column if pa.types.is_primitive(column.type) else column.flatten()
     return numbers.to_numpy(zero_copy_only=False)

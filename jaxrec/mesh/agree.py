@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -185,6 +185,23 @@ def raise_together(error: Exception | None, kinds: Sequence[type[Exception]] = (
         _gather_sizes([], error, kinds)
     if error is not None:
         raise error
+
+
+def in_all_processes(
+    function: Callable[[], Result], kinds: Sequence[type[Exception]] = ()
+) -> Result:
+    """Call a function in every process, and return its result; an error of one is raised in all.
+
+    ``kinds`` are as for `raise_together`.
+    """
+    result: Result | None = None
+    error: Exception | None = None
+    try:
+        result = function()
+    except Exception as raised:  # the other processes wait for it
+        error = raised
+    raise_together(error, kinds)
+    return cast(Result, result)
 
 
 def on_process_zero(

@@ -65,7 +65,7 @@ def _routes_of(routed: Sequence[Ahead], call: int) -> Routes | None:
     return routed[call].routes if call < len(routed) else None
 
 
-def look_up_ahead(
+def lookup_ahead(
     evaluate: Callable[[nnx.Module], Any], model: nnx.Module
 ) -> dict[str, list[Ahead]]:
     """Return the embeddings of each collection's calls in one evaluation, by collection path.

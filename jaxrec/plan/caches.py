@@ -62,11 +62,11 @@ class TableCache:
 
 
 def cache_perf(workload: TableWorkload, cache: TableCache, topology: Topology) -> Perf:
-    """Return the seconds that a cache adds to a step, ``assign(D n) + moves(M, M v)``."""
-    # Every process gives rows to the ``D n`` ids of the whole batch. It fetches the ``M`` rows of
-    # ``v`` bytes that the cache misses, with their optimizer state, and evicts as many. All of it
-    # is added to the step. The tier does this work on threads beside the step, so that a step takes
-    # less where the host has idle cores; whether it has, the planner cannot know.
+    """Return the seconds that a cache adds to a step: to assign rows to ids, and to move rows."""
+    # Every process gives rows to the ids of the whole batch. It fetches the rows that the cache
+    # misses, with their optimizer state, and evicts as many. All of it is added to the step. The
+    # tier does this work on threads beside the step, so that a step takes less where the host has
+    # idle cores; whether it has, the planner cannot know.
     moves = topology.host_moves if cache.storage == "host" else topology.store_moves
     missed = workload.missed_rows(cache.rows, topology.num_devices)
     ids = topology.num_devices * workload.assigned_ids
@@ -87,15 +87,12 @@ HELD_BATCHES = 7
 
 @dataclasses.dataclass(frozen=True)
 class TableStorage:
-    """The rows of one table on devices and in a row store, and the time that its cache takes.
-
-    ``stored_bytes`` counts rows and optimizer state in each host's row store; 0 without a cache.
-    """
+    """Where the rows of a table are: all on devices, or some in a cache over a row store."""
 
     cache: TableCache | None
-    held_rows: int
-    perf: Perf
-    stored_bytes: float
+    held_rows: int  # rows on the devices together
+    perf: Perf  # seconds that the cache adds to a step
+    stored_bytes: float  # of rows and optimizer state in each host's row store; 0 without a cache
 
     @classmethod
     def of(
@@ -115,7 +112,7 @@ def possible_caches(
     store: str | None,
     num_devices: int,
 ) -> tuple[TableCache | None, ...]:
-    """Return the caches that a table may have in some storages; None is a table without a cache.
+    """Return the caches that a table may have in the given storages; None stands for no cache.
 
     A cache has at least the rows of the batches under way.
     """

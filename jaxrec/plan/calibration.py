@@ -38,9 +38,9 @@ _MAX_BYTES = 1 << 23
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Shortest time of an operation, a field of `Topology` or of `Links`.
+    """Shortest ``seconds`` of an operation, a field of `Topology` or `Links`, on items and bytes.
 
-    ``known`` seconds of it are in other operations, which were measured before.
+    ``known`` of these seconds are spent in other operations, which were measured before.
     """
 
     operation: str
@@ -93,7 +93,7 @@ class _Bench:
     report: Callable[[Measurement], Any]
 
     def gather(self) -> Rate:
-        """Gather random rows of a table."""
+        """Measure gathers of random rows of a table."""
         measurements = []
         for width in _WIDTHS:
             table = self.on_each(np.zeros((_TABLE_ROWS, width), np.float32))
@@ -104,7 +104,7 @@ class _Bench:
         return fit(measurements)
 
     def update(self, sort: Rate, gather: Rate) -> Rate:
-        """Update rows by row-wise Adagrad; subtract the sort and the sum of gradients."""
+        """Measure updates of rows by row-wise Adagrad, less their sort and sum of gradients."""
         optimizer = rowwise_adagrad()
 
         def advance(table, state, gradients, rows):
@@ -126,7 +126,7 @@ class _Bench:
         return fit(measurements)
 
     def sort(self) -> Rate:
-        """Sort row numbers and find their runs."""
+        """Measure sorts of row numbers, with the search for runs of equal ones."""
 
         def seconds(lookups: int) -> float:
             rows = self.on_each(_random_rows(lookups))
@@ -135,16 +135,16 @@ class _Bench:
         return fit([self.note("sort", lookups, 0, seconds(lookups)) for lookups in _LOOKUPS])
 
     def copy(self) -> Rate:
-        """Copy arrays within memory."""
+        """Measure copies of arrays within a device's memory."""
 
         def seconds(bytes: int) -> float:
             # Adding 1 keeps XLA from returning the argument itself.
             return self.time(lambda x: x + 1, self.on_each(np.zeros(bytes // 4, np.float32)))
 
-        return self._fit_bytes("copy", seconds)
+        return fit([self.note("copy", 0, bytes, seconds(bytes)) for bytes in _BYTES])
 
     def links(self, axes: Sequence[str]) -> Links:
-        """Run collectives over ``axes`` of the mesh."""
+        """Measure the collectives over ``axes`` of the mesh."""
         axes = tuple(axes)
         count = int(np.prod([self.mesh.shape[axis] for axis in axes]))
         if count == 1:
@@ -172,12 +172,8 @@ class _Bench:
             rates[collective.__name__] = fit(measurements)
         return Links(**rates)
 
-    def _fit_bytes(self, operation: str, seconds: Callable[[int], float]) -> Rate:
-        """Return the rate of an operation on bytes alone, given its seconds for some bytes."""
-        return fit([self.note(operation, 0, bytes, seconds(bytes)) for bytes in _BYTES])
-
     def on_each(self, array: np.ndarray) -> jax.Array:
-        """Put an array on every device, as the parts of one array."""
+        """Put an array on every device; return one array with all of them along its first axis."""
         spec = PartitionSpec(tuple(self.mesh.axis_names))
         one = NamedSharding(self.mesh, spec)
         count = self.mesh.devices.size
@@ -186,13 +182,13 @@ class _Bench:
         )
 
     def _rows(self, lookups: int) -> list[jax.Array]:
-        """Return the row numbers of several batches."""
+        """Return the random row numbers of `_TURNS` batches, on every device."""
         return [self.on_each(_random_rows(lookups, seed)) for seed in range(_TURNS)]
 
     def time(self, operation: Callable, *arrays: Any, in_turn: Sequence[jax.Array] = ()) -> float:
-        """Return the shortest time of an operation on each device's arrays.
+        """Return the shortest seconds of an operation that runs on all devices' arrays at once.
 
-        Values of the last argument, ``in_turn``, take turns.
+        ``in_turn`` has values of the operation's last argument; each call takes the next one.
         """
         run = jax.jit(self._mapped(operation))
         turns = itertools.cycle([(last,) for last in in_turn] or [()])
@@ -201,9 +197,9 @@ class _Bench:
     def time_in_place(
         self, operation: Callable, arrays: Sequence[Any], in_turn: Sequence[jax.Array]
     ) -> tuple[float, tuple[Any, Any]]:
-        """Return the shortest time of an operation that updates ``arrays[:2]``, and those two.
+        """Return the shortest seconds of an operation that updates ``arrays[:2]``, and these two.
 
-        The operation returns the two. Values of its last argument, ``in_turn``, take turns.
+        The operation returns the two, changed in place. ``in_turn`` is as for `time`.
         """
         # Donated and passed on, as in training. A copy of the table would take longer than the
         # update.
@@ -252,7 +248,7 @@ def _random_rows(lookups: int, seed: int = 0) -> np.ndarray:
 
 
 def fit(measurements: Sequence[Measurement]) -> Rate:
-    """Return the rate that fits measurements best."""
+    """Return the rate whose seconds for the measured sizes have the least relative error."""
     from scipy.optimize import nnls  # imported here as HiGHS is in `jaxrec.plan.program`
 
     sizes = np.array([[1.0, m.items, m.bytes] for m in measurements])

@@ -171,7 +171,7 @@ def imbalance(loads: Sequence[float]) -> dict[str, float]:
 
 def make_estimate(
     problem: Problem,
-    workloads: Mapping[str, TableWorkload],
+    workloads: Sequence[TableWorkload],
     solution: Solution,
     *,
     bound: float,
@@ -179,8 +179,12 @@ def make_estimate(
     search_seconds: float,
     fixed_bytes: Mapping[str, float],
 ) -> Estimate:
-    """Return the estimate of a solution."""
-    totals = Totals.of(problem, dict(enumerate(solution.choices)))
+    """Return the estimate of a solution: its totals, taken apart by device, table and group.
+
+    ``bound`` is the time below which no plan can be. ``fixed_bytes`` are those of each device that
+    do not depend on the plan, by kind.
+    """
+    totals = Totals.of(problem, solution.choices)
     chosen = _chosen(problem, solution)
     common = _common_perf(problem, totals, chosen)
     most, empty = totals.stacked.max(axis=2), totals.empty_positions
@@ -197,8 +201,8 @@ def make_estimate(
         search_seconds=search_seconds,
         devices=_device_estimates(problem, totals, chosen, common, fixed_bytes),
         tables=tuple(
-            _table_estimate(problem, totals, workload, chosen[name])
-            for name, workload in workloads.items()
+            _table_estimate(problem, totals, workload, chosen[workload.name])
+            for workload in workloads
         ),
         groups=_group_estimates(problem, totals, chosen),
         capacity=problem.topology.memory,
@@ -209,13 +213,15 @@ Placed: TypeAlias = list[tuple[ShardingOption, tuple[int, ...]]]
 
 
 def _chosen(problem: Problem, solution: Solution) -> dict[str, Placed]:
-    """Return each table's options with their sites; several where columns are cut unevenly."""
+    """Return the options of a solution by table, with their sites.
+
+    A table has several options if its placement cuts columns unevenly.
+    """
     chosen: dict[str, Placed] = {}
     for option in problem.decided:
         chosen.setdefault(option.table, []).append((option, (0,)))
-    for options, choice in zip(problem.options, solution.choices, strict=True):
-        option = options[choice.option]
-        chosen[option.table] = [(option, choice.sites)]
+    for option, sites in problem.chosen(solution.choices):
+        chosen[option.table] = [(option, sites)]
     return chosen
 
 

@@ -36,9 +36,9 @@ class Heat(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class EvenHeat(Heat):
-    """Heat where every row is as likely as every other.
+    """Heat where each of ``rows`` rows is as likely as every other.
 
-    The expected number of distinct rows among ``n`` lookups of ``R`` is ``R (1 - (1 - 1/R)^n)``.
+    The expected number of distinct rows among ``n`` lookups is ``rows (1 - (1 - 1/rows)^n)``.
     """
 
     rows: int
@@ -57,11 +57,11 @@ class EvenHeat(Heat):
 class SampledHeat(Heat):
     """Heat from a sample of lookups.
 
-    With ``f_k`` rows seen ``k`` times in a sample of ``N`` lookups, a part ``x = n / N`` of it is
-    expected to have ``u(x) = sum_k f_k (1 - (1 - x)^k)`` distinct rows (rarefaction: Hurlbert 1971,
-    "The nonconcept of species diversity", in its binomial form). Beyond the sample, ``u(1) x^b``
-    continues it with its final slope ``b = f_1 / u(1)`` (Heaps' law, joined to Good's 1953 estimate
-    ``f_1 / N`` of the chance that the next row is new).
+    With ``f_k`` rows seen ``k`` times in a sample, a fraction ``x`` of the sample is expected to
+    have ``u(x) = sum_k f_k (1 - (1 - x)^k)`` distinct rows (rarefaction: Hurlbert 1971, "The
+    nonconcept of species diversity", in its binomial form). Beyond the sample, ``u(1) x^b``
+    continues it with its final slope ``b = f_1 / u(1)``. This is Heaps' law, joined to the estimate
+    by Good (1953) of the chance that the next row is new: ``f_1`` over the size of the sample.
 
     Attributes:
         rows: Rows of the table.

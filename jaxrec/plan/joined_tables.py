@@ -18,18 +18,18 @@ def join_constraints(
     constraints: Mapping[str, ParameterConstraints],
     storages: Sequence[str],
 ) -> dict[str, ParameterConstraints]:
-    """Return constraints that name the storages of each table.
+    """Return the constraints of every table, with storages that tables with common features share.
 
     Tables that share features get the storages that all of them allow, and the largest
-    ``cache_ratio`` of any.
+    ``cache_ratio`` of any. ``storages`` are for tables without such a constraint.
     """
     by_name = {workload.name: workload for workload in workloads}
-    own: dict[str, tuple[str, ...]] = {}
-    for name in by_name:
-        constraint = constraints.get(name, _NO_CONSTRAINTS)
+    given = {name: constraints.get(name, _NO_CONSTRAINTS) for name in by_name}
+    own = {
         # A fixed placement is for the device, unless its constraint names another storage.
-        default = storages if constraint.placement is None else ("device",)
-        own[name] = tuple(constraint.storages or default)
+        name: tuple(each.storages or (storages if each.placement is None else ("device",)))
+        for name, each in given.items()
+    }
     result: dict[str, ParameterConstraints] = {}
     for name, workload in by_name.items():
         # A batch has one array of ids per feature, and a cache replaces ids by its slots. So tables
@@ -48,9 +48,9 @@ def join_constraints(
                 "tables that share features are kept in one storage, and off the devices only with "
                 f"equally many rows; got {of_tables}. Change their constraint storages"
             )
-        of_joined = [constraints.get(other, _NO_CONSTRAINTS) for other in joined]
+        of_joined = [given[other] for other in joined]
         result[name] = dataclasses.replace(
-            constraints.get(name, _NO_CONSTRAINTS),
+            given[name],
             storages=tuple(common),
             cache_ratio=max((c.cache_ratio for c in of_joined if c.cache_ratio), default=None),
             store=next((c.store for c in of_joined if c.store is not None), None),
@@ -81,11 +81,8 @@ def check_stores(
 
 
 def chosen_caches(problem: Problem, solution: Solution) -> dict[str, TableCache]:
-    """Return the caches of a solution by table, with those of decided placements."""
-    chosen = [
-        options[choice.option]
-        for options, choice in zip(problem.options, solution.choices, strict=True)
-    ]
+    """Return the caches of a solution and of the problem's fixed placements, by table."""
+    chosen = [option for option, _ in problem.chosen(solution.choices)]
     caches = {option.table: option.cache for option in (*problem.decided, *chosen)}
     return {name: cache for name, cache in caches.items() if cache is not None}
 
@@ -95,10 +92,10 @@ def join_caches(
     caches: Mapping[str, TableCache],
     constraints: Mapping[str, ParameterConstraints],
 ) -> dict[str, ParameterConstraints] | None:
-    """Return constraints under which tables that share features have equal caches; None if equal.
+    """Return constraints that give tables with common features equal caches; None: they have.
 
-    They get the storage of the largest table with a cache, and as many rows as the largest cache
-    that the search under the given constraints chose.
+    Such tables get the storage of the largest of them with a cache in ``caches``, the result of a
+    search, and as many rows as the largest of these caches.
     """
     changed: dict[str, ParameterConstraints] = {}
     by_name = {workload.name: workload for workload in workloads}

@@ -21,14 +21,12 @@ from jaxrec.embed.taps import tapped_modules
 
 @dataclasses.dataclass(frozen=True)
 class ModelTables:
-    """The tables of a model: path, layout and whether ids have weights, of each collection.
+    """The tables of a model, by collection."""
 
-    ``is_configured`` if the tables exist already, so that their types are fixed.
-    """
-
+    # Path, layout and whether ids have weights, of each collection.
     collections: tuple[tuple[str, TableLayout, bool], ...]
-    dense_bytes: int
-    is_configured: bool
+    dense_bytes: int  # of the model's other parameters
+    is_configured: bool  # whether the tables exist already, so that their types are fixed
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,7 +68,7 @@ def read_model(model: Model) -> ModelTables:
 
 
 def _make_store(layout: TableLayout, key: Array) -> Tables:
-    """Make tables, without arrays where they have more rows than one device's array can."""
+    """Make tables; without arrays if one has more rows than int32 can number."""
     # `Tables.init` refuses what int32 cannot number; of these tables only the layout is read.
     is_large = any(table.num_embeddings > MAX_ROWS for table in layout.configs)
     return Tables({}, {}, layout) if is_large else Tables.init(layout, key)

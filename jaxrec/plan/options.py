@@ -167,7 +167,7 @@ def consider_options(
 def _candidate(
     workload: TableWorkload, topology: Topology, constraint: ParameterConstraints
 ) -> Candidate:
-    """Return a table with all of its rows on devices, as sharding types see it."""
+    """Describe a table to sharding types: its size, and the devices and hosts that it may have."""
     mesh = MeshShape(topology.hosts, topology.devices_per_host)
     devices = constraint.devices
     devices = tuple(range(topology.num_devices)) if devices is None else devices
@@ -198,7 +198,7 @@ def _exchanges(
     table: Candidate,
     constraint: ParameterConstraints,
 ) -> tuple[Exchange, ...] | str:
-    """Return the exchanges of a split of rows that `jaxrec.shard` supports, or why it has none."""
+    """Return the exchanges that `jaxrec.shard` supports for a split of a table, or why none."""
     held_rows, mesh = table.rows, table.mesh
     if kind.is_replicated and held_rows <= MAX_ROWS:
         return (REPLICATED,)
@@ -246,7 +246,7 @@ def placed_options(
     cache: TableCache | None = None,
     precision: ExchangePrecision = ExchangePrecision(),  # noqa: B008 (frozen)
 ) -> tuple[ShardingOption, ...]:
-    """Return a fixed placement as options of one part and one site, one for each column part."""
+    """Return a fixed placement as options with one part and one site: one for each column slice."""
     mesh = MeshShape(topology.hosts, topology.devices_per_host)
     by_columns: dict[tuple[int, int], list[Shard]] = {}
     storage = TableStorage.of(workload, cache, topology)
@@ -322,7 +322,7 @@ class Considered:
 
     @classmethod
     def of(cls, options: Sequence[ShardingOption], reasons: Sequence[str]) -> Considered:
-        """Return the options of a table in words, each way once."""
+        """Describe the options of a table in words, each way once."""
         ways = dict.fromkeys(map(_way, options))
         return cls(tuple(ways), tuple(dict.fromkeys(reasons)))
 

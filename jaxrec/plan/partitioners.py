@@ -19,25 +19,26 @@ _MAX_TRIALS, _TOLERANCE = 8, 0.02
 
 
 def place_fastest(problem: Problem, proposal: Sequence[int]) -> Solution:
-    """Place the largest parts first, each on the site where it slows the step down least.
+    """Place the largest shards first, each on the site where it slows the step down least.
 
-    Longest processing time first is Graham 1969, "Bounds on multiprocessing timing anomalies".
+    The rule "longest processing time first" is by Graham 1969, "Bounds on multiprocessing timing
+    anomalies".
     """
     return _place(problem, proposal, memory_weight=0.0)
 
 
 def balance_memory(problem: Problem, proposal: Sequence[int]) -> Solution:
-    """Place parts in the least memory with a step at most 2 % slower than `place_fastest`."""
+    """Place shards in the least memory with a step at most 2 % slower than `place_fastest`."""
     best = place_fastest(problem, proposal)
     limit = best.seconds * (1 + _TOLERANCE) if best.fits else float("inf")
     # Bisects between weighing time alone (0) and memory alone (1). The first trial is 1: if that is
     # fast enough, no other weight takes less memory.
     low, high = 0.0, 1.0
-    least = Totals.of(problem, dict(enumerate(best.choices))).bytes
+    least = Totals.of(problem, best.choices).bytes
     for _ in range(_MAX_TRIALS):
         middle = (low + high) / 2 if low else 1.0
         solution = _place(problem, proposal, memory_weight=middle)
-        bytes = Totals.of(problem, dict(enumerate(solution.choices))).bytes
+        bytes = Totals.of(problem, solution.choices).bytes
         if solution.seconds > limit:
             high = middle
             low = low or 1e-3
@@ -52,25 +53,25 @@ def balance_memory(problem: Problem, proposal: Sequence[int]) -> Solution:
 
 def _place(problem: Problem, proposal: Sequence[int], *, memory_weight: float) -> Solution:
     options = [options[index] for options, index in zip(problem.options, proposal, strict=True)]
-    totals = Totals.of(problem, {})
+    totals = Totals.of(problem)
     weight = _byte_seconds(problem, options) * memory_weight
     choices = {
-        table: Choice(proposal[table], place_parts(totals, options[table], weight))
+        table: Choice(proposal[table], place_shards(totals, options[table], weight))
         for table in sorted(range(len(options)), key=lambda t: _order(problem, options[t]))
     }
     return Solution.of(problem, [choices[table] for table in range(len(options))])
 
 
-def place_parts(
+def place_shards(
     totals: Totals, option: ShardingOption, byte_seconds: float = 0.0
 ) -> tuple[int, ...]:
-    """Add an option to the totals, each part where it slows the step least; return the sites.
+    """Add an option to the totals, its shards where they slow the step least; return the sites.
 
-    A byte of memory is worth ``byte_seconds``.
+    The shards of one part of the option go to one site. A byte of memory is worth ``byte_seconds``.
     """
     totals.add(option, ())
     if len(option.sites) == 1:
-        totals.add_part(option, 0)
+        totals.add_shards(option, 0)
         return (0,)
     problem = totals.problem
     group = problem.groups[option.group]
@@ -78,9 +79,9 @@ def place_parts(
     sites = np.array(option.sites)
     chosen: list[int] = []
     for _ in range(option.parts):
-        # The group's load with the part on each of the sites, [6, sites, devices of one].
-        part = option.load.stacked[:, None] * problem.weights[:, sites]
-        loads = totals.stacked[:, group][:, sites] + part
+        # The group's load with the shards on each of the sites, [6, sites, devices of one].
+        shards = option.load.stacked[:, None] * problem.weights[:, sites]
+        loads = totals.stacked[:, group][:, sites] + shards
         after, before = loads.max(axis=2), totals.stacked[:, group].max(axis=1)
         growth = np.maximum(after - before[:, None], 0)
         # Rows that fill positions of a round that is moved anyway take less: their share of the
@@ -89,7 +90,7 @@ def place_parts(
         filled = np.minimum(Load(*growth).exchanged, free)
         seconds = unit_seconds @ growth - problem.position_seconds[:, group].sum() * filled
         bytes = unit_bytes @ growth
-        # Memory comes first: a part that does not fit must not be hidden by seconds that it saves.
+        # Memory comes first: a shard that does not fit must not be hidden by seconds that it saves.
         # Parts of one table need different sites.
         excess = np.maximum(totals.bytes + bytes - problem.capacity, 0)
         excess[chosen] = np.inf
@@ -106,20 +107,20 @@ def place_parts(
         )
         site = int(order[0])
         chosen.append(site)
-        totals.add_part(option, site)
+        totals.add_shards(option, site)
     return tuple(chosen)
 
 
 def _order(problem: Problem, option: ShardingOption) -> tuple[int, float]:
-    """Return a key that sorts fewest sites first, and then largest parts."""
-    # Parts with one possible site go anyway there, so the others must know of them; parts for hosts
-    # are harder to place than parts for devices.
+    """Return a key that sorts options by their number of sites, then the largest shards first."""
+    # Shards with one possible site go anyway there, so the others must know of them; shards of
+    # whole hosts are harder to place than those of single devices.
     seconds = problem.unit_seconds[:, problem.groups[option.group]]
     return len(option.sites), -float(seconds @ option.load.stacked.max(axis=1))
 
 
 def _byte_seconds(problem: Problem, options: Sequence[ShardingOption]) -> float:
-    """Return the largest worth of a byte: as if all memory were worth ten steps."""
+    """Return the largest worth of a byte in seconds: all memory is then worth ten steps."""
     seconds = bytes = 0.0
     for option in options:
         group, load = problem.groups[option.group], option.load.stacked.sum(axis=1)
@@ -129,9 +130,9 @@ def _byte_seconds(problem: Problem, options: Sequence[ShardingOption]) -> float:
 
 
 def improve(problem: Problem, solution: Solution, *, deadline: float) -> Solution:
-    """Improve a solution until ``deadline``: place tables anew one by one, and swap parts."""
+    """Improve a solution until ``deadline``: place tables anew one by one, and swap shards."""
     choices = list(solution.choices)
-    totals = Totals.of(problem, dict(enumerate(choices)))
+    totals = Totals.of(problem, choices)
     # In a random order, so that early tables do not always win; with a fixed seed, so that equal
     # problems get equal plans.
     random = np.random.default_rng(0)
@@ -142,7 +143,7 @@ def improve(problem: Problem, solution: Solution, *, deadline: float) -> Solutio
             if time.monotonic() >= deadline:
                 break
             helped |= _place_anew(totals, choices, int(table))
-        helped |= _swap_parts(totals, choices, deadline)
+        helped |= _swap_shards(totals, choices, deadline)
     # Summed up anew: the running totals carry the rounding of many additions and subtractions.
     improved = Solution.of(problem, choices)
     return improved if improved.better_than(solution) else solution
@@ -154,7 +155,7 @@ def _place_anew(totals: Totals, choices: list[Choice], table: int) -> bool:
     best, best_key = before, _key(totals)
     totals.remove(options[before.option], before.sites)
     for index, option in enumerate(options):
-        sites = place_parts(totals, option)
+        sites = place_shards(totals, option)
         key = _key(totals)
         totals.remove(option, sites)
         if _is_less(key, best_key):
@@ -164,14 +165,14 @@ def _place_anew(totals: Totals, choices: list[Choice], table: int) -> bool:
     return best is not before
 
 
-def _swap_parts(totals: Totals, choices: list[Choice], deadline: float) -> bool:
-    """Swap parts of each group's slowest devices with others, while that helps."""
+def _swap_shards(totals: Totals, choices: list[Choice], deadline: float) -> bool:
+    """Swap shards of each group's slowest devices with those of others, while that helps."""
     problem, helped = totals.problem, False
     members: dict[int, list[int]] = {}
     for table, choice in enumerate(choices):
         option = problem.options[table][choice.option]
-        # Parts of one device alone: those of hosts and of the whole mesh are few or have no other
-        # site.
+        # Shards of single devices alone: those of hosts and of the whole mesh are few or have no
+        # other site.
         if len(option.sites) > 1 and len(option.sites[0]) == 1:
             members.setdefault(problem.groups[option.group], []).append(table)
     for group, tables in members.items():
@@ -185,24 +186,24 @@ def _swap_parts(totals: Totals, choices: list[Choice], deadline: float) -> bool:
 def _swap_once(
     totals: Totals, choices: list[Choice], group: int, tables: list[int], deadline: float
 ) -> bool:
-    """Make the first swap that helps; return whether there was one."""
+    """Make the first swap of two shards that helps; return whether there was one."""
     problem = totals.problem
-    # Only a part that leaves a slowest device can shorten the step, so no other pairs are tried.
+    # Only a shard that leaves a slowest device can shorten the step, so no other pairs are tried.
     by_count = problem.unit_seconds[:, group, None] * totals.stacked[:, group]
     # The devices that take longest for one count of the load, and for all.
     slowest = {int(s.argmax()) for s in (*by_count, by_count.sum(axis=0)) if s.any()}
-    parts = [(t, k) for t in tables for k in range(len(choices[t].sites))]
-    here = [part for part in parts if _device(problem, choices, *part) in slowest]
-    there = [part for part in parts if _device(problem, choices, *part) not in slowest]
+    shards = [(t, k) for t in tables for k in range(len(choices[t].sites))]
+    here = [shard for shard in shards if _device(problem, choices, *shard) in slowest]
+    there = [shard for shard in shards if _device(problem, choices, *shard) not in slowest]
     start = _key(totals)
-    for table, part in here:
-        for other, other_part in there:
+    for table, shard in here:
+        for other, other_shard in there:
             if other == table:
                 continue
             if time.monotonic() >= deadline:
                 return False
             before = choices[table], choices[other]
-            swapped = _swapped(problem, choices, table, part, other, other_part)
+            swapped = _swapped(problem, choices, table, shard, other, other_shard)
             if swapped is None:
                 continue
             _set(totals, choices, (table, other), swapped)
@@ -213,22 +214,23 @@ def _swap_once(
 
 
 def _swapped(
-    problem: Problem, choices: list[Choice], table: int, part: int, other: int, other_part: int
+    problem: Problem, choices: list[Choice], table: int, shard: int, other: int, other_shard: int
 ) -> tuple[Choice, Choice] | None:
-    """Return the choices with the sites of two parts exchanged; None if that is impossible."""
-    device, elsewhere = (
-        _device(problem, choices, table, part),
-        _device(problem, choices, other, other_part),
-    )
-    first = _moved(problem, choices, table, part, elsewhere)
-    second = _moved(problem, choices, other, other_part, device)
+    """Return the choices of two tables after two of their shards have changed places, or None.
+
+    None: a shard may not go to the other's device, or its table has a shard there already.
+    """
+    device = _device(problem, choices, table, shard)
+    elsewhere = _device(problem, choices, other, other_shard)
+    first = _moved(problem, choices, table, shard, elsewhere)
+    second = _moved(problem, choices, other, other_shard, device)
     return None if first is None or second is None else (first, second)
 
 
 def _moved(
-    problem: Problem, choices: list[Choice], table: int, part: int, device: int
+    problem: Problem, choices: list[Choice], table: int, shard: int, device: int
 ) -> Choice | None:
-    """Return a choice with one part on another device; None if that is impossible."""
+    """Return a table's choice with one shard on another device; None if that is impossible."""
     choice = choices[table]
     option = problem.options[table][choice.option]
     if (device,) not in option.sites:
@@ -237,7 +239,7 @@ def _moved(
     if site in choice.sites:
         return None
     sites = list(choice.sites)
-    sites[part] = site
+    sites[shard] = site
     return Choice(choice.option, tuple(sites))
 
 
@@ -251,19 +253,19 @@ def _set(
         choices[table] = choice
 
 
-def _device(problem: Problem, choices: list[Choice], table: int, part: int) -> int:
-    """Return the first device of a part's site."""
+def _device(problem: Problem, choices: list[Choice], table: int, shard: int) -> int:
+    """Return the device of a table's shard, given by its number."""
     choice = choices[table]
-    return problem.options[table][choice.option].sites[choice.sites[part]][0]
+    return problem.options[table][choice.option].sites[choice.sites[shard]][0]
 
 
 def _key(totals: Totals) -> tuple[float, float, float]:
-    """Return a key that sorts by missing bytes, then by seconds, then by bytes."""
+    """Return a key by which the best totals sort first: missing bytes, then seconds, then bytes."""
     return totals.excess, totals.seconds, totals.bytes
 
 
 def _is_less(key: tuple[float, float, float], than: tuple[float, float, float]) -> bool:
-    """Return whether a key is less by more than rounding."""
+    """Return whether ``key`` is less than ``than`` by more than rounding."""
     # Without the tolerance, rounding could make two solutions better than each other by turns, and
     # the search would never end.
     for a, b in zip(key, than, strict=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import importlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -222,11 +221,12 @@ class ShardingPlan:
         Args:
             make_model: Makes the model. It may lack tables of the plan.
         """
-        # `jaxrec.plan` stands below `jaxrec.tier` and must not import it. Only plans with caches
-        # need it, so it is loaded by name when such a plan is carried out.
-        tier = importlib.import_module("jaxrec.tier.model_tiers")
+        # The one import of a higher layer, which `pyproject.toml` allows by name. A plan may come
+        # from a file, and the program that carries it out may not have loaded `jaxrec.tier`.
+        from jaxrec.tier.model_tiers import make_cached
+
         caches = {name: (cache.rows, cache.store) for name, cache in self.caches}
-        return functools.partial(tier.make_cached, make_model, caches)
+        return functools.partial(make_cached, make_model, caches)
 
     def to_json(self) -> str:
         """Return the plan with its estimate, its context and the context's hash as JSON."""
@@ -333,7 +333,7 @@ _ERRORS = (PlanError, ValueError)
 
 
 def with_least_memory(topology: Topology) -> Topology:
-    """Return a topology with the least memory of any process; every process calls this."""
+    """Return a topology with the least memory that any process gave; every process calls this."""
     if jax.process_count() == 1:
         return topology
     least = min(map(int, gather_texts(str(topology.memory))))

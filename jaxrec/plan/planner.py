@@ -171,7 +171,7 @@ class Planner:
             return dataclasses.replace(self, constraints=alike)._plan(tables, batch_size)
         estimate = make_estimate(
             problem,
-            {workload.name: workload for workload in workloads},
+            workloads,
             solution,
             bound=bound,
             search=search,
@@ -184,10 +184,8 @@ class Planner:
             if constraint.placement is not None
         }
         chosen = {
-            options[choice.option].table: to_placement(
-                options[choice.option], choice.sites, self.topology
-            )
-            for options, choice in zip(problem.options, solution.choices, strict=True)
+            option.table: to_placement(option, sites, self.topology)
+            for option, sites in problem.chosen(solution.choices)
         }
         placements = decided | chosen
         ordered = tuple((workload.name, placements[workload.name]) for workload in workloads)
@@ -222,7 +220,7 @@ class Planner:
         solution = Solution.of(problem, ())
         estimate = make_estimate(
             problem,
-            {workload.name: workload for workload in workloads},
+            workloads,
             solution,
             bound=0.0,
             search="evaluated as given",
@@ -357,7 +355,7 @@ class Planner:
         )
 
     def _search(self, problem: Problem, start: float) -> tuple[Solution, float, str]:
-        """Return the best solution found, the bound on all, and an account of the search."""
+        """Return the best solution found, the bound on all solutions, and the steps in words."""
         if not problem.tables:
             solution = Solution.of(problem, ())
             return solution, solution.seconds, "every placement was decided"
@@ -408,7 +406,7 @@ class Planner:
         batch_size: int,
     ) -> str:
         """Return why no plan fits, and changes that would help."""
-        shortages = Totals.of(problem, dict(enumerate(best.choices))).shortages
+        shortages = Totals.of(problem, best.choices).shortages
         shortage = Shortage(
             missing=best.excess,
             where=max(shortages, key=lambda storage: shortages[storage]),
@@ -436,7 +434,7 @@ class Planner:
         return explain(shortage, fits, deadline=time.monotonic() + self.time_limit)
 
     def _fits(self, tables: ModelTables, batch_size: int, bfloat16: Sequence[str]) -> bool:
-        """Return whether a plan that fits is quickly found, with some tables in bfloat16."""
+        """Return whether a plan that fits is quickly found, with the named tables in bfloat16."""
         devices = self.topology.num_devices
         workloads = [
             dataclasses.replace(w, table=dataclasses.replace(w.table, dtype="bfloat16"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,7 +26,7 @@ _UNITS = Load(*np.eye(len(LOADS)))
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The option of one table, and the site of each of its parts, as indices."""
+    """Choice for one table: the index of its option, and the index of each part's site."""
 
     option: int
     sites: tuple[int, ...]
@@ -54,6 +54,11 @@ class Problem:
     host_capacity: float
     store_capacity: float
 
+    def chosen(self, choices: Sequence[Choice]) -> list[tuple[ShardingOption, tuple[int, ...]]]:
+        """Return the option and the sites of each of the first tables, by their choices."""
+        pairs = zip(self.options, choices, strict=False)
+        return [(options[choice.option], choice.sites) for options, choice in pairs]
+
     @functools.cached_property
     def groups(self) -> dict[Group, int]:
         """Index of each group that a solution may have."""
@@ -68,14 +73,20 @@ class Problem:
 
     @functools.cached_property
     def weights(self) -> np.ndarray:
-        """Time of each device for a count, over the slowest device's time, ``[6, devices]``."""
+        """Time of each device for one of each count of `Load`, ``[6, devices]``.
+
+        It is relative to the time of the slowest device.
+        """
         weights = np.ones((len(LOADS), self.topology.num_devices))
         weights[[LOADS.index(name) for name in _BY_SPEED]] /= self.topology.relative_speeds
         return weights
 
     @functools.cached_property
     def widths(self) -> np.ndarray:
-        """Number of slowest devices that would do all devices' work on a count, ``[6]``."""
+        """Number of devices, all as slow as the slowest, that do the work of all, ``[6]``.
+
+        There is one for each count of `Load`.
+        """
         return (1 / self.weights).sum(axis=1)
 
     @functools.cached_property
@@ -134,8 +145,8 @@ class Totals:
     stored: dict[str, float]
 
     @classmethod
-    def of(cls, problem: Problem, choices: Mapping[int, Choice]) -> Totals:
-        """Return the totals of the decided tables and of those with the given indices."""
+    def of(cls, problem: Problem, choices: Sequence[Choice] = ()) -> Totals:
+        """Return the totals of the decided tables, and of the first tables by their choices."""
         groups, devices = len(problem.groups), problem.topology.num_devices
         totals = cls(
             problem,
@@ -149,8 +160,8 @@ class Totals:
         )
         for option in problem.decided:
             totals.add(option, (0,))
-        for table, choice in choices.items():
-            totals.add(problem.options[table][choice.option], choice.sites)
+        for option, sites in problem.chosen(choices):
+            totals.add(option, sites)
         return totals
 
     def add(self, option: ShardingOption, sites: Sequence[int], sign: int = 1) -> None:
@@ -164,21 +175,21 @@ class Totals:
         if option.cache is not None:
             self.stored[option.storage] += sign * option.stored_bytes
         for site in sites:
-            self.add_part(option, site, sign)
+            self.add_shards(option, site, sign)
 
     def remove(self, option: ShardingOption, sites: Sequence[int]) -> None:
         """Undo `add`."""
         self.add(option, sites, -1)
 
-    def add_part(self, option: ShardingOption, site: int, sign: int = 1) -> None:
-        """Add the load of one part on a site."""
+    def add_shards(self, option: ShardingOption, site: int, sign: int = 1) -> None:
+        """Add the load of the shards of one part, which go to the devices of a site."""
         group, devices = self.problem.groups[option.group], np.array(option.sites[site])
         load = sign * option.load.stacked * self.problem.weights[:, devices]
         np.add.at(self.stacked[:, group].T, devices, load.T)
 
     @property
     def slowest(self) -> Load:
-        """The largest count of any device, ``[groups]``."""
+        """Largest of each count over all devices, as a `Load` of ``[groups]``."""
         return Load(*self.stacked.max(axis=2))
 
     @property
@@ -259,7 +270,7 @@ class Solution:
 
     @classmethod
     def of(cls, problem: Problem, choices: Sequence[Choice]) -> Solution:
-        totals = Totals.of(problem, dict(enumerate(choices)))
+        totals = Totals.of(problem, choices)
         return cls(tuple(choices), totals.seconds, totals.excess)
 
     @property

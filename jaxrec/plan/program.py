@@ -82,7 +82,7 @@ class Program:
         self.entries: list[tuple[int, int, float]] = []
         self.low: list[float] = []
         self.high: list[float] = []
-        self.decided = Totals.of(problem, {})
+        self.decided = Totals.of(problem)
         # HiGHS's tolerances are absolute (1e-6), so that times of microseconds and memory of 1e11
         # bytes must be brought close to 1.
         self.scale = self._scale()
@@ -92,7 +92,7 @@ class Program:
         self._add_memory()
 
     def _scale(self) -> float:
-        """Return the seconds that stand for 1: about those of a step."""
+        """Return the seconds that are 1 in the program: about the time of a step."""
         position = self.problem.position_seconds.sum(axis=0)
         fastest = [
             min(
@@ -145,7 +145,7 @@ class Program:
                 self.x[-1].append(sites)
 
     def _members(self) -> dict[int, list[list[Member]]]:
-        """Return the members of each group, in one list per table."""
+        """Return the members of each group by its index, in one list per table."""
         members: dict[int, list[list[Member]]] = {}
         for options, ys, xs in zip(self.problem.options, self.y, self.x, strict=True):
             of_table: dict[int, list[Member]] = {}
@@ -360,10 +360,7 @@ class Program:
 
     def _add_stored(self) -> None:
         """Add the capacities of row stores in host memory and on disk."""
-        capacities = {
-            "host": self.problem.host_capacity,
-            "store": self.problem.store_capacity,
-        }
+        capacities = {"host": self.problem.host_capacity, "store": self.problem.store_capacity}
         for storage, capacity in capacities.items():
             members = [
                 (y, option.stored_bytes)
@@ -392,7 +389,7 @@ class Program:
         import highspy
 
         class Silent(highspy.Highs):
-            """A solver without output, which begins with a banner when callbacks are enabled."""
+            """HiGHS without the banner that it prints when callbacks are enabled."""
 
             def enableCallbacks(self) -> None:
                 self.silent()
@@ -443,7 +440,10 @@ class Program:
         return model
 
     def _values(self, solution: Solution) -> tuple[np.ndarray, np.ndarray]:
-        """Return options and sites with their values; HiGHS completes the other variables."""
+        """Return the variables of options and sites, and their values in a solution.
+
+        HiGHS finds values of the other variables for them.
+        """
         values: dict[int, float] = {}
         for choice, ys, xs in zip(solution.choices, self.y, self.x, strict=True):
             for option, (y, sites) in enumerate(zip(ys, xs, strict=True)):
@@ -455,7 +455,7 @@ class Program:
         return np.array([*values], np.int32), np.array([*values.values()])
 
     def _constant(self) -> float:
-        """Return the seconds that every plan takes and no variable stands for."""
+        """Return the seconds of every plan that no variable of the program counts."""
         decided, members = self.decided, self._members()
         seconds = decided.home
         group_seconds = decided.group_seconds
@@ -467,7 +467,7 @@ class Program:
         return seconds
 
     def proposal(self, values: np.ndarray | None) -> tuple[int, ...] | None:
-        """Return the index of each table's option; None without values."""
+        """Return the index of each table's option by the variables' values; None without values."""
         if values is None:
             return None
         # HiGHS's integers are within 1e-6 of whole numbers, so take the largest, not those equal to
@@ -475,7 +475,7 @@ class Program:
         return tuple(int(np.argmax(values[ys])) for ys in self.y)
 
     def solution(self, values: np.ndarray | None) -> Solution | None:
-        """Return the solution with sites; None without values."""
+        """Return the solution, options and sites, by the variables' values; None without values."""
         chosen = self.proposal(values)
         if values is None or chosen is None:
             return None

@@ -38,7 +38,7 @@ class Load:
 
     @classmethod
     def unstack(cls, stacked: np.ndarray) -> Load:
-        """Return the load whose counts are views of one array, ``[6, ...]``."""
+        """Return a load whose counts are views of an array, ``[6, ...]`` as in `LOADS`."""
         load = cls(*stacked)
         # Fills the cached property, so that `stacked` is this array and no copy: writes to a count,
         # as in `ExchangeCosts.load`, show in it.
@@ -47,7 +47,7 @@ class Load:
 
     @classmethod
     def zeros(cls, *shape: int) -> Load:
-        """Return a load whose counts are 0."""
+        """Return a load whose counts are zeros of a shape."""
         return cls.unstack(np.zeros((len(LOADS), *shape)))
 
 

@@ -62,11 +62,11 @@ def render(estimate: Estimate, *, color: bool | None = None) -> str:
     """
     sections = [
         _summary(estimate),
-        _table("Devices", *_devices(estimate)),
-        _table("Tables", *_tables(estimate)),
+        _table("Devices", _devices(estimate), len(estimate.devices)),
+        _table("Tables", _tables(estimate), len(estimate.tables)),
     ]
     if len(estimate.groups) > 1:
-        sections.append(_table("Groups", *_groups(estimate)))
+        sections.append(_table("Groups", _groups(estimate), len(estimate.groups)))
     text = "\n\n".join(sections)
     if color is None:
         color = sys.stdout.isatty()
@@ -107,66 +107,52 @@ def _kind(table: TableEstimate) -> str:
     return kind + _EXCHANGE_SUFFIXES.get(table.exchange, "")
 
 
-def _devices(estimate: Estimate) -> tuple[list[str], list[list[str]]]:
-    header = [
-        "device",
-        "tables",
-        "padding",
-        "other",
-        "free",
-        *_headers(estimate),
-        "waits",
-        "shards",
-    ]
+def _devices(estimate: Estimate) -> list[dict[str, str]]:
     rows = []
     for device in estimate.devices[:_MAX_DEVICES]:
         held = device.bytes
         other = sum(bytes for kind, bytes in held.items() if kind not in ("tables", "padding"))
+        free = max(0.0, (device.memory or estimate.capacity) - sum(held.values()))
+        shards = sorted(device.shards.items())
         rows.append(
-            [
-                str(device.device),
-                format_bytes(held["tables"]),
-                format_bytes(held["padding"]),
-                format_bytes(other),
-                format_bytes(max(0.0, (device.memory or estimate.capacity) - sum(held.values()))),
-                *(format_seconds(device.seconds[phase]) for phase in _phases(estimate)),
-                format_seconds(device.waits),
-                " ".join(
-                    f"{SHARDING_TYPES[kind].abbreviation}:{n}"
-                    for kind, n in sorted(device.shards.items())
+            {
+                "device": str(device.device),
+                "tables": format_bytes(held["tables"]),
+                "padding": format_bytes(held["padding"]),
+                "other": format_bytes(other),
+                "free": format_bytes(free),
+                **_by_phase(estimate, device.seconds),
+                "waits": format_seconds(device.waits),
+                "shards": " ".join(
+                    f"{SHARDING_TYPES[kind].abbreviation}:{n}" for kind, n in shards
                 ),
-            ]
+            }
         )
-    if (left := len(estimate.devices) - len(rows)) > 0:
-        rows.append([f"and {left} more", *[""] * (len(header) - 1)])
-    return header, rows
+    return rows
 
 
-def _tables(estimate: Estimate) -> tuple[list[str], list[list[str]]]:
-    header = ["table", "rows x dim", "type", "storage", "devices", "bytes"]
-    header += ["ids/device", "distinct", *_headers(estimate), "cost"]
+def _tables(estimate: Estimate) -> list[dict[str, str]]:
     # The tables that cost most come first, since a long report is cut off.
     ordered = sorted(estimate.tables, key=lambda table: -sum(table.seconds.values()))
     rows = []
     for table in ordered[:_MAX_TABLES]:
         cache = "" if table.storage == "device" else f" {table.cache_ratio:.0%} cached"
+        dtype = _DTYPES.get(table.dtype, table.dtype)
         rows.append(
-            [
-                table.name,
-                f"{table.rows:,} x {table.dim} {_DTYPES.get(table.dtype, table.dtype)}",
-                _kind(table),
-                table.storage + cache,
-                format_numbers(table.devices, len(estimate.devices)),
-                format_bytes(table.bytes),
-                f"{table.lookups:,.0f}",
-                f"{table.distinct:,.0f}",
-                *(format_seconds(table.seconds[phase]) for phase in _phases(estimate)),
-                format_seconds(sum(table.seconds.values())),
-            ]
+            {
+                "table": table.name,
+                "rows x dim": f"{table.rows:,} x {table.dim} {dtype}",
+                "type": _kind(table),
+                "storage": table.storage + cache,
+                "devices": format_numbers(table.devices, len(estimate.devices)),
+                "bytes": format_bytes(table.bytes),
+                "ids/device": f"{table.lookups:,.0f}",
+                "distinct": f"{table.distinct:,.0f}",
+                **_by_phase(estimate, table.seconds),
+                "cost": format_seconds(sum(table.seconds.values())),
+            }
         )
-    if (left := len(ordered) - len(rows)) > 0:
-        rows.append([f"and {left} more", *[""] * (len(header) - 1)])
-    return header, rows
+    return rows
 
 
 _DTYPES = {
@@ -179,33 +165,36 @@ _DTYPES = {
 }
 
 
-def _groups(estimate: Estimate) -> tuple[list[str], list[list[str]]]:
-    rows = [
-        [
-            group.name,
-            str(group.tables),
-            format_seconds(group.seconds),
-            "all alike" if group.slowest is None else str(group.slowest),
-        ]
+def _groups(estimate: Estimate) -> list[dict[str, str]]:
+    return [
+        {
+            "group": group.name,
+            "tables": str(group.tables),
+            "time": format_seconds(group.seconds),
+            "slowest device": "all alike" if group.slowest is None else str(group.slowest),
+        }
         for group in sorted(estimate.groups, key=lambda group: -group.seconds)
     ]
-    return ["group", "tables", "time", "slowest device"], rows
 
 
-def _phases(estimate: Estimate) -> list[str]:
-    return [phase for phase in PHASES if phase in _ALWAYS_SHOWN or estimate.phases[phase] > 0]
+def _by_phase(estimate: Estimate, seconds: Mapping[str, float]) -> dict[str, str]:
+    """Return the seconds by phase as text, by headers such as "fwd compute"."""
+    return {
+        phase.replace("forward", "fwd").replace("backward", "bwd"): format_seconds(seconds[phase])
+        for phase in PHASES
+        if phase in _ALWAYS_SHOWN or estimate.phases[phase] > 0
+    }
 
 
-def _headers(estimate: Estimate) -> list[str]:
-    short = {"forward": "fwd", "backward": "bwd"}
-    return [
-        " ".join(short.get(word, word) for word in phase.split()) for phase in _phases(estimate)
-    ]
+def _table(title: str, rows: Sequence[Mapping[str, str]], count: int) -> str:
+    """Return a table of text, by rows that map headers to cells; words are left, numbers right.
 
-
-def _table(title: str, header: list[str], rows: list[list[str]]) -> str:
-    """Return a table of text: words are aligned to the left, numbers to the right."""
-    cells = [header, *rows]
+    A last line says how many more of ``count`` rows there are.
+    """
+    header = list(rows[0])
+    cells = [header, *(list(row.values()) for row in rows)]
+    if (left_out := count - len(rows)) > 0:
+        cells.append([f"and {left_out} more", *[""] * (len(header) - 1)])
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     left = {0, *(i for i, name in enumerate(header) if name in _LEFT)}
     lines = [
@@ -320,14 +309,11 @@ def draw(estimate: Estimate, path: str | os.PathLike) -> None:
 
 
 def _looks(estimate: Estimate) -> dict[str, _Look]:
-    """Return the look of each table, by its rank in size."""
+    """Return the colour and pattern of each table's bars, by the table's rank in size."""
     ordered = sorted(estimate.tables, key=lambda table: table.bytes, reverse=True)
     patterns = (None, "xx", "++", "oo")
     return {
-        table.name: (
-            _COLORS[index % len(_COLORS)],
-            patterns[index // len(_COLORS) % len(patterns)],
-        )
+        table.name: (_COLORS[index % len(_COLORS)], patterns[index // len(_COLORS) % len(patterns)])
         for index, table in enumerate(ordered)
     }
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxrec.plan.constraints import ParameterConstraints
 from jaxrec.plan.report import format_bytes
@@ -26,11 +26,7 @@ _RELAXED = (
     "cache_ratio",
     "min_column_width",
 )
-_LACKING = {
-    "device": "each device",
-    "host": "the memory of a host",
-    "store": "the disk of a host",
-}
+_LACKING = {"device": "each device", "host": "the memory of a host", "store": "the disk of a host"}
 
 
 class PlanError(ValueError):
@@ -67,10 +63,18 @@ class Shortage:
     topology: Topology
     constraints: Mapping[str, ParameterConstraints]
 
+    @property
+    def by_size(self) -> list[TableWorkload]:
+        """The tables, the largest first."""
+        return sorted(self.workloads, key=lambda workload: -workload.table_bytes)
+
 
 def explain(shortage: Shortage, fits: Fits, *, deadline: float) -> str:
-    """Return the message of a `PlanError`; try changes by ``fits`` until ``deadline``."""
-    largest = sorted(shortage.workloads, key=lambda workload: -workload.table_bytes)[:_MAX_NAMED]
+    """Return the message of a `PlanError`: what is missing, and changes with which a plan ``fits``.
+
+    Changes are tried until ``deadline`` (`time.monotonic`).
+    """
+    largest = shortage.by_size[:_MAX_NAMED]
     total = sum(workload.table_bytes for workload in shortage.workloads)
     topology = shortage.topology
     lines = [
@@ -101,29 +105,23 @@ def explain(shortage: Shortage, fits: Fits, *, deadline: float) -> str:
 
 
 def _binding(shortage: Shortage, fits: Fits, deadline: float) -> Iterator[str]:
-    """Name the constraints without which a plan fits, each for as few tables as possible."""
-    default = ParameterConstraints()
+    """Name each constraint without which a plan fits, and the fewest tables to free from it."""
+    default, constraints = ParameterConstraints(), shortage.constraints
     for field in _RELAXED:
+        value = getattr(default, field)
         bound = [
             workload.name
-            for workload in sorted(shortage.workloads, key=lambda workload: -workload.table_bytes)
-            if workload.name in shortage.constraints
-            and getattr(shortage.constraints[workload.name], field) != getattr(default, field)
+            for workload in shortage.by_size
+            if getattr(constraints.get(workload.name, default), field) != value
         ]
         if not bound or time.monotonic() >= deadline:
             continue
+        # For each bound table its constraints without this one.
+        relaxed = {name: dataclasses.replace(constraints[name], **{field: value}) for name in bound}
 
-        # The loop's variables are defaults, which bind now: a closure would see those of the last
-        # turn.
-        def without(names: Sequence[str], field: str = field) -> dict[str, ParameterConstraints]:
-            value = getattr(default, field)
-            relaxed = dict(shortage.constraints)
-            for name in names:
-                relaxed[name] = dataclasses.replace(relaxed[name], **{field: value})
-            return relaxed
-
-        def enough(count: int, bound: Sequence[str] = bound, without: Callable = without) -> bool:
-            return fits(constraints=without(bound[:count]))
+        # The default binds now: a closure would see the tables of the loop's last turn.
+        def enough(count: int, items: Sequence[Any] = tuple(relaxed.items())) -> bool:
+            return fits(constraints={**constraints, **dict(items[:count])})
 
         count = smallest_number(enough, 1, len(bound), deadline)
         if count is not None:
@@ -146,14 +144,13 @@ def _changes(shortage: Shortage, fits: Fits, deadline: float) -> Iterator[str]:
         larger = math.ceil((getattr(topology, field) + 1.001 * shortage.missing / used) / 1e9)
         if fits(topology=dataclasses.replace(topology, **{field: larger * 10**9})):
             yield f"{shortage.where}s of {larger} GB"
-    by_size = sorted(shortage.workloads, key=lambda workload: -workload.table_bytes)
-    wide = [workload.name for workload in by_size if workload.dtype == "float32"]
+    wide = [workload.name for workload in shortage.by_size if workload.dtype == "float32"]
     count = (
         smallest_number(lambda k: fits(bfloat16=wide[:k]), 1, len(wide), deadline) if wide else None
     )
     if count is not None:
         yield f"dtype bfloat16 for {_tables(wide[:count])}"
-    names = [workload.name for workload in by_size]
+    names = [workload.name for workload in shortage.by_size]
     if topology.host_memory:
 
         def in_host_memory(count: int) -> bool:
@@ -175,7 +172,10 @@ def _changes(shortage: Shortage, fits: Fits, deadline: float) -> Iterator[str]:
 
 
 def _more_devices(topology: Topology, fits: Fits, deadline: float) -> Topology | None:
-    """Return the fewest devices that are enough: more on the one host, else more hosts."""
+    """Return the topology with the fewest devices that are enough; None: none was found.
+
+    One host gets up to 8 devices, then hosts are added.
+    """
 
     def of(hosts: int, each: int) -> Topology:
         return dataclasses.replace(topology.slowest, hosts=hosts, devices_per_host=each)

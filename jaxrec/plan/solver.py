@@ -22,9 +22,10 @@ MAX_VARIABLES, MAX_NONZEROS = 40_000, 400_000
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """Result of a program: option of each table, its solution, and a bound on all plans.
+    """Result of a program: the index of each table's option, a solution, and a bound on all plans.
 
-    ``solution`` is None from the averaged program, ``bound`` infinite if no plan fits.
+    ``proposal`` is None if no option was found. ``solution`` is None from the averaged program.
+    ``bound`` is infinite if no plan fits.
     """
 
     proposal: tuple[int, ...] | None

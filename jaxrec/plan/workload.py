@@ -92,7 +92,7 @@ class TableWorkload:
         return self.rows * (row + state_bytes(self.optimizer, self.dim))
 
     def distinct(self, devices: int = 1) -> float:
-        """Return the expected number of distinct rows that the samples of ``devices`` look up."""
+        """Return the expected number of distinct rows that ``devices`` devices look up together."""
         # A row counts once for each feature that looks it up: features are taken to have different
         # ids, since the statistics do not say how many they share.
         return min(sum(f.heat.distinct(f.lookups * devices) for f in self.features), self.rows)
@@ -114,9 +114,9 @@ class TableWorkload:
     def missed_rows(self, cache_rows: int, devices: int) -> float:
         """Return the expected number of rows that a step looks up and the cache lacks.
 
-        The cache has ``cache_rows`` rows over all devices, those used last: those of the last ``t``
-        steps, with ``used_rows(t) = cache_rows`` (Che, Tung and Wang 2002, "Hierarchical web
-        caching systems"). So a step misses ``used_rows(t + 1) - used_rows(t)`` of them.
+        The cache keeps the ``cache_rows`` rows used last, over all devices. They are the rows of
+        the last ``t`` steps, where ``used_rows(t) = cache_rows`` (Che, Tung and Wang 2002,
+        "Hierarchical web caching systems"). A step misses ``used_rows(t + 1) - used_rows(t)`` rows.
         """
         steps = 1.0
         while self.used_rows(steps, devices) < cache_rows:
@@ -134,7 +134,10 @@ class TableWorkload:
         return self.used_rows(high + 1, devices) - self.used_rows(high, devices)
 
     def shares(self, sizes: np.ndarray, *, of_rows: bool) -> np.ndarray:
-        """Return the share of the lookups in each run of rows; see `Heat.shares`."""
+        """Return the share of all features' lookups in each run of rows, ``[runs]``.
+
+        ``sizes`` and ``of_rows`` are as for `Heat.shares`.
+        """
         if len(sizes) == 1:
             return np.ones(1)
         weights = [f.heat.distinct(f.lookups) if of_rows else f.lookups for f in self.features]
@@ -145,7 +148,7 @@ class TableWorkload:
 
 
 def looked_up_bytes(row_format: RowFormat, width: int) -> int:
-    """Return the bytes of ``width`` columns of a row as a lookup returns it, unpacked."""
+    """Return the bytes of ``width`` columns of a looked-up row; packed rows become float32."""
     return row_format.row_bytes(width) if isinstance(row_format, PlainRows) else 4 * width
 
 

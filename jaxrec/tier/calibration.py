@@ -51,7 +51,10 @@ def calibrate_caches(
     seconds: float = 0.1,
     report: Callable[[Measurement], Any] = lambda measurement: None,
 ) -> Topology:
-    """Return a topology with measured rates of assigning and moving rows, each for ``seconds``."""
+    """Return a topology with measured rates of assigning and of moving cached rows.
+
+    Each measurement takes about ``seconds``, times eight, and is given to ``report``.
+    """
     # Stores in files lie in the directory for temporary files: its disk is the one measured.
     bench = _Bench(mesh, seconds, report)
     assign = bench.assign()
@@ -72,7 +75,7 @@ class _Bench:
     report: Callable[[Measurement], Any]
 
     def assign(self) -> Rate:
-        """Measure the assignment of rows to ids that already have them."""
+        """Measure how long planning takes for batches whose ids all have their rows."""
         measurements = []
         for ids in _ASSIGNED_IDS:
             seconds = self._seconds_of_table(_WIDTHS[0], [np.arange(ids)], ids, "memory://")
@@ -80,7 +83,10 @@ class _Bench:
         return fit(measurements)
 
     def moves(self, operation: str, store: str, assign: Rate) -> Rate:
-        """Measure moves of rows to and from a row store, without the time of the assignment."""
+        """Measure moves of rows to and from a row store, without the time of the assignment.
+
+        ``operation`` is a field of `Topology`, ``store`` the store's URL with ``{table}`` in it.
+        """
         measurements = []
         for number, (width, ids) in enumerate(itertools.product(_WIDTHS, _IDS)):
             blocks = np.split(np.arange(_BLOCKS * ids), _BLOCKS)
@@ -93,7 +99,10 @@ class _Bench:
     def _seconds_of_table(
         self, width: int, blocks: Sequence[np.ndarray], rows: int, store: str
     ) -> float:
-        """Return the shortest time per batch and table, for batches with the ids of ``blocks``."""
+        """Return the shortest seconds of a batch and table, for batches of the ids in ``blocks``.
+
+        The tables have ``width`` columns, ``rows`` rows on the devices and the others in a store.
+        """
         names = [f"t{i}" for i in range(_TABLES)]
         size = max(int(block[-1]) + 1 for block in blocks)
         tables = [EmbeddingBagConfig(name, size, width) for name in names]
@@ -128,7 +137,7 @@ class _Bench:
 
 
 def _take(batches: Iterator[Any], count: int) -> float:
-    """Return the seconds that it takes to take some batches."""
+    """Take ``count`` batches from an iterator; return the seconds that this takes."""
     start = time.perf_counter()
     for _ in itertools.islice(batches, count):
         pass

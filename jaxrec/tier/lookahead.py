@@ -104,7 +104,7 @@ def ahead(
         return foresee(batches, read_ids, tier.foresight) if is_training else batches
 
     def read(pipeline: Pipeline) -> Iterator[Any]:
-        """Yield batches; if one process cannot read its part, all stop."""
+        """Yield the batches of ``pipeline``; if one process cannot read its part, all stop."""
         while True:
             try:
                 batch = next(pipeline)
@@ -120,7 +120,7 @@ def ahead(
         if is_training:
             planned = tier.plan(batch, look_ahead + undispatched)
         else:
-            planned = tier.look_up(batch, gather if tier.has_stores else None)
+            planned = tier.lookup(batch, gather if tier.has_stores else None)
         return planned, put(planned.batch)
 
     # Several processes gather ids and run steps: both are collectives, which all processes must

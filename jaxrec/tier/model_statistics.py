@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from flax import nnx
@@ -75,7 +74,7 @@ def statistics(model: nnx.Module) -> dict[str, dict[str, float]]:
 
 
 def totals(model: nnx.Module) -> dict[str, float]:
-    """Return the statistics of all vocabularies together, for logs of the training loop."""
+    """Return the `statistics` of all tables together, each vocabulary once, for logs of a loop."""
     tier = _tier(model)
     each = list(tier.statistics().values())
     names = dict.fromkeys(name for values in each for name in values)
@@ -158,9 +157,6 @@ class MissCounter(TierObserver):
             ids[assignment.evicted_rows] = _FREE
             ids[assignment.new_rows] = assignment.new_ids
 
-    def taken(self, batch: Any) -> None:
-        return
-
     def given(self, planned: PlannedBatch) -> None:
         before, after = HostBatch.of(planned.source), HostBatch.of(planned.batch)
         for ids, each in zip(self._ids, self._vocabularies, strict=True):
@@ -169,13 +165,10 @@ class MissCounter(TierObserver):
                     rows = with_rows.ids
                     # Rows below `first_row` are those of unknown ids.
                     is_own = rows >= each.vocabulary.first_row
-                    num_misses = np.count_nonzero(is_own & (ids[rows] != segment.ids))
-                    self._add(each, segment.ids.size, int(num_misses))
-
-    def _add(self, each: TableVocabulary, lookups: int, misses: int) -> None:
-        for table in each.tables:
-            self.lookups[table.config.name] += lookups
-            self.misses[table.config.name] += misses
+                    num_misses = int(np.count_nonzero(is_own & (ids[rows] != segment.ids)))
+                    for table in each.tables:
+                        self.lookups[table.config.name] += segment.ids.size
+                        self.misses[table.config.name] += num_misses
 
 
 def _ids_of_rows(each: TableVocabulary) -> np.ndarray:

@@ -14,10 +14,14 @@ from jaxrec.embed.collection import Collection
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.row_keys import key_words
-from jaxrec.embed.taps import tapped_modules
 from jaxrec.mesh.sharding import ON_SHARDED
 from jaxrec.optim import RowOptimizer
-from jaxrec.tier.planning.model_tables import TableVocabulary, TieredTable, collections_of
+from jaxrec.tier.planning.model_tables import (
+    TableVocabulary,
+    TieredTable,
+    all_collections,
+    collections_of,
+)
 from jaxrec.tier.planning.tier import Tier, tier_of
 from jaxrec.tier.rows.records import RecordLayout
 from jaxrec.tier.rows.transfer import RowTransfer
@@ -69,7 +73,7 @@ def make(model: Model | Callable[[], Model], tables: Settings, *, seed: int | No
         ...     {"item": jaxrec.tier.Dynamic(eviction=jaxrec.tier.lfu(), admit_after=2)})
     """
     _check_arguments(model, tables)
-    sizes = _sizes(tables)
+    sizes = {name: each.rows for name, each in tables.items() if isinstance(each, Cached)}
     if not isinstance(model, nnx.Module):
         # The tables are made with the cache's rows: the whole ones may not fit the devices.
         with cached_tables(sizes) as whole:
@@ -85,12 +89,16 @@ def make(model: Model | Callable[[], Model], tables: Settings, *, seed: int | No
 
 
 def make_cached(make_model: Callable[[], Model], caches: Mapping[str, tuple[int, str]]) -> Model:
-    """Make a model, with `Cached` of ``(rows, store)`` for each of the named tables that it has."""
+    """Make a model with caches: ``caches`` has the rows and the store of `Cached` by table.
+
+    Tables that the model lacks are skipped.
+    """
     # For `ShardingPlan.maker`: the model may lack tables of the plan, which is no error.
     sizes = {name: rows for name, (rows, _) in caches.items()}
     with cached_tables(sizes) as whole:
         made = make_model()
-    names = {config.name for module in _collections(made).values() for config in module.configs}
+    found = all_collections(made).values()
+    names = {config.name for module in found for config in module.configs}
     tables = {name: Cached(*caches[name]) for name in caches if name in names}
     return _with_tiers(made, whole, tables, seed=None) if tables else made
 
@@ -123,7 +131,7 @@ def close(model: nnx.Module) -> None:
 
 
 def divide_stores(model: nnx.Module) -> None:
-    """Divide the rows in a model's row stores among the processes that share its tables."""
+    """Divide the rows in a model's row stores among the processes, if all share its tables."""
     processes = set(range(jax.process_count()))
     if (tier := tier_of(model)) is None or len(processes) == 1:
         return
@@ -141,18 +149,6 @@ def divide_stores(model: nnx.Module) -> None:
 ON_SHARDED.append(divide_stores)
 
 
-def _sizes(tables: Settings) -> dict[str, int]:
-    return {name: each.rows for name, each in tables.items() if isinstance(each, Cached)}
-
-
-def _collections(model: nnx.Module) -> dict[str, Collection]:
-    return {
-        path: module
-        for path, module in tapped_modules(model).items()
-        if isinstance(module, Collection)
-    }
-
-
 def _with_tiers(
     made: Model, whole: Mapping[str, TableConfig], tables: Settings, seed: int | None
 ) -> Model:
@@ -162,38 +158,30 @@ def _with_tiers(
     """
     # All checks come before the first store is opened: an open store would stay locked after an
     # error.
-    found = _collections(made)
+    found = all_collections(made)
     all_tables = [
         TieredTable(path, whole.get(config.name, config), _optimizer(module, config.name))
         for path, module in found.items()
         for config in module.configs
     ]
     _check_names(tables, all_tables, found)
-    _check_formats(tables, found)
-    _check_optimizers(tables, found)
-    _check_factories(_sizes(tables), whole)
+    _check_tables(tables, all_tables, whole)
     parts = _by_feature(all_tables, tables)
     _check_stores(parts, tables)
     vocabularies = [_vocabulary(part, tables, found) for part in parts]
     tier = Tier(vocabularies, {path: _first_key(module, seed) for path, module in found.items()})
+    # Compiled and donated, so that the tables are not copied for one row each.
+    set_zeros = jax.jit(with_zeros, static_argnums=1, donate_argnums=0)
     for path, module in found.items():
-        features = {
-            feature
+        here = [
+            (table.config, each.vocabulary.settings.unknown.kind)
             for each in vocabularies
             for table in each.tables
             if table.collection == path
-            for feature in table.config.feature_names
-        }
-        if features:
-            zeros = tuple(
-                table.config.name
-                for each in vocabularies
-                if each.vocabulary.settings.unknown.kind == "zeros"
-                for table in each.tables
-                if table.collection == path
-            )
-            # Compiled and donated, so that the tables are not copied for one row each.
-            set_zeros = jax.jit(with_zeros, static_argnums=1, donate_argnums=0)
+        ]
+        if here:
+            features = {feature for config, _ in here for feature in config.feature_names}
+            zeros = tuple(config.name for config, kind in here if kind == "zeros")
             store = set_zeros(module.tables.get_value(), zeros)
             configs = tuple(table.config for table in all_tables if table.collection == path)
             module.tables.set_value(
@@ -217,19 +205,8 @@ def _check_arguments(model: object, tables: object) -> None:
         raise ValueError("tables names no table; give {'item': jaxrec.tier.Dynamic()}")
 
 
-def _check_factories(sizes: Mapping[str, int], whole: Mapping[str, TableConfig]) -> None:
-    for name in sizes:
-        if name not in whole:
-            raise ValueError(
-                f"table {name!r} has jaxrec.tier.Cached, but its collection was made with a store "
-                "of its own, or before; make it in the function, without store="
-            )
-
-
 def _check_names(
-    tables: Settings,
-    all_tables: Sequence[TieredTable],
-    found: Mapping[str, Collection],
+    tables: Settings, all_tables: Sequence[TieredTable], found: Mapping[str, Collection]
 ) -> None:
     names = {table.config.name for table in all_tables}
     if unknown := sorted(set(tables) - names):
@@ -243,33 +220,40 @@ def _check_names(
         )
 
 
-def _check_optimizers(tables: Settings, found: Mapping[str, Collection]) -> None:
-    for module in found.values():
-        for config in module.configs:
-            if config.name in tables and _optimizer(module, config.name).sweeps:
-                raise ValueError(
-                    f"table {config.name!r} has the optimizer "
-                    f"{type(_optimizer(module, config.name)).__name__}, which changes all of its "
-                    "rows between steps, also those that are in a row store; use "
-                    "jaxrec.optim.ema, which changes the rows of a batch, or leave the table out "
-                    "of jaxrec.tier.make"
-                )
+def _check_tables(
+    tables: Settings, all_tables: Sequence[TieredTable], whole: Mapping[str, TableConfig]
+) -> None:
+    """Raise an error if a table with settings is quantized, changes all rows, or has all of them.
 
-
-def _check_formats(tables: Settings, found: Mapping[str, Collection]) -> None:
-    for config in (config for module in found.values() for config in module.configs):
-        if config.name in tables and config.inference_format is not None:
+    ``whole`` has the tables that were made with their cache's rows.
+    """
+    for config, optimizer in ((table.config, table.optimizer) for table in all_tables):
+        if config.name not in tables:
+            continue
+        if config.inference_format is not None:
             raise TypeError(
                 f"table {config.name!r} is quantized ({config.row_format.name}) and has all of its "
                 f"rows on the devices; give jaxrec.tier.{type(tables[config.name]).__name__} to a "
                 "table of the model that was quantized"
+            )
+        if optimizer.sweeps:
+            raise ValueError(
+                f"table {config.name!r} has the optimizer {type(optimizer).__name__}, which "
+                "changes all of its rows between steps, also those that are in a row store; use "
+                "jaxrec.optim.ema, which changes the rows of a batch, or leave the table out of "
+                "jaxrec.tier.make"
+            )
+        if isinstance(tables[config.name], Cached) and config.name not in whole:
+            raise ValueError(
+                f"table {config.name!r} has jaxrec.tier.Cached, but its collection was made with a "
+                "store of its own, or before; make it in the function, without store="
             )
 
 
 def _by_feature(all_tables: Sequence[TieredTable], tables: Settings) -> list[list[TieredTable]]:
     """Return the tables with settings, in lists of tables that share features.
 
-    Raise a ValueError where tables that read a feature cannot share its rows.
+    A ValueError is raised if tables that read one feature cannot share its rows.
     """
     # A batch has one row index for each id of a feature, so all tables that read it must agree on
     # the row. Sharing is transitive: where a second feature joins two lists, they become one.
@@ -298,23 +282,23 @@ def _by_feature(all_tables: Sequence[TieredTable], tables: Settings) -> list[lis
 
 
 def _check_alike(feature: str, first: TieredTable, second: TieredTable, tables: Settings) -> None:
+    """Raise a ValueError if two tables that read a feature differ in settings or in their rows."""
     names = first.config.name, second.config.name
     rows = first.config.num_embeddings, second.config.num_embeddings
+    both = (
+        f"tables {names[0]!r} and {names[1]!r} both read feature {feature!r}, so that an id "
+        "has the same row in both, but"
+    )
     if tables[names[0]] != tables[names[1]]:
-        raise ValueError(
-            f"tables {names[0]!r} and {names[1]!r} both read feature {feature!r}, so that an id "
-            "has the same row in both, but their settings differ; give both the same"
-        )
+        raise ValueError(f"{both} their settings differ; give both the same")
     if rows[0] != rows[1]:
         raise ValueError(
-            f"tables {names[0]!r} and {names[1]!r} both read feature {feature!r}, so that an id "
-            f"has the same row in both, but they have {rows[0]} and {rows[1]} rows; give both the "
-            "same num_embeddings"
+            f"{both} they have {rows[0]} and {rows[1]} rows; give both the same num_embeddings"
         )
 
 
 def _check_stores(parts: Sequence[Sequence[TieredTable]], tables: Settings) -> None:
-    """Raise a ValueError where tables that do not share a vocabulary have the same store."""
+    """Raise a ValueError if tables that do not share a vocabulary have the same store."""
     names: dict[str | RowStore, str] = {}
     for part in parts:
         name = part[0].config.name

@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
-import pyarrow as pa
 from flax import nnx
 
 from jaxrec.files.atomic import write_atomically
 from jaxrec.files.rows import RowFile, RowWriter, Values, open_rows
-from jaxrec.mesh.agree import raise_together
+from jaxrec.mesh.agree import fingerprint, in_all_processes, raise_together, require_same
 from jaxrec.ragged.raw_ids import RESERVED
 from jaxrec.tier.deltas.tables import OpenTable, PublishedTable, published_tables
 from jaxrec.tier.planning.tier import tier_of
 from jaxrec.tier.store import TierStore
+
+Result = TypeVar("Result")
 
 
 def export_rows(
@@ -82,7 +83,7 @@ def export_rows(
         )
     if path.suffix == ".npy" and with_state:
         raise ValueError(f"optimizer state is written to .parquet, got {path.name}")
-    count, error = 0, None
+    count, errors = 0, []
     with contextlib.ExitStack() as stack:
         if isinstance(table, OpenTable):
             # Batches may be planned already: their rows must move before ids and rows agree.
@@ -97,14 +98,18 @@ def export_rows(
                     for ids, values in parts:
                         write(ids, values)
                         count += ids.size
-        except (OSError, pa.ArrowException) as raised:
+        except Exception as error:
             if jax.process_count() == 1:
                 raise
-            error = raised
+            errors.append(error)
         # Reading a table over a mesh is a collective: every process reads all parts, and so does
-        # process 0 after an error, or the others would wait for it for ever.
-        count += sum(ids.size for ids, _ in parts)
-        raise_together(error, (OSError, ValueError))
+        # process 0 after an error, or the others would wait for it for ever. An error in reading is
+        # raised in all of them. It has ended `parts`, if process 0 has met it above.
+        try:
+            count += sum(ids.size for ids, _ in parts)
+        except Exception as error:
+            errors.append(error)
+        raise_together(errors[0] if errors else None, (OSError, ValueError))
     return count
 
 
@@ -145,7 +150,8 @@ def import_rows(model: nnx.Module, name: str, path: str | os.PathLike[str]) -> i
 
     The file's optimizer state is set, too. If the file has none, new rows get a fresh state and the
     others keep theirs. The file is checked before anything changes. Call it in the thread that
-    trains, between two steps. With several processes, call it in each of them; each reads the file.
+    trains, between two steps. With several processes, call it in each of them; each reads the file,
+    and an error of one is raised in all.
 
     Args:
         model: The model, or one of its collections.
@@ -160,33 +166,56 @@ def import_rows(model: nnx.Module, name: str, path: str | os.PathLike[str]) -> i
     Raises:
         KeyError: The model has no table of that name.
         ValueError: The file is damaged, or its rows have another width or type; an id is null,
-            repeated or outside the table; or the table has no store, and fewer free rows than the
-            file has new ids.
-        OSError: The file cannot be read.
+            repeated or outside the table; the table has no store, and fewer free rows than the
+            file has new ids; or the files of two processes have different ids.
+        OSError: A process cannot read the file.
     """
     path, table = pathlib.Path(path), _find(model, name)
     _check_suffix(path, "read from", table)
-    if path.suffix == ".npy":
-        return _load_npy(table, path)
-    with contextlib.ExitStack() as stack:
-        if isinstance(table, OpenTable):
-            stack.enter_context(table.tier.settled(model))
-        file = stack.enter_context(open_rows(path, name, table.shapes(with_state=True)))
-        return _load_open(table, file) if isinstance(table, OpenTable) else _load(table, file)
+    if isinstance(table, OpenTable):
+        with table.tier.settled(model), contextlib.ExitStack() as stack:
+            return _load_open(table, *_in_all(lambda: _open_checked(stack, table, path)))
+    read = _read_npy if path.suffix == ".npy" else _read_all
+    values = _in_all(lambda: read(table, path))
+    require_same(f"file {path}", {"columns": ", ".join(values)})
+    table.collection.load_table(name, values.pop("rows"))
+    if values:
+        table.collection.load_table_state(name, values)
+    return table.config.num_embeddings
 
 
-def _load_open(table: OpenTable, file: RowFile) -> int:
-    """Set rows of a table with an open vocabulary."""
-    # The file is read twice, first to check it: its rows may be larger than memory.
-    ids = np.concatenate([np.zeros(0, np.int64), *(part for part, _ in file.parts())])
-    _check_distinct(file.path, ids)
+def _in_all(read: Callable[[], Result]) -> Result:
+    """Read from a file in every process; an error of one process is raised in all."""
+    # Rows are set by collectives, in which the others would wait for a process that cannot read.
+    return in_all_processes(read, (OSError, ValueError))
+
+
+def _open_checked(
+    stack: contextlib.ExitStack, table: OpenTable, path: pathlib.Path
+) -> tuple[RowFile, list[np.ndarray]]:
+    """Open a file and read all of it; return it with the ids of each part, int64 ``[n]``."""
+    shapes = table.shapes(with_state=True)
+    file = stack.enter_context(open_rows(path, table.config.name, shapes))
+    parts = [ids for ids, _ in file.parts()]
+    ids = np.concatenate([np.zeros(0, np.int64), *parts])
+    _check_distinct(path, ids)
     if (reserved := ids == RESERVED).any():
         raise ValueError(
-            f"{file.path}, row {int(np.argmax(reserved))} (from 0): id -1 (2**64 - 1 unsigned) is "
+            f"{path}, row {int(np.argmax(reserved))} (from 0): id -1 (2**64 - 1 unsigned) is "
             "reserved"
         )
     if table.of.num_ids is not None:
-        _check_range(file.path, ids, table.of.num_ids)
+        _check_range(path, ids, table.of.num_ids)
+    return file, parts
+
+
+def _load_open(table: OpenTable, file: RowFile, parts: Sequence[np.ndarray]) -> int:
+    """Set the rows of a checked file in a table with an open vocabulary."""
+    # All processes write the rows of the same ids together. Where one reads a file with other ids,
+    # the others would wait for it.
+    facts = {f"ids of part {number}": fingerprint(ids) for number, ids in enumerate(parts)}
+    require_same(f"file {file.path}", {"columns": ", ".join(file.shapes)} | facts)
+    ids = np.concatenate([np.zeros(0, np.int64), *parts])
     vocabulary, new_ids = table.of.vocabulary, table.without_row(ids)
     free = vocabulary.room - len(vocabulary)
     if table.of.transfer is None and new_ids.size > free:
@@ -196,38 +225,39 @@ def _load_open(table: OpenTable, file: RowFile) -> int:
             "free; give it more rows (num_embeddings), or import fewer ids"
         )
     table.give_rows(new_ids[:free])  # the others go to the store
-    # From here on nothing in the file can be wrong: a half-imported table would be worse than none.
-    for part, values in file.parts():
-        table.write(part, values)
+    # The file is read again, since its rows may be larger than memory. Nothing in it can be wrong
+    # from here on: a half-imported table would be worse than none.
+    rows = file.parts()
+    for _ in parts:
+        table.write(*_in_all(lambda: next(rows)))
     return int(ids.size)
 
 
-def _load(table: PublishedTable, file: RowFile) -> int:
-    """Set all rows of a table, and their state if the file has one."""
-    count = table.config.num_embeddings
-    arrays = {
-        key: np.zeros((count, *shape.shape[1:]), shape.dtype) for key, shape in file.shapes.items()
-    }
-    all_ids = [np.zeros(0, np.int64)]
-    # The whole table in host memory: the model must not change before the last row is checked, and
-    # `load_table` then sends each row to its own device.
-    for ids, values in file.parts():
-        _check_range(file.path, ids, count)
-        for key, array in arrays.items():
-            array[ids] = values[key]
-        all_ids.append(ids)
+def _read_all(table: PublishedTable, path: pathlib.Path) -> Values:
+    """Read all rows of a table, and their optimizer state if the file has one."""
+    count, all_ids = table.config.num_embeddings, [np.zeros(0, np.int64)]
+    with open_rows(path, table.config.name, table.shapes(with_state=True)) as file:
+        # The whole table in host memory: the model must not change before the last row is checked,
+        # and `load_table` then sends each row to its own device.
+        arrays = {
+            key: np.zeros((count, *shape.shape[1:]), shape.dtype)
+            for key, shape in file.shapes.items()
+        }
+        for ids, values in file.parts():
+            _check_range(path, ids, count)
+            for key, array in arrays.items():
+                array[ids] = values[key]
+            all_ids.append(ids)
     ids = np.concatenate(all_ids)
-    _check_distinct(file.path, ids)
+    _check_distinct(path, ids)
     if ids.size < count:
         missing = np.setdiff1d(np.arange(count), ids)[0]
-        raise ValueError(f"{file.path} lacks id {missing} of the table's {count}")
-    table.collection.load_table(table.config.name, arrays.pop("rows"))
-    if arrays:
-        table.collection.load_table_state(table.config.name, arrays)
-    return count
+        raise ValueError(f"{path} lacks id {missing} of the table's {count}")
+    return arrays
 
 
-def _load_npy(table: PublishedTable, path: pathlib.Path) -> int:
+def _read_npy(table: PublishedTable, path: pathlib.Path) -> Values:
+    """Map a file with the rows of a table, ``[num_embeddings, embedding_dim]``, into memory."""
     try:
         rows = np.lib.format.open_memmap(path, "r")
     except (ValueError, OverflowError, TypeError) as error:
@@ -239,8 +269,7 @@ def _load_npy(table: PublishedTable, path: pathlib.Path) -> int:
         raise ValueError(
             f"{path}: table {table.config.name!r} has shape {wanted}, the file's {rows.shape}"
         )
-    table.collection.load_table(table.config.name, rows)
-    return len(rows)
+    return {"rows": rows}
 
 
 def _find(model: nnx.Module, name: str) -> PublishedTable:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
-from jaxrec.mesh.agree import raise_together
+from jaxrec.mesh.agree import in_all_processes
 from jaxrec.tier.planning.model_tables import TableVocabulary
 from jaxrec.tier.rows.transfer import RowTransfer
 from jaxrec.tier.stores import snapshots
@@ -28,10 +28,11 @@ def snapshot_stores(
     directory: pathlib.Path,
     written: Mapping[str, np.ndarray | None],
 ) -> None:
-    """Write the records of the row stores; call it in all processes, within `Tier.settled`.
+    """Write a snapshot of each row store into a directory, in all processes.
 
-    ``written`` has the ids whose records changed since the previous checkpoint, by vocabulary. All
-    records are written for a vocabulary without an entry or with None.
+    ``written`` has, by vocabulary, the ids whose records changed since the previous checkpoint:
+    their records are written. All records are written for a vocabulary without an entry or with
+    None. Call it within `Tier.settled`.
     """
 
     def write() -> None:
@@ -50,11 +51,11 @@ def snapshot_stores(
             else:
                 write_changes(path, store, ids)
 
-    _in_all_processes(vocabularies, write)
+    _together(vocabularies, write)
 
 
 def vocabulary_difference(each: TableVocabulary, saved: Mapping[str, np.ndarray]) -> str:
-    """Return how a saved vocabulary's kind differs from the model's; empty if it does not."""
+    """Return how the kind of a saved vocabulary differs from the model's; empty: it does not."""
     wanted, num_ids = each.num_ids or 0, int(saved["num_ids"][0])
     if num_ids == wanted:
         return ""
@@ -80,7 +81,7 @@ def check_stores(
                 for part in _read_parts(each, directories):
                     snapshots.check(part.path, each.transfer.store.format)
 
-    _in_all_processes(vocabularies, check)
+    _together(vocabularies, check)
 
 
 def load_stores(
@@ -97,12 +98,12 @@ def load_stores(
                 _load(each.transfer, _read_parts(each, directories))
                 each.transfer.replaced()
 
-    _in_all_processes(vocabularies, load)
+    _together(vocabularies, load)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A snapshot of the records of one process."""
+    """A snapshot that one of ``num_processes`` processes wrote."""
 
     path: pathlib.Path
     process: int  # 0 if one process had all records
@@ -110,13 +111,13 @@ class _Part:
     is_changes: bool  # whether it has only the changes since the previous snapshot
 
     def is_own(self, ids: np.ndarray, num_ids: int | None) -> np.ndarray:
-        """Return whether the process of this part owns each id, bool ``[n]``."""
+        """Return whether the process that wrote the snapshot owns each id, bool ``[n]``."""
         # A store that was undivided before may still hold records of other processes' ids.
         return Division(self.process, self.num_processes, num_ids).is_own(ids)
 
 
 def _load(transfer: RowTransfer, parts: Sequence[_Part]) -> None:
-    """Replace the records of a store by those records of snapshots that its process owns."""
+    """Replace the records of a store by those in snapshots of ids that this process owns."""
     store, division = transfer.store, transfer.division
     num_processes = 1 if division is None else division.num_processes
     whole = [part for part in parts if not part.is_changes]
@@ -156,7 +157,7 @@ def _read_parts(each: TableVocabulary, directories: Sequence[pathlib.Path]) -> l
 
 
 def _parts(directory: pathlib.Path, each: TableVocabulary) -> list[_Part]:
-    """Return the snapshots of one checkpoint, of all processes."""
+    """Return the snapshots of a vocabulary's store in one checkpoint, of all processes."""
     path = directory / _file_name(each)
     names = sorted(part.name for part in path.glob(_part_name("*", "*")))
     if not names:
@@ -178,18 +179,13 @@ def _part_name(process: int | str, num_processes: int | str) -> str:
     return f"process-{process}-of-{num_processes}"
 
 
-def _in_all_processes(vocabularies: Sequence[TableVocabulary], action: Callable[[], None]) -> None:
-    """Carry out an action; if stores are divided, raise its error in all processes."""
+def _together(vocabularies: Sequence[TableVocabulary], action: Callable[[], None]) -> None:
+    """Carry out an action on row stores; if they are divided, raise its error in all processes."""
     # A process that raised alone would leave the others waiting in their next collective.
-    if all(each.transfer is None or each.transfer.division is None for each in vocabularies):
+    if any(each.transfer and each.transfer.division for each in vocabularies):
+        in_all_processes(action)
+    else:
         action()
-        return
-    error = None
-    try:
-        action()
-    except Exception as raised:
-        error = raised
-    raise_together(error)
 
 
 def _file_name(each: TableVocabulary) -> str:

@@ -30,7 +30,7 @@ _MAX_WHOLE_BYTES = 1 << 32
 
 
 def with_zeros(store: TableStore, tables: Sequence[str]) -> TableStore:
-    """Set row 0 of some tables to zero, and its optimizer state to the first state. Traced."""
+    """Set row 0 of the named tables to zero, with a fresh optimizer state. Traced."""
     first = [TableRows(name, np.zeros(1, np.int64)) for name in tables]
     for name, slots in group_slots(store, first).items():
         group = store.groups[name]
@@ -46,9 +46,9 @@ def with_zeros(store: TableStore, tables: Sequence[str]) -> TableStore:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TierStore(WrappingStore):
-    """Wraps the store of a collection of which some tables have a vocabulary.
+    """Table store of a collection in which a `Tier` gives rows to the ids of some tables.
 
-    It looks up only batches in which a tier has replaced ids by rows.
+    It wraps the collection's own store, and looks up only batches with rows in place of ids.
     """
 
     # The model's `jaxrec.tier.planning.tier.Tier`, static: it lives on the host and has no arrays.
@@ -110,30 +110,18 @@ class TierStore(WrappingStore):
     # store; `inner` has the rows on the devices alone.
 
     def read(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
-        if name not in self._cached:
-            return self.inner.read(name)
-        self._check_size(name)
-        return TableStore.read(self, name)
+        return self._methods(name).read(self, name)
 
     def write(
         self, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
     ) -> TierStore:
-        if name not in self._cached:
-            return self.with_inner(self.inner.write(name, values))
-        self._check_size(name)
-        return cast(TierStore, TableStore.write(self, name, values))
+        return cast(TierStore, self._methods(name).write(self, name, values))
 
     def read_state(self, name: str) -> dict[str, Array]:
-        if name not in self._cached:
-            return self.inner.read_state(name)
-        self._check_size(name)
-        return TableStore.read_state(self, name)
+        return self._methods(name).read_state(self, name)
 
     def write_state(self, name: str, state: Mapping[str, Array | np.ndarray]) -> TierStore:
-        if name not in self._cached:
-            return self.with_inner(self.inner.write_state(name, state))
-        self._check_size(name)
-        return cast(TierStore, TableStore.write_state(self, name, state))
+        return cast(TierStore, self._methods(name).write_state(self, name, state))
 
     def parts(self, name: str, size: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
         if name not in self._cached:
@@ -159,9 +147,13 @@ class TierStore(WrappingStore):
         tier: Any = self.tier
         return {config.name: config for config in self.whole if config.name in tier.cached_tables}
 
-    def _check_size(self, name: str) -> None:
-        """Raise a ValueError if a table with a cache is too large to be read as a whole."""
-        config = self._cached[name]
+    def _methods(self, name: str) -> type[TableStore]:
+        """Return the class whose methods read and write a table as a whole.
+
+        Raise a ValueError for a table with a cache that is too large for that.
+        """
+        if (config := self._cached.get(name)) is None:
+            return WrappingStore  # `inner` has all rows
         size = config.num_embeddings * config.row_format.row_bytes(config.embedding_dim)
         if size > _MAX_WHOLE_BYTES:
             raise ValueError(
@@ -169,9 +161,10 @@ class TierStore(WrappingStore):
                 f"columns, {size / 2**30:.0f} GiB; read and write some of its rows by "
                 "collection.rows(name, ids) and load_rows(name, ids, values)"
             )
+        return TableStore
 
     def _check(self, features: KeyedJaggedArray) -> None:
-        """Raise a TypeError if a batch has ids where the tables need rows."""
+        """Raise a TypeError if a batch has the ids of a feature whose tables need rows."""
         raw = [key for key in self.features if key in features.keys]
         raw = [key for key in raw if key not in features.slot_keys]
         if raw:
@@ -184,10 +177,9 @@ class TierStore(WrappingStore):
 
 @contextlib.contextmanager
 def cached_tables(rows: Mapping[str, int]) -> Iterator[dict[str, TableConfig]]:
-    """Within this context, make the named tables with at most ``rows`` rows each.
+    """Within this context, make the named tables with at most ``rows[name]`` rows each.
 
-    Yield the configurations of these tables as the user gave them, by name; the mapping fills up as
-    tables are made.
+    The yielded mapping gets, as tables are made, their configurations as the user gave them.
     """
     make_store = store_factory()
     whole: dict[str, TableConfig] = {}

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrec.embed import Optimizer, mean_gradients, value_and_grad
 from jaxrec.embed.taps import Ahead
-from jaxrec.mesh.ahead import changes_ids, look_up_ahead, use_ahead
+from jaxrec.mesh.ahead import changes_ids, lookup_ahead, use_ahead
 from jaxrec.mesh.store import mesh_stores
 from jaxrec.metrics import MetricGroup
 from jaxrec.train.evaluation import Loss, Outputs, call_loss, sample_count
@@ -209,7 +209,7 @@ class SemiSynchronousSteps(_TrainSteps):
         self.call_loss(model, pair[1])
 
     def _lookup(self, model: nnx.Module, batch: Any) -> dict[str, list[Ahead]]:
-        return look_up_ahead(lambda model: self.call_loss(model, batch), model)
+        return lookup_ahead(lambda model: self.call_loss(model, batch), model)
 
     def _step(
         self,

@@ -43,7 +43,7 @@ def test_balanced_memory_is_no_more_and_costs_at_most_two_percent():
     balanced = balance_memory(problem, (0,) * 20)
 
     def bytes(solution):
-        return Totals.of(problem, dict(enumerate(solution.choices))).bytes
+        return Totals.of(problem, solution.choices).bytes
 
     assert bytes(balanced) < bytes(fastest)
     assert balanced.seconds <= 1.02 * fastest.seconds

@@ -18,7 +18,7 @@ def test_loads_added_and_removed_are_as_before():
     problem = problem_of([(1000, 64, 2), (100_000, 64, 2)], storages=("device", "host"))
     solutions = list(itertools.islice(every_solution(problem), 0, None, 50))
     for solution in solutions:
-        totals = Totals.of(problem, {0: solution.choices[0]})
+        totals = Totals.of(problem, solution.choices[:1])
         before = totals.seconds, totals.bytes, totals.excess
         option = problem.options[1][solution.choices[1].option]
         totals.add(option, solution.choices[1].sites)

@@ -43,7 +43,7 @@ def overflowing_problem(kind, seed, *, decided=0):
 
 def overflows(problem, solution):
     """Whether some group has more rows on a device than there are places in a round."""
-    totals = Totals.of(problem, dict(enumerate(solution.choices)))
+    totals = Totals.of(problem, solution.choices)
     has_rounds = totals.round_capacity > 0
     return bool((totals.slowest.exchanged > totals.round_capacity)[has_rounds].any())
 
@@ -132,10 +132,7 @@ def test_memory_that_forces_an_overflow():
     shapes = [(40_000, 32, 3.0), (30_000, 32, 9.0), (20_000, 32, 1.0)]
     kind = {"each": 3, "types": ["table_wise"], "exchanges": ["rows"]}
     roomy = problem_of(shapes, **kind)
-    least = min(
-        Totals.of(roomy, dict(enumerate(solution.choices))).bytes
-        for solution in every_solution(roomy)
-    )
+    least = min(Totals.of(roomy, solution.choices).bytes for solution in every_solution(roomy))
     problem = dataclasses.replace(roomy, capacity=1.001 * least)
     best = best_of_all(problem)
     answer = solve(problem, None, time_limit=10, gap=1e-7)
@@ -162,7 +159,7 @@ def test_the_search_starts_from_a_plan_and_is_never_worse(kind):
 def test_a_start_that_does_not_fit_is_not_kept():
     problem = problem_of([(10_000, 32, 2.0)] * 2, types=["table_wise"])
     together = next(s for s in every_solution(problem) if len({c.sites for c in s.choices}) == 1)
-    needed = Totals.of(problem, dict(enumerate(together.choices))).bytes
+    needed = Totals.of(problem, together.choices).bytes
     problem = dataclasses.replace(problem, capacity=needed - 1)
     together = Solution.of(problem, together.choices)
     assert not together.fits

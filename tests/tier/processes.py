@@ -8,6 +8,7 @@ model. `moved` continues a run that one process restored, continued and saved.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import signal
@@ -15,18 +16,22 @@ import signal
 import jax
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
 import jaxrec
+from jaxrec.files import rows as row_files
 from jaxrec.plan import ParameterConstraints, Planner, ShardingPlan, Topology
 from jaxrec.tier import (
+    Cached,
     ChangeTracker,
     Dynamic,
     Subscriber,
     ahead,
     export_rows,
     farthest,
+    import_rows,
     lfu,
     make,
     publish,
@@ -287,3 +292,68 @@ def failed_export(directory: str) -> dict:
     except OSError as raised:
         error = str(raised)
     return {"error": error, "rows": export_rows(model, "a", f"{directory}/a.npy")}
+
+
+def model_of_ten_rows(kind: str):
+    """A model with the table "a" of 10 rows, cached or plain, on the mesh of both processes."""
+    config = jaxrec.EmbeddingBagConfig("a", 10, 4)
+
+    def bags():
+        optimizer = jaxrec.optim.rowwise_adagrad(learning_rate=0.1)
+        return jaxrec.EmbeddingBagCollection([config], optimizer=optimizer, rngs=nnx.Rngs(0))
+
+    def cached():
+        return make(bags, {"a": Cached(rows=5)})
+
+    plan = ShardingPlan.from_dict({"a": jaxrec.mesh.row_wise()})
+    return jaxrec.shard(cached if kind == "cached" else bags, plan, everywhere())
+
+
+def failed_export_of_stored(directory: str) -> dict:
+    """What each process raises where process 0 cannot read its store, and the next file's rows."""
+    model, error = model_of_ten_rows("cached"), None
+    model.load_rows("a", np.arange(10), np.ones((10, 4), np.float32))
+    ((each,),) = [tier_of(model).transfers]
+    with pytest.MonkeyPatch.context() as patch:
+        if jax.process_index() == 0:
+
+            def scan(size):
+                raise OSError(5, "Input/output error")
+
+            patch.setattr(each.store, "scan", scan)
+        try:
+            export_rows(model, "a", f"{directory}/a.parquet", with_stored=True)
+        except OSError as raised:
+            error = str(raised)
+    path = f"{directory}/b.parquet"
+    return {"error": error, "rows": export_rows(model, "a", path, with_stored=True)}
+
+
+def failed_imports(directory: str, kind: str, names: list[str]) -> dict:
+    """What each process raises for its own files ``names``, and the rows of the next file."""
+    model, errors = model_of_ten_rows(kind), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_files, "_ROWS", 4)  # rows in a part
+        for name in names:
+            if name == "unreadable later.parquet":
+                patch.setattr(row_files.RowFile, "parts", unreadable_later())
+            try:
+                import_rows(model, "a", f"{directory}/{jax.process_index()}/{name}")
+            except (OSError, ValueError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+    count = import_rows(model, "a", f"{directory}/0/{names[0]}")
+    return {"errors": errors, "count": count, "rows": model.rows("a", np.arange(10))}
+
+
+def unreadable_later():
+    """`RowFile.parts` that fails in process 1 at the second part of the second pass."""
+    parts, passes = row_files.RowFile.parts, itertools.count()
+
+    def failing(self):
+        is_second = next(passes) == 1
+        for number, part in enumerate(parts(self)):
+            if is_second and number == 1 and jax.process_index() == 1:
+                raise OSError(5, "Input/output error")
+            yield part
+
+    return failing

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from jaxrec.tier import ChangeTracker, Subscriber
@@ -174,3 +176,68 @@ def test_a_file_that_cannot_be_written_ends_all_processes(pair, tmp_path):
     assert all("missing" in end["error"] for end in ends)
     assert [end["rows"] for end in ends] == [10, 10]
     assert np.load(tmp_path / "a.npy").shape == (10, 4)
+
+
+def test_a_store_that_one_process_cannot_read_ends_all(pair, tmp_path):
+    ends = pair.run("tests.tier.processes:failed_export_of_stored", timeout=120, directory=tmp_path)
+    assert all("Input/output error" in end["error"] for end in ends)
+    assert [end["rows"] for end in ends] == [10, 10]
+    assert [path.name for path in tmp_path.iterdir()] == ["b.parquet"]
+
+
+# For each kind of table the files of process 1, and the error in both processes.
+UNREADABLE = {
+    "cached": {
+        "missing.parquet": "No such file or directory",
+        "damaged.parquet": "damaged.parquet cannot be read as Parquet",
+        "other ids.parquet": "differs between processes: process 0 has 'ids of part 0'",
+        "no state.parquet": "differs between processes: process 0 has 'columns': rows, accum",
+        "unreadable later.parquet": "Input/output error",
+    },
+    "plain": {
+        "missing.parquet": "No such file or directory",
+        "other ids.parquet": "lacks id 0 of the table's 10",
+        "no state.parquet": "differs between processes: process 0 has 'columns': rows, accum",
+    },
+    "npy": {"missing.npy": "No such file or directory"},
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_a_file_that_one_process_cannot_read_ends_all(pair, tmp_path, kind):
+    rows = np.repeat(np.arange(10, dtype=np.float32), 4)
+    columns = {
+        "id": pa.array(np.arange(10)),
+        "row": pa.FixedSizeListArray.from_arrays(pa.array(rows), 4),
+        "state_accumulator": pa.array(np.ones(10, np.float32)),
+    }
+    names = list(UNREADABLE[kind])
+    for process in range(2):
+        (tmp_path / f"{process}").mkdir()
+        for name in names:
+            path, table = tmp_path / f"{process}" / name, pa.table(columns)
+            if process == 1 and name == "other ids.parquet":
+                table = table.slice(1)
+            if process == 1 and name == "no state.parquet":
+                table = table.drop_columns("state_accumulator")
+            if path.suffix == ".npy":
+                np.save(path, rows.reshape(10, 4))
+            else:
+                pq.write_table(table, path)
+            if process == 1 and name.startswith("missing"):
+                path.unlink()
+            if process == 1 and name.startswith("damaged"):
+                path.write_bytes(path.read_bytes()[:50])
+    ends = pair.run(
+        "tests.tier.processes:failed_imports",
+        timeout=120,
+        directory=tmp_path,
+        kind=kind,
+        names=names,
+    )
+    for end in ends:
+        for error, text in zip(end["errors"], UNREADABLE[kind].values(), strict=True):
+            assert text in error
+        # No process waits for another: the next file is read.
+        assert end["count"] == 10
+        np.testing.assert_array_equal(end["rows"].reshape(-1), rows)

@@ -23,7 +23,7 @@ from jaxrec.plan.workload import TableWorkload
 
 @dataclasses.dataclass(frozen=True)
 class BagsCosts(ExchangeCosts):
-    """Costs of whole bags pooled by the one owner of a table.
+    """Costs of the exchange in which the one owner of a table pools whole bags.
 
     A device sends its ids to the owner, which it knows without a sort. The owner pools the bags
     and sends them home. `Load.ids` and `Load.bags` count positions of messages at the owner.
@@ -41,10 +41,10 @@ class BagsCosts(ExchangeCosts):
         )
 
     def home(self, workload: TableWorkload) -> Perf:
-        """Return ``copy(8 w b)`` in each pass.
+        """Return the seconds to copy a device's bags, ``copy(8 * width * bags)`` in each pass.
 
-        Where column shards of a row are updated as one, an all-reduce of a number for each of the
-        ``D c`` lookups is added; the column shards share it.
+        Where column shards of a row are updated as one, they share an all-reduce of a number for
+        each position for an id, ``devices * capacity`` of them.
         """
         joined = 0.0
         if self.group.joins_columns:
@@ -55,7 +55,10 @@ class BagsCosts(ExchangeCosts):
         return Perf(forward_compute=copies, backward_compute=copies, backward_exchange=joined)
 
     def load(self, workload: TableWorkload, rows: np.ndarray, *, is_cache: bool = False) -> Load:
-        """Return the load with ``D c`` positions for ids and ``D b`` bags at the owner."""
+        """Return the load, with positions for the ids and bags of all devices at the owner.
+
+        They are ``devices * capacity`` and ``devices * bags``.
+        """
         load, devices = super().load(workload, rows, is_cache=is_cache), self.topology.num_devices
         # Between any two devices there is capacity for the ids and bags of the features on the
         # fullest device, since all devices run one program. So these are positions, not ids, and
@@ -67,9 +70,10 @@ class BagsCosts(ExchangeCosts):
     def perf(self, load: Load) -> Perf:
         """Return the seconds of a load, with those of positions for ids and of bags.
 
-        A position for an id takes ``all_to_all(4)`` forward, 4 bytes more with a weight, and
-        ``sort(1)`` backward, again for clipping and for joined columns. A bag takes ``copy(4 w)``
-        in each pass, ``all_to_all(4 + 4 w)`` forward and ``all_to_all(4 w)`` backward.
+        A position for an id takes ``all_to_all(4)`` forward, 4 bytes more with a weight. Backward
+        it takes ``sort(1)``, again for clipping and for joined columns. A bag takes ``copy(4 *
+        width)`` in each pass, ``all_to_all(4 + 4 * width)`` forward and ``all_to_all(4 * width)``
+        backward.
         """
         copy = self.topology.copy.byte * self.group.gradient_bytes
         sorts = self.gradient_passes + self.group.joins_columns
@@ -86,10 +90,6 @@ class BagsCosts(ExchangeCosts):
         )
         return super().perf(load) + of_id * load.ids + of_bag * load.bags
 
-    def temporary_bytes(self, workload: TableWorkload) -> float:
-        """Return ``32 c`` bytes: eight arrays of int32 row numbers."""
-        return 32 * workload.capacity
-
 
 # Bytes of a position for an id on its way to the owner of its row, beside those as received.
 _ROUTED_ID_BYTES = 32
@@ -97,23 +97,23 @@ _ROUTED_ID_BYTES = 32
 
 @dataclasses.dataclass(frozen=True)
 class PooledByHostCosts(ExchangeCosts):
-    """Costs of bags pooled on a table's host, of ``h`` devices, for all ``H`` hosts.
+    """Costs of the exchange in which the devices of a table's host pool bags for all hosts.
 
     A device sends its ids to one device of the table's host. That device sorts them by the owners
     of their rows, which pool them. A reduce-scatter within the host adds the owners' sums up, and
-    bags travel home between hosts. `ExchangeCosts` defines the other letters.
+    bags travel home between hosts.
     """
 
     exchange = POOLED_BY_HOST
 
     @functools.cached_property
     def within(self) -> Topology:
-        """The devices of one host."""
+        """Topology of the devices of one host."""
         return dataclasses.replace(self.topology, hosts=1)
 
     @functools.cached_property
     def between(self) -> Topology:
-        """One device of each host."""
+        """Topology of one device of each host."""
         return dataclasses.replace(self.topology, devices_per_host=1)
 
     def launch(self) -> Perf:
@@ -127,12 +127,15 @@ class PooledByHostCosts(ExchangeCosts):
         )
 
     def home(self, workload: TableWorkload) -> Perf:
-        """Return ``copy(8 w b)`` in each pass."""
+        """Return the seconds to copy a device's bags, ``copy(8 * width * bags)`` in each pass."""
         copies = 2 * self.pool(workload)
         return Perf(forward_compute=copies, backward_compute=copies)
 
     def load(self, workload: TableWorkload, rows: np.ndarray, *, is_cache: bool = False) -> Load:
-        """Return the load: each device has ``H c`` positions for ids and ``H b`` bags."""
+        """Return the load, with positions for one device's ids and bags of each host.
+
+        They are ``hosts * capacity`` and ``hosts * bags``.
+        """
         load, hosts = super().load(workload, rows, is_cache=is_cache), self.topology.hosts
         # Positions, as in `BagsCosts.load`, with capacity for the features of the fullest host. Ids
         # are taken to spread evenly over the host's devices.
@@ -143,12 +146,14 @@ class PooledByHostCosts(ExchangeCosts):
     def perf(self, load: Load) -> Perf:
         """Return the seconds of a load, with those of positions for ids and of bags.
 
-        A position for an id takes an ``all_to_all(4)`` between hosts, one of 1.25 x 4 bytes within
-        the host, and ``sort(1)`` in each pass. A weight adds as many bytes forward, and 1.25 x 4
-        within the host backward. A bag takes ``copy(8 w h)`` and within the host a reduce-scatter
-        of ``4 w h`` and an ``all_to_all(4 h)``, then ``all_to_all(4 + 4 w)`` between hosts.
-        Backward it takes ``copy(4 w)``, ``all_to_all(4 w)`` between hosts and an all-gather of
-        ``4 w h`` within.
+        A position for an id takes ``all_to_all(4)`` between hosts, 1.25 times as many bytes within
+        the host, and ``sort(1)`` in each pass. A weight adds as many bytes forward, and 1.25 * 4
+        within the host backward. With ``sums = 4 * width * devices_per_host`` a bag takes:
+
+        - forward ``copy(2 * sums)``, within the host ``reduce_scatter(sums)`` and ``all_to_all(4 *
+          devices_per_host)``, and between hosts ``all_to_all(4 + 4 * width)``;
+        - backward ``copy(4 * width)``, ``all_to_all(4 * width)`` between hosts, and within the host
+          ``all_gather(sums)``.
         """
         per_host, weight = self.topology.devices_per_host, WORD * self.group.is_weighted
         sums, bag = per_host * self.group.gradient_bytes, self.group.gradient_bytes
@@ -172,10 +177,9 @@ class PooledByHostCosts(ExchangeCosts):
         return super().perf(load) + of_id * load.ids + of_bag * load.bags
 
     def bytes(self, load: Load) -> np.ndarray:
-        """Return the bytes of a load, with 32 more for an id and ``(4 + 4 w) h`` for a bag."""
+        """Return the bytes of a load, with more for ids and bags than `ExchangeCosts.bytes`.
+
+        A position for an id has 32 bytes more, a bag ``(4 + 4 * width) * devices_per_host``.
+        """
         sums = self.topology.devices_per_host * (WORD + self.group.gradient_bytes)
         return super().bytes(load) + _ROUTED_ID_BYTES * load.ids + sums * load.bags
-
-    def temporary_bytes(self, workload: TableWorkload) -> float:
-        """Return ``32 c`` bytes: eight arrays of int32 row numbers."""
-        return 32 * workload.capacity

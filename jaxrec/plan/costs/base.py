@@ -1,7 +1,4 @@
-"""The interface of an exchange's costs, and the parts that all exchanges share.
-
-`ExchangeCosts` defines the letters of all formulas in this package.
-"""
+"""The interface of an exchange's costs, and the costs that all exchanges share."""
 
 from __future__ import annotations
 
@@ -80,7 +77,7 @@ class Group:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row as stored, ``w s`` in `ExchangeCosts`, with its scale if it has one."""
+        """Bytes of a row as stored, with its scale if it has one."""
         return self.row_format.row_bytes(self.width)
 
     @property
@@ -90,17 +87,17 @@ class Group:
 
     @property
     def sent_row_bytes(self) -> int:
-        """Bytes of a row as it travels."""
+        """Bytes of a row in a message, by the precision of the exchange."""
         return encoded_bytes(self.precision.forward, self.width, self.looked_up_bytes)
 
     @property
     def sent_bag_bytes(self) -> int:
-        """Bytes of a pooled embedding as it travels."""
+        """Bytes of a pooled embedding in a message, by the precision of the exchange."""
         return encoded_bytes(self.precision.forward, self.width, self.gradient_bytes)
 
     @property
     def sent_gradient_bytes(self) -> int:
-        """Bytes of a gradient as it travels."""
+        """Bytes of a gradient in a message, by the precision of the exchange."""
         return encoded_bytes(self.precision.backward, self.width, self.gradient_bytes)
 
     @property
@@ -110,7 +107,7 @@ class Group:
 
     @property
     def stored_row_bytes(self) -> int:
-        """Bytes of a row as stored and of its optimizer state, ``w s + m`` in `ExchangeCosts`."""
+        """Bytes of a row as stored, with its scale and its optimizer state."""
         return self.row_bytes + state_bytes(self.optimizer, self.width)
 
     def __str__(self) -> str:
@@ -138,17 +135,18 @@ class ExchangeCosts(abc.ABC):
       a device gets more rows than a round of the exchange has capacity for, `empty_positions` says
       which positions are moved without a row.
 
-    The formulas are for one device and one step, with these letters:
+    The formulas in docstrings are for one device and one step. Their words mean:
 
-    - ``R`` rows of a table, of ``w`` columns of ``s`` bytes, with ``m`` bytes of optimizer state;
-    - ``n`` ids of a device's own samples, in arrays of capacity ``c >= n``, and ``b`` bags;
-    - ``u`` distinct rows among the ids of one device's samples, ``U`` among those of all ``D``
-      devices;
-    - pooled embeddings and gradients in float32, 4 bytes an element;
-    - ``gather(n, 4 w)``: the time to gather ``n`` rows of ``4 w`` bytes; ``update(n, v)``: to
-      update ``n`` rows of ``v`` bytes; ``sort(c)``: to sort ``c`` row numbers; ``copy(v)``: to move
-      ``v`` bytes. Each takes `Topology`'s rate; the time to start them is counted by `launch`
-      alone.
+    - ``lookups``: ids of the device's own samples in a table, in arrays of size ``capacity``;
+    - ``bags``: bags of these samples; ``devices``: number of devices;
+    - ``width``: columns of the group's shards. Pooled embeddings and gradients are float32, so one
+      has ``4 * width`` bytes;
+    - ``gather(rows, bytes)``: time to gather rows of ``bytes`` bytes each; ``sort(n)``: to sort
+      ``n`` row numbers; ``copy(bytes)``: to move bytes, each at the rate of `Topology`;
+    - ``all_to_all(bytes)``, ``reduce_scatter(bytes)``, ``all_gather(bytes)``: times of collectives,
+      by the functions of `jaxrec.plan.costs.base`.
+
+    `launch` alone counts the time to start kernels and collectives.
 
     Attributes:
         group: The tables.
@@ -174,15 +172,16 @@ class ExchangeCosts(abc.ABC):
     def home(self, workload: TableWorkload) -> Perf:
         """Return the seconds that a column shard of a table takes on every device alike."""
 
-    @abc.abstractmethod
     def temporary_bytes(self, workload: TableWorkload) -> float:
         """Return the bytes on every device while the group is exchanged and updated.
 
-        They are sums of gradients, messages sent and received, and eight arrays of row numbers.
+        They are eight int32 arrays of row numbers, ``32 * capacity``. An exchange may add sums of
+        gradients, and messages sent and received.
         """
+        return 32 * workload.capacity
 
     def sum_at_home(self, bags: float, topology: Topology) -> float:
-        """Return the seconds in which each device adds up the owners' parts of ``bags`` bags."""
+        """Return the seconds to send the owners' sums of ``bags`` bags home and add them up."""
         # A collective adds in the format that it sends, so narrower formats are sent by an
         # all-to-all of as many numbers and added at home in float32.
         if self.group.precision.forward == "float32":
@@ -194,7 +193,7 @@ class ExchangeCosts(abc.ABC):
         return 0.0
 
     def round_capacity(self, workload: TableWorkload) -> float:
-        """Return the positions for rows that a table adds to one round of the exchange."""
+        """Return the positions, each space for one row, that a table adds to a round's messages."""
         return 0.0
 
     def position(self) -> Perf:
@@ -202,28 +201,36 @@ class ExchangeCosts(abc.ABC):
         return Perf()
 
     def empty_positions(self, demand: float, capacity: float) -> tuple[float, float]:
-        """Return the positions moved without a row, forward and backward, if rounds overflow.
+        """Return the positions moved without a row, forward and backward, if one round overflows.
 
-        ``demand`` rows go through the slowest device; a round has ``capacity`` positions.
+        ``demand`` rows go through the slowest device; a round has ``capacity`` positions. If the
+        rows fit one round, both are 0.
         """
         return 0.0, 0.0
 
     def overflow_steps(self, rounds: float) -> list[float]:
-        """Return the demand that fits after each overflow, in rounds, until ``rounds`` fit."""
+        """Return the rows that fit after each overflow, in units of those of one round.
+
+        The list ends where ``rounds`` rounds' rows fit. It is empty if one round is enough.
+        """
         return []
 
     def shares(self, workload: TableWorkload, rows: np.ndarray) -> np.ndarray:
-        """Return the share of a table's exchanged rows in each row part, ``[row_parts]``."""
+        """Return the share of a table's exchanged rows that each row shard has, ``[row_parts]``.
+
+        ``rows`` are the numbers of rows of these shards.
+        """
         return workload.shares(rows, of_rows=False)
 
     def exchanged_rows(self, workload: TableWorkload) -> float:
-        """Return the rows of a table that all devices read, ``D n``: one for each lookup."""
+        """Return the rows of a table that all devices read together: one for each lookup."""
         return self.topology.num_devices * workload.lookups
 
     def load(self, workload: TableWorkload, rows: np.ndarray, *, is_cache: bool = False) -> Load:
         """Return the load of shards that hold ``rows`` rows of a table, ``[row_parts]``.
 
-        The owner of a share ``q`` of the rows reads ``q D n`` of them and updates ``q U``.
+        The owner of a share of the rows (`shares`) reads that share of `exchanged_rows`. It updates
+        that share of the distinct rows of all devices.
         """
         shares, devices = self.shares(workload, rows), self.topology.num_devices
         # A cache gives rows to ids as they come, so hot ids are not side by side but spread evenly.
@@ -238,10 +245,9 @@ class ExchangeCosts(abc.ABC):
     def perf(self, load: Load) -> Perf:
         """Return the seconds of a device's load.
 
-        The owner of ``r`` exchanged rows takes ``gather(r, w s)`` forward and sums gradients in
-        ``gather(r, 4 w)`` backward, twice where a table's gradient norm is clipped. Rows updated
-        take ``update(1, w s + m)`` each. Where an update of packed rows takes many kernels, it adds
-        `Topology.packed_copies` times ``copy(4 w r)``.
+        A gathered row takes `gather` of its stored bytes forward. Backward it takes `gather` of the
+        ``4 * width`` bytes of its gradient, twice where a table's gradient norm is clipped, and
+        `packed_update`. An updated row takes `update`.
         """
         gradient = self.gradient_passes * self.gather(self.group.gradient_bytes)
         gradient += self.packed_update
@@ -253,8 +259,8 @@ class ExchangeCosts(abc.ABC):
     def bytes(self, load: Load) -> np.ndarray:
         """Return the bytes of a device's load.
 
-        They are ``w s + m`` for each row held, 16 for each position for an id and ``4 w`` for each
-        bag.
+        They are `Group.stored_row_bytes` for each row held, 16 for each position for an id and
+        ``4 * width`` for each bag.
         """
         return (
             self.group.stored_row_bytes * load.held
@@ -265,9 +271,9 @@ class ExchangeCosts(abc.ABC):
     def kept_bytes(self, workload: TableWorkload) -> float:
         """Return the bytes that every device keeps from the forward to the backward pass.
 
-        They are the route, ``12 c`` for the row, bag and scale of each position for an id, and
-        ``8 w b`` for embeddings and their gradients (``8 w c`` if not pooled). `ExchangeCosts`
-        defines the letters.
+        They are the route, ``12 * capacity`` for the row, bag and scale of each position for an id,
+        and ``8 * width * bags`` for embeddings and their gradients. Without pooling these are
+        ``8 * width * capacity``.
         """
         embeddings = workload.bags if workload.is_pooled else workload.capacity
         kept = 12 * workload.capacity + 2 * embeddings * self.group.gradient_bytes
@@ -287,7 +293,7 @@ class ExchangeCosts(abc.ABC):
 
     @property
     def update(self) -> float:
-        """Seconds to update a row, ``update(1, w s + m)``."""
+        """Seconds to update a row and its optimizer state."""
         bytes = self._granules(self.group.stored_row_bytes)
         return self.topology.update.seconds(calls=0, items=1, bytes=bytes)
 
@@ -304,7 +310,7 @@ class ExchangeCosts(abc.ABC):
         return self.topology.gather.seconds(calls=0, items=1, bytes=self._granules(bytes))
 
     def pool(self, workload: TableWorkload) -> float:
-        """Return the seconds to write a device's own bags, ``copy(4 w b)``; 0 if not pooled."""
+        """Return the seconds to write a device's bags, ``copy(4 * width * bags)``, if pooled."""
         if not workload.is_pooled:
             return 0.0
         return self.topology.copy.byte * workload.bags * self.group.gradient_bytes
@@ -335,7 +341,7 @@ class ForwardPass(ExchangeCosts):
 
 @functools.cache
 def forward_costs(costs: type[ExchangeCosts]) -> type[ExchangeCosts]:
-    """Return the costs of an exchange without its backward pass."""
+    """Return the class of an exchange's costs without its backward pass."""
     # Cached, so that equal groups have costs of one class.
     return type(f"Forward{costs.__name__}", (ForwardPass, costs), {})
 
@@ -364,10 +370,10 @@ def latency(topology: Topology) -> float:
 
 
 def all_to_all(bytes: float, topology: Topology) -> float:
-    """Return the seconds of an all-to-all in which each device sends ``bytes``, its own share too.
+    """Return the seconds of an all-to-all of ``bytes`` from each device, its own share included.
 
-    With ``V`` bytes, ``D`` devices and ``h`` devices a host, each device sends ``V (h - 1) / D`` to
-    the other devices of its host and ``V (D - h) / D`` to other hosts. Both go at once, and the
+    A device sends ``bytes * (devices_per_host - 1) / devices`` to other devices of its host and
+    ``bytes * (devices - devices_per_host) / devices`` to other hosts. Both go at once, and the
     longer time counts.
     """
     devices, per_host = topology.num_devices, topology.devices_per_host
@@ -377,10 +383,10 @@ def all_to_all(bytes: float, topology: Topology) -> float:
 
 
 def reduce_scatter(bytes: float, topology: Topology) -> float:
-    """Return the seconds to add up arrays of ``bytes``, each device keeping its share.
+    """Return the seconds to add up arrays of ``bytes`` bytes, each device keeping its share.
 
-    With ``V`` bytes and ``H`` hosts of ``h`` devices, each device sends ``V (h - 1) / h`` within
-    its host, then ``V / h (H - 1) / H`` to other hosts.
+    Each device sends ``bytes * (devices_per_host - 1) / devices_per_host`` within its host. Then it
+    sends ``bytes / devices_per_host * (hosts - 1) / hosts`` to other hosts.
     """
     return _by_host(
         bytes, topology.within.reduce_scatter.byte, topology.between.reduce_scatter.byte, topology
@@ -388,7 +394,10 @@ def reduce_scatter(bytes: float, topology: Topology) -> float:
 
 
 def all_gather(bytes: float, topology: Topology) -> float:
-    """Return the seconds until every device has all of ``bytes``, as in `reduce_scatter`."""
+    """Return the seconds to bring an array of ``bytes`` bytes, a share on each device, to all.
+
+    A device sends as many bytes as in `reduce_scatter`.
+    """
     return _by_host(
         bytes, topology.within.all_gather.byte, topology.between.all_gather.byte, topology
     )

@@ -27,13 +27,17 @@ class ReplicatedCosts(ExchangeCosts):
         )
 
     def home(self, workload: TableWorkload) -> Perf:
-        """Return ``gather(n, w s) + copy(4 w b)`` forward, and backward the sum of three steps.
+        """Return the seconds of a table's lookups, gradients and updates.
+
+        Forward they are ``gather(lookups, row bytes) + copy(4 * width * bags)``. Backward:
 
         1. Gradients are summed by row, with a sort to number the rows and one for the sum:
-           ``2 sort(c) + gather(n, 4 w) + copy(4 w c)``.
-        2. An all-gather of ``D c (4 + 4 w)`` bytes brings every device all sums.
-        3. Each device updates ``U`` rows: ``sort(D c) + gather(D u, 4 w) + update(U, w s + m)``,
-           and `packed_update` for each of ``D u`` rows.
+           ``2 * sort(capacity) + gather(lookups, 4 * width) + copy(4 * width * capacity)``.
+        2. An all-gather of ``devices * capacity * (4 + 4 * width)`` bytes brings every device the
+           sums of all.
+        3. Each device adds up these sums in ``sort(devices * capacity) + gather(sums, 4 * width)``.
+           It takes `packed_update` for each sum and `update` for each distinct row. The ``sums``
+           are the distinct rows of each device, added up over devices.
         """
         capacity, lookups = workload.capacity, workload.lookups
         devices, gradient = self.topology.num_devices, self.group.gradient_bytes
@@ -59,7 +63,10 @@ class ReplicatedCosts(ExchangeCosts):
         return Perf(prefetch=0.0 * load.held)
 
     def temporary_bytes(self, workload: TableWorkload) -> float:
-        """Return ``c (4 w + 32) (1 + D)``, for a device's own sums and those of all devices."""
+        """Return the bytes of a device's gradients summed by row, and of those of every device.
+
+        One device's are ``capacity * (4 * width + 32)``.
+        """
         sums = workload.capacity * (self.group.gradient_bytes + 32)
         return sums + self.topology.num_devices * sums
 
@@ -77,12 +84,12 @@ class AloneCosts(ExchangeCosts):
         )
 
     def home(self, workload: TableWorkload) -> Perf:
-        """Return ``copy(4 w b)`` forward, and ``sort(c)`` backward, again for clipping."""
+        """Return the seconds to write pooled bags forward, and to sort row numbers backward.
+
+        They are ``copy(4 * width * bags)`` and ``sort(capacity)``, the latter twice where a table's
+        gradient norm is clipped.
+        """
         sorts = self.gradient_passes * workload.capacity
         return Perf(
             forward_compute=self.pool(workload), backward_compute=sorts * self.topology.sort.item
         )
-
-    def temporary_bytes(self, workload: TableWorkload) -> float:
-        """Return ``32 c`` bytes: eight arrays of int32 row numbers."""
-        return 32 * workload.capacity

@@ -15,9 +15,8 @@ class PooledCosts(ExchangeCosts):
     """Costs of the pooled exchange, where each owner sums its own rows of every bag.
 
     A device sends all its ids, repeated ones too, to the owners of their rows. An owner makes one
-    sum for each bag of all devices, ``D b`` sums. A reduce-scatter adds the owners' sums and leaves
-    each bag on its sample's device. Backward, an all-gather brings the bags' gradients to every
-    owner. `ExchangeCosts` defines the letters.
+    sum for each bag of all devices. A reduce-scatter adds the owners' sums and leaves each bag on
+    its sample's device. Backward, an all-gather brings the bags' gradients to every owner.
     """
 
     exchange = POOLED
@@ -32,10 +31,11 @@ class PooledCosts(ExchangeCosts):
         )
 
     def home(self, workload: TableWorkload) -> Perf:
-        """Return ``sort(c) + copy(8 w D b)`` and the collectives of bags.
+        """Return the seconds to sort ids, and to copy and exchange the sums of all devices' bags.
 
-        Forward these are an all-to-all of ``4 D b`` bytes for bag lengths and a reduce-scatter of
-        ``4 w D b``, backward an all-gather of ``4 w D b``.
+        These sums have ``sums = 4 * width * bags * devices`` bytes. Forward it takes
+        ``sort(capacity) + copy(2 * sums) + reduce_scatter(sums)`` and, for the lengths of bags,
+        ``all_to_all(4 * bags * devices)``. Backward it takes ``all_gather(sums)``.
         """
         bags = self.topology.num_devices * workload.bags
         bytes = bags * self.group.gradient_bytes
@@ -48,10 +48,11 @@ class PooledCosts(ExchangeCosts):
         )
 
     def position(self) -> Perf:
-        """Return ``all_to_all(4)`` forward, for an id, and ``sort(1)`` backward.
+        """Return the seconds to send an id and, backward, to sort its row number.
 
-        A weight adds ``all_to_all(4)`` to both. Where column shards of a row are updated as one,
-        ``2 all_to_all(4) + sort(1)`` are added backward.
+        They are ``all_to_all(4)`` forward and ``sort(1)`` backward. A weight adds ``all_to_all(4)``
+        to both. Where column shards of a row are updated as one, ``2 * all_to_all(4) + sort(1)``
+        are added backward.
         """
         weight, joins = WORD * self.group.is_weighted, self.group.joins_columns
         return Perf(
@@ -61,31 +62,38 @@ class PooledCosts(ExchangeCosts):
         )
 
     def round_capacity(self, workload: TableWorkload) -> float:
-        """Return ``L = 1.25 c``, the positions for ids of all owners."""
+        """Return ``1.25 * capacity``, the positions for ids of all owners in one round."""
         return DEFAULT_CAPACITY_FACTOR * workload.capacity
 
     def empty_positions(self, demand: float, capacity: float) -> tuple[float, float]:
-        """Return ``D c - A`` twice for ``A > L`` ids, which take ``D c`` positions."""
+        """Return the positions moved without an id, forward and backward, if one round overflows.
+
+        The exchange then takes one round that holds any demand, of ``capacity / 1.25 * devices``
+        positions.
+        """
         if demand <= capacity * (1 + 1e-9):
             return 0.0, 0.0
-        # No further rounds here: a demand that exceeds one round takes the size that holds any
-        # demand.
         empty = max(0.0, capacity / DEFAULT_CAPACITY_FACTOR * self.topology.num_devices - demand)
         return empty, empty
 
     def overflow_steps(self, rounds: float) -> list[float]:
-        """Return ``D c / L`` rounds if one does not fit: ``D c`` positions hold all ids.
+        """Return the rows that fit after an overflow, in units of a round's: ``[devices / 1.25]``.
 
-        ``L = 1.25 c`` are the positions of one round.
+        A round has 1.25 times as many positions as a device has for its ids, and the positions for
+        the ids of all devices hold any demand. The list is empty if one round is enough.
         """
         return [self.topology.num_devices / DEFAULT_CAPACITY_FACTOR] if rounds > 1 + 1e-9 else []
 
     def route_bytes(self, workload: TableWorkload) -> float:
-        """Return ``13 c + 4 D b`` bytes."""
+        """Return the bytes of a table's route, ``13 * capacity + 4 * bags * devices``."""
         lengths = 4 * self.topology.num_devices * workload.bags
         return (8 + 4 * DEFAULT_CAPACITY_FACTOR) * workload.capacity + lengths
 
     def temporary_bytes(self, workload: TableWorkload) -> float:
-        """Return ``4 w D b + 24 L + 32 c`` bytes; ``L`` is `round_capacity`."""
+        """Return the bytes of the sums of all devices' bags, of messages, and of row numbers.
+
+        They are ``4 * width * bags * devices + 24 * round_capacity + 32 * capacity``.
+        """
         sums = self.topology.num_devices * workload.bags * self.group.gradient_bytes
-        return sums + 24 * self.round_capacity(workload) + 32 * workload.capacity
+        messages = 24 * self.round_capacity(workload)
+        return sums + messages + super().temporary_bytes(workload)

@@ -15,11 +15,11 @@ from jaxrec.plan.workload import TableWorkload
 
 @dataclasses.dataclass(frozen=True)
 class RowsCosts(ExchangeCosts):
-    """Costs of distinct rows sent to the samples.
+    """Costs of the exchange that sends distinct rows to the devices of the samples.
 
     A device drops repeated ids, requests rows from their owners and pools them at home. Backward,
     it sums gradients by row and sends the sums to the owners. Between each two devices a round has
-    capacity for ``1.25 c / D`` rows; rows that do not fit take more rounds.
+    positions for ``1.25 * capacity / devices`` rows; rows that do not fit take more rounds.
     """
 
     exchange = ROWS
@@ -34,9 +34,10 @@ class RowsCosts(ExchangeCosts):
         )
 
     def home(self, workload: TableWorkload) -> Perf:
-        """Return ``sort(c) + gather(n, w s) + copy(4 w b)`` forward, to drop repeats and pool.
+        """Return the seconds to drop repeated ids and pool rows, and to sum gradients by row.
 
-        Backward it is ``sort(c) + gather(n, 4 w)``, to sum gradients.
+        Forward they are ``sort(capacity) + gather(lookups, row bytes) + copy(4 * width * bags)``,
+        backward ``sort(capacity) + gather(lookups, 4 * width)``.
         """
         sort = self.topology.sort.item * workload.capacity
         return Perf(
@@ -47,11 +48,12 @@ class RowsCosts(ExchangeCosts):
         )
 
     def position(self) -> Perf:
-        """Return ``all_to_all(4 + w s) + copy(w s)`` forward, for a request and a row.
+        """Return the seconds of a request and its row forward, and of a gradient backward.
 
-        Backward it is ``all_to_all(4 w) + copy(4 w) + sort(1)``, for a gradient. Gradients travel
-        twice where a table's norm is clipped. Where column shards of a row are updated as one,
-        ``2 all_to_all(4) + sort(1)`` are added backward.
+        Forward they are ``all_to_all(4 + row bytes) + copy(row bytes)``, backward ``all_to_all(4 *
+        width) + copy(4 * width) + sort(1)``. Gradients travel twice where a table's norm is
+        clipped. Where column shards of a row are updated as one, ``2 * all_to_all(4) + sort(1)``
+        are added backward.
         """
         copy, sort = self.topology.copy.byte, self.topology.sort.item
         row, gradient = self.group.looked_up_bytes, self.group.gradient_bytes
@@ -73,15 +75,19 @@ class RowsCosts(ExchangeCosts):
         return workload.shares(rows, of_rows=True)
 
     def exchanged_rows(self, workload: TableWorkload) -> float:
-        """Return ``D u``: each device requests a row once."""
+        """Return the distinct rows of each device, added up: each device requests a row once."""
         return self.topology.num_devices * workload.distinct()
 
     def round_capacity(self, workload: TableWorkload) -> float:
-        """Return ``L = 1.25 c``, the positions for rows of all owners."""
+        """Return ``1.25 * capacity``, the positions for rows of all owners in one round."""
         return DEFAULT_CAPACITY_FACTOR * workload.capacity
 
     def empty_positions(self, demand: float, capacity: float) -> tuple[float, float]:
-        """Return ``(1 + r) L - A`` and ``r L - A`` for ``A`` rows in ``r = ceil(A / L)`` rounds."""
+        """Return the positions moved without a row, forward and backward, if one round overflows.
+
+        With ``rounds = ceil(demand / capacity)`` they are ``(1 + rounds) * capacity - demand`` and
+        ``rounds * capacity - demand``.
+        """
         # Demands and capacities are sums that the search adds to and subtracts from. Their rounding
         # must not cost a round.
         if demand <= capacity * (1 + 1e-9):
@@ -95,11 +101,14 @@ class RowsCosts(ExchangeCosts):
         return [float(count) for count in range(2, math.ceil(rounds - 1e-9) + 1)]
 
     def route_bytes(self, workload: TableWorkload) -> float:
-        """Return ``17 c`` bytes."""
+        """Return the bytes of a table's route, ``17 * capacity``."""
         return (12 + 4 * DEFAULT_CAPACITY_FACTOR) * workload.capacity
 
     def temporary_bytes(self, workload: TableWorkload) -> float:
-        """Return ``2 c (4 w + 32) + 2 L (4 w + 4)`` bytes."""
+        """Return the bytes of rows at home and in messages.
+
+        They are ``2 * capacity * (4 * width + 32) + 2 * round_capacity * (4 * width + 4)``.
+        """
         gradient = self.group.gradient_bytes
         rows = 2 * workload.capacity * (gradient + 32)
         return rows + 2 * self.round_capacity(workload) * (gradient + WORD)

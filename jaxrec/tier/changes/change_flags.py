@@ -17,7 +17,7 @@ _PENDING = 1 << 16
 
 
 class RowFlags:
-    """A bit for each row and consumer: whether the row changed since the consumer last asked."""
+    """Changed rows of a table: a bit for each row and consumer that has not read the change."""
 
     def __init__(self, num_rows: int, num_consumers: int) -> None:
         self.num_rows = num_rows
@@ -39,7 +39,7 @@ class RowFlags:
         self._is_marked[rows // _BLOCK] = True
 
     def rows(self, bit: int) -> np.ndarray:
-        """Return the rows with a bit, int64, ascending."""
+        """Return the rows that have ``bit`` set, int64, ascending."""
         found = [np.zeros(0, np.int64)]
         for blocks in self._marked_blocks():
             block, column = np.nonzero(self._flags[blocks] & self._flags.dtype.type(bit))
@@ -47,7 +47,7 @@ class RowFlags:
         return np.concatenate(found)
 
     def clear(self, bit: int) -> None:
-        """Clear a bit of all rows."""
+        """Clear ``bit`` of all rows."""
         kept = ~self._flags.dtype.type(bit)
         for blocks in self._marked_blocks():
             flags = self._flags[blocks] & kept
@@ -55,21 +55,24 @@ class RowFlags:
             self._is_marked[blocks] = flags.any(axis=1)
 
     def take(self, rows: np.ndarray) -> np.ndarray:
-        """Clear all bits of distinct rows, and return them, ``[n]``."""
+        """Clear all bits of distinct rows, ``[n]``, and return the bits that were set, ``[n]``."""
         flags = self._flags.reshape(-1)
         bits = flags[rows]
         flags[rows] = 0
         return bits
 
     def _marked_blocks(self) -> Iterator[np.ndarray]:
-        """Yield indices of blocks with marked rows, up to `_BLOCKS` at a time."""
+        """Yield the indices of blocks of rows with a bit set, up to `_BLOCKS` at a time."""
         # A table of a billion rows with few changes is not searched whole.
         blocks = np.flatnonzero(self._is_marked)
         return (blocks[start : start + _BLOCKS] for start in range(0, blocks.size, _BLOCKS))
 
 
 class IdFlags:
-    """A bit for each 64-bit id and consumer, in memory that grows with the ids that have one."""
+    """Changed 64-bit ids: a bit for each id and consumer that has not read the change.
+
+    Only ids with a bit set take memory.
+    """
 
     def __init__(self, num_consumers: int) -> None:
         dtype = flag_type(num_consumers)
@@ -91,12 +94,12 @@ class IdFlags:
             self._merge()
 
     def ids(self, bit: int) -> np.ndarray:
-        """Return the ids with a bit, int64, ascending."""
+        """Return the ids that have ``bit`` set, int64, ascending."""
         self._merge()
         return self._ids[self._flags & self._flags.dtype.type(bit) != 0]
 
     def clear(self, bit: int) -> None:
-        """Clear a bit of all ids."""
+        """Clear ``bit`` of all ids."""
         self._merge()
         self._flags &= ~self._flags.dtype.type(bit)
         is_kept = self._flags != 0

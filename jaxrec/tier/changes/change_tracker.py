@@ -14,9 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxrec.data.pipeline import each_batch
-from jaxrec.embed.collection import Collection
 from jaxrec.embed.store import TableStore
-from jaxrec.embed.taps import tapped_modules
 from jaxrec.mesh.agree import gather_ids
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier.changes.change_flags import MAX_CONSUMERS
@@ -28,7 +26,7 @@ from jaxrec.tier.changes.tracked_tables import (
 )
 from jaxrec.tier.planning.batch_ids import HostBatch
 from jaxrec.tier.planning.id_rows import raw_ids
-from jaxrec.tier.planning.model_tables import TableVocabulary
+from jaxrec.tier.planning.model_tables import TableVocabulary, all_collections
 from jaxrec.tier.planning.tier import TierObserver, tier_of
 from jaxrec.tier.vocabulary.vocabulary import Assignment
 
@@ -40,7 +38,7 @@ _NO_IDS = np.zeros(0, np.int64)
 
 @dataclasses.dataclass(frozen=True)
 class ChangedRows:
-    """Rows that changed.
+    """Rows of a table that changed.
 
     Attributes:
         ids: Sorted distinct ids, int64 ``[n]``; an id of 2**63 or more has its bits as int64.
@@ -55,7 +53,7 @@ class ChangedRows:
 
 @dataclasses.dataclass(frozen=True)
 class TableChanges(ChangedRows):
-    """Changes of a table; ``ids``, ``rows`` and ``state`` are those of ids with a row.
+    """Changes of a table: ids with a changed row, ids that lost theirs, and rows of unknown ids.
 
     Attributes:
         removed: Ids of an open vocabulary that lost their rows, sorted, int64 ``[m]``. Some of them
@@ -70,12 +68,12 @@ class TableChanges(ChangedRows):
 
 @dataclasses.dataclass
 class HandOver:
-    """Changes that a consumer takes over.
+    """Changes that `ChangeTracker.hand_over` gives to a consumer.
 
     Attributes:
         ids: Changed ids by the collection's path and the table's name.
-        position: Name of the model's state at the consumer's last hand-over. The consumer sets the
-            name of the present state for the next one. None: it set none, or has called `changes`
+        position: Name that the consumer gave, at its last hand-over, to the state of the model. It
+            sets a name for the present state here. None: it gave no name, or has called `changes`
             since.
     """
 
@@ -165,13 +163,11 @@ class ChangeTracker(TierObserver):
         return () if self._tier is None else self._tier.vocabularies
 
     def check_model(self, model: nnx.Module) -> None:
-        """Raise a ValueError if this tracks the changes of another model."""
-        found = {
-            path: module.configs
-            for path, module in tapped_modules(model).items()
-            if isinstance(module, Collection)
-        }
-        tracked = {path: module.configs for path, module in self._model.collections.items()}
+        """Raise a ValueError unless ``model`` is the one whose changes are tracked."""
+        found, tracked = (
+            {path: module.configs for path, module in collections.items()}
+            for collections in (all_collections(model), self._model.collections)
+        )
         if found != tracked or tier_of(model) is not self._tier:
             raise ValueError(
                 "the ChangeTracker tracks another model; make it with the model that is trained, "
@@ -339,7 +335,7 @@ class ChangeTracker(TierObserver):
             self._positions[consumer] = handed_over.position
 
     def _clear(self, bit: int, tables: Iterable[TrackedTable]) -> None:
-        """Clear a bit of tables, but not of the batches whose steps may be still to come."""
+        """Clear ``bit`` of tables, except where a batch whose step may still come has set it."""
         for table in tables:
             table.clear(bit)
         for marks in self._recent:

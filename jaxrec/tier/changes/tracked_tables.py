@@ -12,25 +12,21 @@ from flax import nnx
 from jaxrec.embed.collection import Collection
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.store import TableStore
-from jaxrec.embed.taps import tapped_modules
 from jaxrec.ragged.raw_ids import RESERVED
 from jaxrec.tier.changes.change_flags import IdFlags, RowFlags
 from jaxrec.tier.managed_collision.modules import ManagedCollisions
-from jaxrec.tier.planning.model_tables import TableVocabulary
+from jaxrec.tier.planning.model_tables import TableVocabulary, all_collections
 from jaxrec.tier.planning.tier import Tier
 from jaxrec.tier.vocabulary.vocabulary import Assignment, Vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
 class ChangedIds:
-    """Ids of a table that changed, lost their rows, and indices of changed rows of unknown ids.
+    """Changes of a table that a consumer has not read; sorted distinct int64 arrays."""
 
-    Each array is sorted, distinct and int64.
-    """
-
-    ids: np.ndarray
-    removed: np.ndarray
-    unknown: np.ndarray
+    ids: np.ndarray  # ids with a row that changed
+    removed: np.ndarray  # ids that lost their rows
+    unknown: np.ndarray  # indices of changed rows that ids without a row of their own read
 
 
 class TrackedTable:
@@ -41,26 +37,26 @@ class TrackedTable:
         self.flags = RowFlags(config.num_embeddings, num_consumers)
 
     def mark(self, rows: np.ndarray, bits: int) -> None:
-        """Record changes of rows, which may repeat; indices outside the table are skipped."""
+        """Set ``bits`` of changed rows, which may repeat; indices outside the table are skipped."""
         if rows.size and (rows.min() < 0 or rows.max() >= self.flags.num_rows):
             rows = rows[(rows >= 0) & (rows < self.flags.num_rows)]
         self.flags.mark(rows, bits)
 
     def mark_all(self, bits: int) -> None:
-        """Record a change of every row."""
+        """Set ``bits`` of every row."""
         self.flags.mark(np.arange(self.flags.num_rows), bits)
 
     def changes(self, bit: int) -> ChangedIds:
-        """Return the changes that a consumer has not read."""
+        """Return the changes that the consumer with ``bit`` has not read."""
         none = np.zeros(0, np.int64)
         return ChangedIds(self.flags.rows(bit), none, none)
 
     def clear(self, bit: int) -> None:
-        """Record that a consumer has read the changes."""
+        """Note that the consumer with ``bit`` has read all changes."""
         self.flags.clear(bit)
 
     def load(self, changed: ChangedIds, bit: int) -> None:
-        """Record changes that `changes` returned."""
+        """Record changes that `changes` returned once more, for the consumer with ``bit``."""
         self.mark(changed.ids, bit)
 
 
@@ -107,7 +103,9 @@ class TrackedOpenTable(TrackedTable):
         is_own = rows >= self._unknown.rows
         ids = self._ids_of_rows[rows[is_own]]
         ids = ids[ids != RESERVED]
-        gone = self._without_row(self._gone.ids(bit))  # some have come back
+        gone = self._gone.ids(bit)
+        if gone.size:  # `np.isin` sorts all ids of the table
+            gone = gone[~np.isin(gone, self._ids_of_rows)]  # some have come back
         ids, removed = (np.concatenate([ids, gone]), gone[:0]) if self._has_store else (ids, gone)
         unknown = rows[~is_own] if self._unknown.kind != "zeros" else rows[:0]
         return ChangedIds(np.sort(ids), removed, unknown)
@@ -121,20 +119,16 @@ class TrackedOpenTable(TrackedTable):
         self.flags.mark(np.flatnonzero(np.isin(self._ids_of_rows, changed.ids)), bit)
         self.mark_gone(np.concatenate([changed.ids, changed.removed]), bit)
 
-    def _without_row(self, ids: np.ndarray) -> np.ndarray:
-        return ids[~np.isin(ids, self._ids_of_rows)] if ids.size else ids
-
 
 @dataclasses.dataclass(frozen=True)
 class TrackedVocabulary:
-    """A vocabulary, its tables, and the id of each row of the tables.
+    """A vocabulary with its tracked tables.
 
-    ``ids_of_rows`` is int64 ``[rows]``, -1 for a row without an id. It changes with the tables,
-    while the vocabulary's map already has the ids of batches that are planned.
+    ``ids_of_rows``, int64 ``[rows]``, has the id of each row of the tables, -1 for a row without.
+    It changes with the tables; the vocabulary's map already has the ids of batches to come.
     """
 
     vocabulary: Vocabulary
-    has_store: bool
     ids_of_rows: np.ndarray
     tables: tuple[TrackedOpenTable, ...]
 
@@ -146,7 +140,7 @@ class TrackedVocabulary:
         self.ids_of_rows[assignment.new_rows] = assignment.new_ids
 
     def restore(self, bits: int) -> None:
-        """Record that everything may have changed, after a checkpoint's ids were loaded."""
+        """Record a change of every row and id, after the ids of a checkpoint were loaded."""
         # Ids that the checkpoint does not have have lost their rows, so that the old ids count as
         # changed, too.
         old_ids = self.ids_of_rows[self.ids_of_rows != RESERVED]
@@ -218,12 +212,7 @@ def _collections(model: nnx.Module) -> dict[str, Collection]:
                 "step, where ChangeTracker does not see them; use a table with an open vocabulary "
                 "(jaxrec.tier.make)"
             )
-    found = {
-        path: module
-        for path, module in tapped_modules(model).items()
-        if isinstance(module, Collection)
-    }
-    if not found:
+    if not (found := all_collections(model)):
         raise TypeError(
             "the model has no tables: no jaxrec.EmbeddingBagCollection or EmbeddingCollection"
         )
@@ -236,7 +225,7 @@ def _vocabulary(each: TableVocabulary, num_consumers: int) -> TrackedVocabulary:
         TrackedOpenTable(table.collection, table.config, num_consumers, each, ids_of_rows)
         for table in each.tables
     )
-    tracked = TrackedVocabulary(each.vocabulary, each.transfer is not None, ids_of_rows, tables)
+    tracked = TrackedVocabulary(each.vocabulary, ids_of_rows, tables)
     tracked.read_ids()
     return tracked
 

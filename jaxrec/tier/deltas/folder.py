@@ -31,12 +31,12 @@ _PART_BYTES = 1 << 22
 
 
 class VersionError(ValueError):
-    """A version is damaged, missing, or of another model."""
+    """A published version is damaged, missing, or of another model."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class VersionName:
-    """Number and random token of a version, which name its files."""
+    """Name of a version's files: its number and a random token, as in ``000000000001-9f...``."""
 
     version: int
     token: str
@@ -99,7 +99,7 @@ class VersionFolder:
         return sorted(name for name, path in self._entries() if path.endswith(_MANIFEST))
 
     def read_manifest(self, name: VersionName) -> Manifest:
-        """Read a manifest."""
+        """Read the manifest of a version."""
         path = f"{name}{_MANIFEST}"
         try:
             with self._files.open_input_stream(self._at(path), compression=None) as stream:
@@ -115,7 +115,7 @@ class VersionFolder:
         return manifest
 
     def check(self, file: File) -> None:
-        """Compare a file with its size and checksum."""
+        """Compare a file of a version with the size and checksum in its manifest."""
         size = crc = 0
         try:
             with self._files.open_input_stream(self._at(file.name), compression=None) as stream:
@@ -174,7 +174,7 @@ class VersionFolder:
             sync(self.local / path)
 
     def commit(self, name: VersionName, manifest: Manifest) -> None:
-        """Make a version appear, complete."""
+        """Write the manifest of a version, whose files are complete; the version then appears."""
         unfinished = f"{name}/manifest{_MANIFEST}"
         with self.writing(unfinished) as stream:
             stream.write(manifest.to_json())
@@ -185,7 +185,7 @@ class VersionFolder:
             sync(self.local)
 
     def remove_before(self, version: int) -> None:
-        """Remove the versions before a number."""
+        """Remove the versions whose number is below ``version``."""
         for name in self.names():
             if name.version < version:
                 # Manifests first: a version without all of its files must not be found.
@@ -208,7 +208,7 @@ class VersionFolder:
 
 
 class Follower:
-    """Follows the versions of a folder, by deltas or from a full version on."""
+    """Base of readers that follow the versions of a folder, from one to the next."""
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
         self._folder = VersionFolder(url)
@@ -220,9 +220,10 @@ class Follower:
         return 0 if self._name is None else self._name.version
 
     def _chains(self, names: Sequence[VersionName]) -> Iterator[Chain]:
-        """Yield chains to the newest version: by deltas, then from each full version, newest first.
+        """Yield the ways to the newest version, each as the versions to load, in order.
 
-        Each chain begins at the version that was reached when the chain before it failed.
+        The first has only deltas. The others begin with a full version, the newest one first. A
+        caller that failed on a way takes the next one, from the version that it has reached.
         """
         if newer := [name for name in names if 0 < self.version < name.version]:
             yield [(name, False) for name in newer]
@@ -238,7 +239,7 @@ class Follower:
     def _read_version(
         self, name: VersionName, is_full: bool, before: str
     ) -> tuple[Manifest, Files]:
-        """Return a version's manifest and its files, of all rows if ``is_full``, else of the delta.
+        """Return a version's manifest, and its files of all rows (``is_full``) or of its changes.
 
         ``before`` is the token of the version before. A VersionError is raised if the version is
         damaged or does not follow that one.
@@ -253,7 +254,10 @@ class Follower:
         return manifest, files
 
     def _no_way(self, damage: VersionError | None) -> VersionError:
-        """Return the error if no chain leads to the newest version."""
+        """Return the error to raise where no chain of versions leads to the newest one.
+
+        ``damage`` is the first error that a chain met; None: the folder has no full version.
+        """
         return VersionError(
             f"{damage or f'{self._folder}: there is no full version to begin with'}; publish a "
             "full version, by jaxrec.tier.publish with full_every=1"
@@ -263,10 +267,8 @@ class Follower:
 def _without_user(url: str) -> str:
     """Return a URL without its user, password and options."""
     scheme, separator, rest = url.partition("://")
+    if not separator:
+        return url
     place, mark, _ = rest.partition("?")
     _, at, place = place.rpartition("@")
-    return (
-        f"{scheme}{separator}{'...@' if at else ''}{place}{'?...' if mark else ''}"
-        if separator
-        else url
-    )
+    return f"{scheme}://{'...@' if at else ''}{place}{'?...' if mark else ''}"

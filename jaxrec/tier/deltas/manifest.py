@@ -59,10 +59,10 @@ Files = dict[str, dict[str, File]]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A version.
+    """Manifest of a version, in the file ``NAME.json`` beside the version's folder ``NAME``.
 
     Attributes:
-        version: Its number, from 1.
+        version: Number of the version, from 1.
         token: Random text that identifies this version.
         step: Number of training steps, if the publisher gave it.
         seconds: Time of publication, in seconds since 1970.
@@ -111,7 +111,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.version:012d}-{self.token}"
 
     def check(self) -> None:
-        """Raise a ValueError if an entry cannot be that of a version."""
+        """Raise a ValueError if a file is outside of the version's folder, or a number is wrong."""
         files = [self.dense]
         for of_kind in (self.delta, self.full):
             for table, of_table in (of_kind or {}).items():
@@ -136,5 +136,5 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def num_bytes(files: Files) -> int:
-    """Return the number of bytes of all files."""
+    """Return the sum of the sizes of all files, in bytes."""
     return sum(file.bytes for of_table in files.values() for file in of_table.values())

@@ -15,14 +15,7 @@ from flax import nnx
 from jaxrec.mesh.agree import on_process_zero
 from jaxrec.tier.changes.change_tracker import ChangeTracker, HandOver
 from jaxrec.tier.deltas.folder import VersionError, VersionFolder, VersionName
-from jaxrec.tier.deltas.manifest import (
-    REMOVED,
-    ROWS,
-    Files,
-    Manifest,
-    TableFacts,
-    num_bytes,
-)
+from jaxrec.tier.deltas.manifest import REMOVED, ROWS, Files, Manifest, TableFacts, num_bytes
 from jaxrec.tier.deltas.tables import PublishedTable, published_tables
 from jaxrec.tier.deltas.version_writer import VersionWriter
 from jaxrec.tier.planning.tier import tier_of
@@ -186,7 +179,10 @@ def publish(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Plan of the next version, and totals of the `Manifest` before it."""
+    """Plan of the next version: its name, what it has, and totals of the manifest before it.
+
+    ``base`` is the token of the version that its delta follows; None: it has no delta.
+    """
 
     version: int
     token: str
@@ -208,7 +204,10 @@ def _plan(
     facts: dict[str, TableFacts],
     full_every: int | None,
 ) -> dict[str, Any]:
-    """Plan the next version and make its folder; return the fields of `_Plan`."""
+    """Plan the next version and make its folder; return the fields of a `_Plan`.
+
+    ``position`` is the token of the version at which the tracker's last changes ended.
+    """
     names = folder.names()
     newest: Manifest | None = None
     if names:
@@ -262,8 +261,7 @@ def _summary(manifest: Manifest) -> PublishedVersion:
 def _check_arguments(tracker: object, full_every: int | None, keep: int) -> None:
     if not isinstance(tracker, ChangeTracker | None):
         raise TypeError(f"publish: tracker is a jaxrec.tier.ChangeTracker, got {tracker!r}")
-    for name, number in {"full_every": full_every, "keep": keep}.items():
-        if name == "full_every" and number is None:
-            continue
+    every = {} if full_every is None else {"full_every": full_every}
+    for name, number in {**every, "keep": keep}.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"publish: {name} is an integer of 1 or more, got {number!r}")

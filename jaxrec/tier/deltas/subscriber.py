@@ -13,17 +13,9 @@ from flax import nnx
 
 from jaxrec.embed.variables import dense_variables, plain, value_like
 from jaxrec.files.rows import Values, read_arrays, read_rows
-from jaxrec.mesh.agree import on_process_zero, raise_together
+from jaxrec.mesh.agree import in_all_processes, on_process_zero
 from jaxrec.tier.deltas.folder import Follower, VersionError, VersionName
-from jaxrec.tier.deltas.manifest import (
-    REMOVED,
-    ROWS,
-    UNKNOWN,
-    File,
-    Files,
-    Manifest,
-    TableFacts,
-)
+from jaxrec.tier.deltas.manifest import REMOVED, ROWS, UNKNOWN, File, Files, Manifest, TableFacts
 from jaxrec.tier.deltas.tables import PublishedTable, published_tables
 from jaxrec.tier.planning.tier import tier_of
 
@@ -167,19 +159,13 @@ class Subscriber(Follower):
         raise self._no_way(damage)
 
     def _take_over(self, name: VersionName, is_full: bool) -> None:
-        """Check a version and load it, from the version before or, if it is full, from any."""
+        """Check a version and load it, if ``is_full`` all of its rows, else its changes."""
         with contextlib.ExitStack() as stack:
             tier = tier_of(self._copy)
             if tier is not None:
                 stack.enter_context(tier.settled(self._copy))
             tables = published_tables(self._copy)
-            incoming, error = None, None
-            try:
-                incoming = self._checked(name, is_full, tables)
-            except (ValueError, OSError) as raised:
-                error = raised
-            raise_together(error, _KINDS)
-            assert incoming is not None
+            incoming = in_all_processes(lambda: self._checked(name, is_full, tables), _KINDS)
             files, facts, values = incoming.files, incoming.manifest.tables, incoming.dense
             try:
                 for table_name, table in tables.items():
@@ -218,7 +204,8 @@ class Subscriber(Follower):
     ) -> _Incoming:
         # All checks come before the first row is written: a copy that serves must never be half of
         # a damaged version.
-        manifest, files = self._read_version(name, is_full, self._token)
+        before = "" if self._name is None else self._name.token
+        manifest, files = self._read_version(name, is_full, before)
         with self._refusing(name):
             _check_tables(tables, manifest.tables, self._with_state)
         for of_table in files.values():
@@ -287,14 +274,10 @@ class Subscriber(Follower):
         if problem:
             raise VersionError(f"{self._folder}: file {file.name} cannot be used: {problem}")
 
-    @property
-    def _token(self) -> str:
-        return "" if self._name is None else self._name.token
-
 
 @dataclasses.dataclass(frozen=True)
 class _Incoming:
-    """A version that was checked: its manifest, its tables' files, and its variables."""
+    """A checked version: its manifest, its tables' files, and its variables outside the tables."""
 
     manifest: Manifest
     files: Files
@@ -304,7 +287,7 @@ class _Incoming:
 def _check_tables(
     tables: dict[str, PublishedTable], published: dict[str, TableFacts], with_state: bool
 ) -> None:
-    """Raise a ValueError if a copy's tables cannot load the published ones."""
+    """Raise a ValueError if the published tables differ from those of the copy."""
     _require_same_names("table", tables.keys(), published.keys())
     for name, table in tables.items():
         mine, theirs = table.facts, published[name]
@@ -343,7 +326,7 @@ def _require_same(table: str, field: str, mine: object, theirs: object) -> None:
 
 
 def _check_dense(copy: nnx.Module, published: dict[str, np.ndarray]) -> None:
-    """Raise a ValueError if a copy does not have the published variables."""
+    """Raise a ValueError if the published variables differ from the copy's in name or shape."""
     mine = {name: plain(x.get_raw_value()) for name, x in dense_variables(copy).items()}
     _require_same_names("variable", mine.keys(), published.keys())
     for name, value in mine.items():

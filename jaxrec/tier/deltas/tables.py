@@ -17,10 +17,9 @@ from jaxrec.embed.collection import Collection
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.rows import check_values, read, write
 from jaxrec.embed.slots import TableRows
-from jaxrec.embed.taps import tapped_modules
 from jaxrec.files.rows import Shapes, Values, rows_at_once
 from jaxrec.tier.deltas.manifest import TableFacts
-from jaxrec.tier.planning.model_tables import TableVocabulary
+from jaxrec.tier.planning.model_tables import TableVocabulary, all_collections
 from jaxrec.tier.planning.tier import Tier, tier_of
 from jaxrec.tier.rows.first_rows import NewRows, first_rows, reset
 
@@ -68,11 +67,17 @@ class PublishedTable(abc.ABC):
 
     @abc.abstractmethod
     def forget_others(self, ids: np.ndarray, key: tuple[int, int] | None) -> None:
-        """Remove the rows of all other ids, which begin anew by ``key``, of `TableFacts.seed`."""
+        """Remove the rows of all ids except the given ones.
+
+        The removed ids begin anew with first values by ``key`` (`TableFacts.seed`).
+        """
 
     @abc.abstractmethod
     def find_shortage(self, ids: np.ndarray, removed: np.ndarray | None) -> str:
-        """Return why ids would not fit once others are removed (None: all); empty if they fit."""
+        """Return why the table has no room for ids, in words; empty: it has.
+
+        The ids in ``removed`` would lose their rows before; None: all ids would.
+        """
 
     @property
     def initializer(self) -> str:
@@ -80,16 +85,16 @@ class PublishedTable(abc.ABC):
         return self.config.initializer if isinstance(self.config.initializer, str) else ""
 
     def shapes(self, with_state: bool) -> Shapes:
-        """Return the shapes and types of `Values`."""
+        """Return the shapes and types of the table's `Values`, with its optimizer state or not."""
         return {"rows": self._rows} | (self._state if with_state else {})
 
     def parts(self, ids: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield ids in parts whose rows fit the memory."""
+        """Yield ids, int64 ``[n]``, in parts of at most `rows_at_once` ids."""
         size = self.rows_at_once
         return (ids[start : start + size] for start in range(0, ids.size, size))
 
     def read_rows(self, rows: np.ndarray, with_state: bool) -> Values:
-        """Return the values of the devices' rows at some indices."""
+        """Return the values of the rows on the devices at indices ``rows``, ``[n]``."""
         if not rows.size:
             return {
                 name: np.zeros((0, *shape.shape[1:]), shape.dtype)
@@ -100,7 +105,7 @@ class PublishedTable(abc.ABC):
         return read(placed, requests, with_state=with_state).to_host()[0]
 
     def write_rows(self, rows: np.ndarray, values: Values) -> None:
-        """Set the values of the devices' rows at some indices."""
+        """Set the values of the rows on the devices at indices ``rows``, ``[n]``."""
         if not rows.size:
             return
         store = self.collection.tables.get_value()
@@ -298,7 +303,7 @@ class OpenTable(PublishedTable):
 
 
 def published_tables(model: nnx.Module) -> dict[str, PublishedTable]:
-    """Return the tables of a model by name."""
+    """Return the tables of a model by the path of their collection and their name."""
     if not isinstance(model, nnx.Module):
         raise TypeError(f"a model is an nnx.Module, got {model!r}")
     tier = tier_of(model)
@@ -308,16 +313,14 @@ def published_tables(model: nnx.Module) -> dict[str, PublishedTable]:
         for number, table in enumerate(of.tables)
     }
     tables: dict[str, PublishedTable] = {}
-    for path, collection in tapped_modules(model).items():
-        if not isinstance(collection, Collection):
-            continue
+    for path, collection in all_collections(model).items():
         for config in collection.configs:
-            table: PublishedTable
-            if tier is None or (path, config.name) not in places:
-                table = PlainTable(path, collection, config)
-            else:
-                of, number = places[path, config.name]
-                table = OpenTable(path, collection, config, model, tier, of, number)
+            place = places.get((path, config.name))
+            table: PublishedTable = (
+                PlainTable(path, collection, config)
+                if tier is None or place is None
+                else OpenTable(path, collection, config, model, tier, *place)
+            )
             tables[table.name] = table
     return tables
 

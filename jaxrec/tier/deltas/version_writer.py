@@ -34,7 +34,7 @@ class VersionWriter:
         self._error: BaseException | None = None
 
     def write_dense(self, model: nnx.Module) -> File:
-        """Write a model's variables outside its tables."""
+        """Write the variables of a model outside of its tables; return their file."""
         arrays = {name: _on_host(x.get_value()) for name, x in dense_variables(model).items()}
         path = f"{self._name}/dense.arrow"
         file = File(path, 0, 0, len(arrays))
@@ -49,7 +49,7 @@ class VersionWriter:
         return file
 
     def write_full(self, table: PublishedTable) -> dict[str, File]:
-        """Write all rows of a table."""
+        """Write all rows of a table; return its files by content (`ROWS`, `UNKNOWN`)."""
         with _TableFile(self, table, "full", ROWS) as rows:
             for ids, values in table.scan(self._with_state):
                 rows.write(ids, values)
@@ -58,7 +58,7 @@ class VersionWriter:
         return _written(rows, self._write_unknown(table, "full", unknown))
 
     def write_delta(self, table: PublishedTable, changed: ChangedIds) -> dict[str, File]:
-        """Write the changed rows of a table, and the ids that lost theirs."""
+        """Write changed rows of a table, and ids that lost theirs; return its files by content."""
         removed = [changed.removed]
         with _TableFile(self, table, "delta", ROWS) as rows:
             for ids in table.parts(changed.ids):
@@ -86,7 +86,7 @@ class VersionWriter:
         return rows
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Do something in process 0, and keep its error for `finish`."""
+        """Call ``action`` in process 0, unless one failed before; keep its error for `finish`."""
         if not self._is_writer or self._error is not None:
             return
         try:
@@ -100,7 +100,10 @@ class VersionWriter:
 
 
 class _TableFile:
-    """A file of a table that is made with its first row; ``file`` stays None without rows."""
+    """Writer of one file of a table in a version; without rows there is no file.
+
+    ``file`` describes the complete file. It stays None if there is none.
+    """
 
     def __init__(
         self, writer: VersionWriter, table: PublishedTable, section: str, kind: str
@@ -118,7 +121,7 @@ class _TableFile:
         self.file: File | None = None
 
     def write(self, ids: np.ndarray, values: Values) -> None:
-        """Append ids and their values."""
+        """Append ids, int64 ``[n]``, and their values; the first ids make the file."""
         if ids.size:
             self._writer._attempt(lambda: self._write(ids, values))
 

@@ -92,7 +92,7 @@ class IdMap:
 
 
 class Lookup(NamedTuple):
-    """Slots of the ids of a batch, and the ids that are absent from a map."""
+    """Result of a lookup of a batch's ids in one map: their slots, and the ids that it lacks."""
 
     slots: np.ndarray  # int32 [n], -1 for absent ids
     misses: np.ndarray  # int32 [k], positions of absent ids in the batch
@@ -101,11 +101,11 @@ class Lookup(NamedTuple):
     counts: np.ndarray  # int32 [m], occurrences of each of `absent`
 
 
-def look_up(maps: Sequence[IdMap], ids: Sequence[Int64[np.ndarray, " _"]]) -> list[Lookup]:
-    """Look up the ids of a batch in several maps; ``ids`` has an array for each map."""
+def lookup_all(maps: Sequence[IdMap], ids: Sequence[Int64[np.ndarray, " _"]]) -> list[Lookup]:
+    """Look up a batch's ids in several maps; ``ids`` has for each map an array of its own."""
     if not maps:
         return []
-    lookups = implementation.current().look_up(
+    lookups = implementation.current().lookup_all(
         [each._map for each in maps],
         [checked(of_map, np.int64, "ids") for of_map in ids],
         max(each.threads for each in maps),
@@ -128,7 +128,7 @@ def num_cores() -> int:
 
 
 class MapChange(NamedTuple):
-    """Changes of a batch to one map and the records of its slots."""
+    """Changes that a batch makes to one map of ids, and to the records of the map's slots."""
 
     ids: IdMap
     records: Any  # `jaxrec.tier.Records`: `ids`, `born`, `count` and `power` change
@@ -206,7 +206,7 @@ class Places:
         return places
 
     def load(self, ids: np.ndarray, places: np.ndarray, room: int) -> None:
-        """Replace the map by given ids and places."""
+        """Replace all ids by the given ones, int64 ``[n]``, at their places, int32 ``[n]``."""
         self._map = IdMap(room, num_ids=self._map.num_ids)
         self._map.insert(ids, places)
         self._next = int(places.max(initial=-1)) + 1

@@ -13,7 +13,7 @@ from jaxrec.tier.ids import library, reference
 
 
 def current() -> ModuleType:
-    """Return the module to call: `library`, or `reference` where the library is missing."""
+    """Return the module with the implementation: `library` (C++), or `reference` without it."""
     reason = library.missing()
     if reason is None:
         return library

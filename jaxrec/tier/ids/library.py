@@ -95,7 +95,7 @@ def _load() -> ctypes.CDLL | str:
 
 
 def missing() -> str | None:
-    """Return the reason why no native library works here; None: one does."""
+    """Return why the native library cannot be used here; None: it can."""
     library = _load()
     return library if isinstance(library, str) else None
 
@@ -109,7 +109,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _seed() -> int:
-    """Draw the seed of a map's hash."""
+    """Draw a random 64-bit seed for the hash of a map."""
     # From the operating system, so that ids cannot be chosen to collide. Results do not depend on
     # it: `items` sorts, and slots come from the caller.
     return secrets.randbits(64)
@@ -161,7 +161,7 @@ class Map:
         return ids[order], slots[order]
 
 
-def look_up(
+def lookup_all(
     maps: Sequence[Map], ids: Sequence[np.ndarray], threads: int
 ) -> list[tuple[np.ndarray, ...]]:
     # The library writes the absent ids of all maps one after the other into arrays that are large
@@ -172,25 +172,10 @@ def look_up(
     positions, inverse, occurrences = (np.empty(total, np.int32) for _ in range(3))
     unique, sizes = np.empty(total, np.int64), np.empty((len(maps), 2), np.int64)
     handles = np.array([each._handle.value for each in maps], np.uintp)
-    given, taken = (
-        np.array([each.ctypes.data for each in arrays], np.uintp) for arrays in (ids, slots)
-    )
-    _checked(
-        _library().jaxrec_id_maps_look_up(
-            len(maps),
-            handles,
-            given,
-            counts,
-            taken,
-            threads,
-            _PASSING_SEED,
-            positions,
-            unique,
-            inverse,
-            occurrences,
-            sizes,
-        )
-    )
+    given, taken = (np.array(_addresses(*arrays), np.uintp) for arrays in (ids, slots))
+    outputs = positions, unique, inverse, occurrences, sizes
+    function = _library().jaxrec_id_maps_look_up
+    _checked(function(len(maps), handles, given, counts, taken, threads, _PASSING_SEED, *outputs))
     lookups: list[tuple[np.ndarray, ...]] = []
     start = first = 0
     for of_map, (num_positions, num_unique) in zip(slots, sizes.tolist(), strict=True):
@@ -239,18 +224,13 @@ def commit(
         [
             (
                 handle._handle.value,
-                *_addresses((records.ids, records.born, records.count, records.power)),
-                each.victims.ctypes.data,
+                *_addresses(records.ids, records.born, records.count, records.power, each.victims),
                 each.victims.size,
-                evicted_ids.ctypes.data,
-                each.new_ids.ctypes.data,
-                each.new_slots.ctypes.data,
+                *_addresses(evicted_ids, each.new_ids, each.new_slots),
                 each.new_ids.size,
-                each.slots.ctypes.data,
-                each.misses.ctypes.data,
-                each.inverse.ctypes.data,
+                *_addresses(each.slots, each.misses, each.inverse),
                 each.misses.size,
-                each.absent_slots.ctypes.data,
+                *_addresses(each.absent_slots),
             )
             for handle, each, evicted_ids in zip(maps, changes, evicted, strict=True)
             for records in [each.records]
@@ -264,7 +244,7 @@ def commit(
 def fingerprint(lists: Sequence[np.ndarray]) -> np.ndarray:
     sums = np.empty((len(lists), 2), np.uint64)
     sizes = np.array([each.size for each in lists], np.int64)
-    starts = np.array(_addresses(lists), np.uintp)
+    starts = np.array(_addresses(*lists), np.uintp)
     _library().jaxrec_fingerprint(starts, sizes, len(lists), sums)
     return sums
 
@@ -287,18 +267,8 @@ def read_records(
     found_ids = slots if ids is None else ids
     if file.has_id and ids is None:
         found_ids = np.empty(slots.size, np.int64)
-    _library().jaxrec_read_records(
-        *_file(file),
-        file.pages,
-        file.seeks_data,
-        slots,
-        ids,
-        slots.size,
-        found_ids,
-        found,
-        out,
-        threads,
-    )
+    given, outputs = (file.pages, file.seeks_data, slots, ids), (found_ids, found, out)
+    _library().jaxrec_read_records(*_file(file), *given, slots.size, *outputs, threads)
     return found, found_ids, out
 
 
@@ -310,16 +280,9 @@ def write_records(
     through_map: bool,
     threads: int,
 ) -> int:
-    return _library().jaxrec_write_records(
-        *_file(file),
-        file.pages if through_map else None,
-        file.seeks_data,
-        slots,
-        ids,
-        slots.size,
-        records,
-        threads,
-    )
+    pages = file.pages if through_map else None
+    given = pages, file.seeks_data, slots, ids, slots.size, records, threads
+    return _library().jaxrec_write_records(*_file(file), *given)
 
 
 def erase_records(file: RecordArray, slots: np.ndarray) -> int:
@@ -332,7 +295,7 @@ def _file(file: RecordArray) -> tuple[Any, ...]:
     return file.bytes, file.start, file.stride, file.width, file.has_id, file.descriptor
 
 
-def _addresses(arrays: Sequence[np.ndarray]) -> list[int]:
+def _addresses(*arrays: np.ndarray) -> list[int]:
     return [array.ctypes.data for array in arrays]
 
 

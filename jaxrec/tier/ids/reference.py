@@ -148,7 +148,7 @@ def _occurs_before(ids: np.ndarray) -> np.ndarray:
     return repeats
 
 
-def look_up(
+def lookup_all(
     maps: Sequence[Map], ids: Sequence[np.ndarray], threads: int
 ) -> list[tuple[np.ndarray, ...]]:
     """Return the fields of `jaxrec.tier.ids.id_map.Lookup` for each map."""
@@ -211,10 +211,10 @@ def mark_eligible(
 def commit(
     maps: Sequence[Map], changes: Sequence[Any], batch: int, power: int
 ) -> tuple[int, list[np.ndarray]]:
-    """Carry out a batch's changes, map by map; return the number of maps and evicted ids by map.
+    """Carry out a batch's changes (`MapChange`); return the number of changed maps and evicted ids.
 
-    If a map refuses a new id or lacks an evicted id, stop: the number returned is that map's index,
-    and later maps are unchanged. See `jaxrec.tier.ids.id_map.commit`.
+    A map that refuses a new id, or lacks an evicted one, ends this: the number returned is then its
+    index, and later maps are unchanged. The evicted ids are int64 ``[e]`` for each map.
     """
     evicted = [each.records.ids[each.victims] for each in changes]
     for number, (ids, each) in enumerate(zip(maps, changes, strict=True)):
@@ -248,7 +248,7 @@ def take_rows(array: np.ndarray, places: np.ndarray) -> np.ndarray:
 
 
 def put_rows(array: np.ndarray, places: np.ndarray, rows: np.ndarray) -> None:
-    """Set the rows of an array at distinct places."""
+    """Set ``array[places] = rows`` for distinct places; rows are uint8 ``[n, width]``."""
     array[places] = rows
 
 
@@ -332,6 +332,6 @@ def erase_records(file: RecordArray, slots: np.ndarray) -> int:
 
 
 def _rows(file: RecordArray) -> np.ndarray:
-    """Return all records of a file, uint8 ``[room, stride]``."""
+    """View the mapped file as one row for each slot, uint8 ``[room, stride]``."""
     room = (file.bytes.size - file.start) // file.stride
     return file.bytes[file.start : file.start + room * file.stride].reshape(room, file.stride)

@@ -20,9 +20,7 @@ from jaxrec.tier.managed_collision.policies import EvictedSlots as EvictedSlots
 from jaxrec.tier.managed_collision.policies import LFUEvictionPolicy as LFUEvictionPolicy
 from jaxrec.tier.managed_collision.policies import LRUEviction as LRUEviction
 from jaxrec.tier.managed_collision.policies import LRUEvictionPolicy as LRUEvictionPolicy
-from jaxrec.tier.managed_collision.policies import (
-    PerFeatureTTLEviction as PerFeatureTTLEviction,
-)
+from jaxrec.tier.managed_collision.policies import PerFeatureTTLEviction as PerFeatureTTLEviction
 from jaxrec.tier.managed_collision.policies import ProbabilisticThreshold as ProbabilisticThreshold
 from jaxrec.tier.managed_collision.policies import SingleTTLEviction as SingleTTLEviction
 from jaxrec.tier.managed_collision.policies import ThresholdFilter as ThresholdFilter

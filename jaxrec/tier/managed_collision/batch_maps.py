@@ -56,8 +56,8 @@ class MappedTables:
     ) -> tuple[IdMap, Int32[Array, " n"], EvictedSlots]:
         """Return the map after a batch, the slot of each id, and the evicted slots.
 
-        ``ids`` are those of the first feature, then of the second, and so on; ``hours`` are their
-        times to live, None if ids do not expire.
+        ``ids`` are those of the first feature, then of the second, and so on. ``hours`` has the
+        hours to live of each id; None: ids do not expire. ``hour`` is the hour of the batch.
         """
         # The two kinds of map differ in what they give ids: a sorted map is updated first and then
         # looked up, a multi-probe map finds slots while it is updated.
@@ -72,7 +72,7 @@ class MappedTables:
 
 
 class Mapped(NamedTuple):
-    """A batch with slots in place of ids, and the maps after it."""
+    """Result of `map_batch`: a batch with slots in place of ids, and the maps after it."""
 
     maps: tuple[IdMap, ...]
     features: KeyedJaggedArray  # without ids that were dropped
@@ -125,9 +125,10 @@ def _map_part(
     gather: Callable[[Array], Array],
     device: Int32[Array, ""] | int,
 ) -> Mapped:
-    """Map one device's part of a batch; ``gather`` stacks an array of all devices.
+    """Map the part of a batch that lies on one device; see `map_batch`.
 
-    It returns ``[devices, ...]``, where this device's array is at ``device``.
+    ``gather`` stacks the arrays of all devices, as ``[devices, ...]``; ``device`` is the index of
+    this one.
     """
     segments, is_valid = batch.segments, batch.is_valid
     ids = WideIds(jnp.asarray(batch.ids.high), jnp.asarray(batch.ids.low))
@@ -169,7 +170,7 @@ def _map_part(
 
 
 def _hours(mapped: MappedTables, counts: Sequence[int]) -> Int32[Array, " n"] | None:
-    """Return the hours to live of each id, given the ids of each feature; None for ever."""
+    """Return the hours to live of each id, given how many ids each feature has; None: for ever."""
     if isinstance(mapped.config, SortedMapConfig) or mapped.config.eviction is None:
         return None
     hours = mapped.config.eviction.hours_to_live(mapped.features)
@@ -179,7 +180,7 @@ def _hours(mapped: MappedTables, counts: Sequence[int]) -> Int32[Array, " n"] | 
 
 
 def _rolls(is_valid: Bool[Array, " n"], key: Array) -> Int32[Array, " n"]:
-    """Return a random number from 0 to 99 for each id."""
+    """Return a random number from 0 to 99 for each id; padding gets arbitrary ones."""
     seed = jax.random.key_data(key)
     # An id's number hangs on its rank among the valid ids. `jax.random.randint` would draw by
     # position, and padding, which differs between one device and a mesh, would change the draws.
@@ -191,7 +192,7 @@ def _rolls(is_valid: Bool[Array, " n"], key: Array) -> Int32[Array, " n"]:
 def _drop(
     batch: IdBatch, values: Int32[Array, " n"], is_kept: Bool[Array, " n"]
 ) -> tuple[Int32[Array, " n"], Int32[Array, " bags"], Array | None]:
-    """Return values, lengths and weights without the ids that are not kept."""
+    """Return a batch's values, lengths and weights without the ids whose ``is_kept`` is False."""
     # Kept ids move up to the start of their key's segment, whose capacity stays.
     features = batch.features
     bags = bag_ids(features.lengths, features.strides, features.capacities)

@@ -39,7 +39,7 @@ class IdBatch:
 
     @property
     def ids(self) -> WideIds:
-        """The ids, each as two 32-bit words."""
+        """The ids of the batch, each as two 32-bit words."""
         return cast(WideIds, self.features.values)
 
     @property
@@ -107,7 +107,7 @@ def id_words(
 
 
 def as_id_batch(features: KeyedJaggedArray | IdBatch) -> IdBatch:
-    """Return a batch as an `IdBatch`: one already, raw ids on the host, or 32-bit ids."""
+    """Return an `IdBatch`: the batch itself, or one of its raw ids on the host or 32-bit ids."""
     if isinstance(features, IdBatch):
         return features
     if not isinstance(features, KeyedJaggedArray):

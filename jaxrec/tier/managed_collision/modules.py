@@ -17,12 +17,7 @@ from jaxrec.embed.store import TableStore
 from jaxrec.mesh.ahead import LookupProbe, RouteProbe
 from jaxrec.mesh.store import MeshStore
 from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray
-from jaxrec.tier.managed_collision.batch_maps import (
-    IdMap,
-    MapConfig,
-    MappedTables,
-    map_batch,
-)
+from jaxrec.tier.managed_collision.batch_maps import IdMap, MapConfig, MappedTables, map_batch
 from jaxrec.tier.managed_collision.id_batch import IdBatch, as_id_batch
 from jaxrec.tier.managed_collision.multi_probe import MultiProbeConfig
 from jaxrec.tier.managed_collision.row_reset import reset_rows
@@ -33,11 +28,11 @@ Maps: TypeAlias = Mapping[str | tuple[str, ...], MapConfig]
 
 
 class MapVariable(nnx.Variable):
-    """An array of a map, which optax and parameter filters pass over."""
+    """Variable of one array of a map; it is no `nnx.Param`, so that optax does not train it."""
 
 
 class ManagedCollisions(nnx.Module):
-    """Base of the two collections that map ids to slots, with and without pooling.
+    """Base of the two collections that map ids to slots: of pooled and of per-id tables.
 
     Each call in training mode changes the maps. After ``nnx.Module.eval``, which sets
     ``deterministic``, calls leave them unchanged.
@@ -103,7 +98,7 @@ class ManagedCollisions(nnx.Module):
         names = [name for each in self._mapped for name in each.tables]
         raise KeyError(f"table {table!r} has no map; tables with one are {names}")
 
-    def _look_up(self, features: KeyedJaggedArray | IdBatch) -> Any:
+    def _lookup(self, features: KeyedJaggedArray | IdBatch) -> Any:
         store: TableStore = self._collection.tables.get_value()
         batch = as_id_batch(features)
         self._check(batch, features, store)
@@ -132,7 +127,7 @@ class ManagedCollisions(nnx.Module):
         return (embeddings, result.features) if self.return_remapped_features else embeddings
 
     def _is_routed_ahead(self) -> bool:
-        """Return whether this call only computes routes for a later step."""
+        """Return whether this call only computes the routes of an exchange for a later step."""
         probe = self._collection.probe
         if isinstance(probe, LookupProbe):
             raise TypeError(
@@ -163,13 +158,12 @@ class ManagedCollisions(nnx.Module):
                     "batch lacks; make the batch by jaxrec.tier.managed_collision.id_words(batch)"
                 )
         mesh = store.devices.mesh
-        devices = None if mesh is None else mesh.size
-        if devices is not None and (len(shape) != 2 or shape[0] != devices):
+        if mesh is not None and shape[:-1] != (mesh.size,):
             raise ValueError(
-                f"the tables are over {devices} devices, but the batch has ids of shape "
+                f"the tables are over {mesh.size} devices, but the batch has ids of shape "
                 f"{tuple(shape)}; put it there by id_words(batch, mesh)"
             )
-        if devices is None and len(shape) != 1:
+        if mesh is None and len(shape) != 1:
             raise ValueError(
                 "the batch lies over the devices of a mesh, but the tables are on one device; put "
                 "the model on the mesh with jaxrec.shard(model, plan, mesh)"
@@ -255,7 +249,7 @@ class ManagedCollisionEmbeddingBagCollection(ManagedCollisions):
                 looked up a step ahead.
             ValueError: The batch is not on the devices of the tables.
         """
-        return self._look_up(features)
+        return self._lookup(features)
 
 
 class ManagedCollisionEmbeddingCollection(ManagedCollisions):
@@ -301,7 +295,7 @@ class ManagedCollisionEmbeddingCollection(ManagedCollisions):
 
         Arguments and errors are those of `ManagedCollisionEmbeddingBagCollection`.
         """
-        return self._look_up(features)
+        return self._lookup(features)
 
 
 def _mapped_tables(
@@ -347,7 +341,7 @@ def _mapped_tables(
 
 
 def _named(id_map: Any) -> dict[str, Any]:
-    """Return the arrays of a map by name, such as ``metadata_counts``."""
+    """Return the arrays of a map by name, such as ``metadata_counts``, for `MapVariable`s."""
     leaves: Sequence[tuple[Any, Any]] = jax.tree_util.tree_leaves_with_path(id_map)
     return {
         "_".join(str(getattr(key, "name", getattr(key, "key", key))) for key in path): leaf

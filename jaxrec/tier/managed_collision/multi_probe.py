@@ -19,13 +19,7 @@ from jaxrec.ragged.wide_ids import (
     split_int64,
 )
 from jaxrec.tier.managed_collision.policies import EvictedSlots
-from jaxrec.tier.managed_collision.probing import (
-    NEVER,
-    NO_SLOT,
-    Windows,
-    match_slots,
-    murmur_hash3,
-)
+from jaxrec.tier.managed_collision.probing import NEVER, NO_SLOT, Windows, match_slots, murmur_hash3
 from jaxrec.tier.vocabulary.eviction import Eviction
 
 # The id of an empty slot, -1.
@@ -255,7 +249,7 @@ class MultiProbeMap:
         return equal_words(self.identities, jnp.array(EMPTY_ID, jnp.uint32))
 
     def _probe(self, ids: UInt32[Array, "n 2"]) -> _Probed:
-        """Return the slots that each id probes, and the slot that it reads without one."""
+        """Return the slots that each id probes, and the slot that it reads if it gets none."""
         config = self.config
         size = self.num_slots // config.total_num_buckets
         reserved = 0 if config.opt_in_prob is None else config.reserved_slots(self.num_slots)
@@ -282,7 +276,7 @@ class MultiProbeMap:
 
 @dataclasses.dataclass(frozen=True)
 class _Probed:
-    """Slots that ids probe, and slots for those that get none."""
+    """Slots that each id probes, and the slot that it reads if it gets none of them."""
 
     windows: Windows
     shared: Int32[Array, " n"]  # a reserved slot, or without any the slot of the id's hash
@@ -290,13 +284,13 @@ class _Probed:
 
 
 def _first_positions(runs: IdRuns, position: Int32[Array, " n"]) -> Int32[Array, " n"]:
-    """Return the smallest position of each distinct id, or ``n`` if it has none."""
+    """Return the smallest ``position`` of each distinct id; ``n`` where there is none."""
     size = position.shape[0]
     return jnp.full(size, size, jnp.int32).at[runs.run].min(position, mode="drop")
 
 
 def _bucket(ids: UInt32[Array, "n 2"], config: MultiProbeConfig) -> Int32[Array, " n"]:
-    """Return the bucket of each id."""
+    """Return the bucket of each id, int32 ``[n]``, by the id's value."""
     buckets = config.total_num_buckets
     if buckets == 1:
         return jnp.zeros(ids.shape[0], jnp.int32)

@@ -27,7 +27,7 @@ class ThresholdFilter(abc.ABC):
     def admit(
         self, counts: Int32[Array, " ids"], num_ids: Int32[Array, ""], key: Array | None
     ) -> Bool[Array, " ids"]:
-        """Return which ids may enter the map. Traced.
+        """Return which new ids may enter the map, bool ``[ids]``. Traced.
 
         Args:
             counts: Number of occurrences of each distinct id; 0 from index ``num_ids`` on.
@@ -38,7 +38,7 @@ class ThresholdFilter(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicThreshold(ThresholdFilter):
-    """Admits ids that occur more often than ``multiplier`` times the average id.
+    """Filter that admits ids which occur more often than ``multiplier`` times the average id.
 
     ``count > multiplier / num_ids * sum(counts)`` in float32: TorchRec's
     ``dynamic_threshold_filter`` (``mc_modules.py``).
@@ -62,7 +62,7 @@ class DynamicThreshold(ThresholdFilter):
 
 @dataclasses.dataclass(frozen=True)
 class AverageThreshold(ThresholdFilter):
-    """Admits ids that occur more often than the average id.
+    """Filter that admits ids which occur more often than the average id.
 
     TorchRec's ``average_threshold_filter`` (``mc_modules.py``).
 
@@ -80,7 +80,7 @@ class AverageThreshold(ThresholdFilter):
 
 @dataclasses.dataclass(frozen=True)
 class ProbabilisticThreshold(ThresholdFilter):
-    """Admits each occurrence of an id with some probability.
+    """Filter that admits each occurrence of an id with some probability.
 
     An id with ``c`` occurrences enters with probability ``1 - (1 - p)**c``: TorchRec's
     ``probabilistic_threshold_filter`` (``mc_modules.py``), with JAX's random numbers.
@@ -153,7 +153,7 @@ class DistanceLFUEvictionPolicy(DistanceLfu):
 
 @dataclasses.dataclass(frozen=True)
 class SingleTTLEviction(Eviction):
-    """Evicts ids that did not occur for ``ttl`` hours; TorchRec's ``SINGLE_TTL_EVICTION``.
+    """Policy that evicts ids absent for ``ttl`` hours; TorchRec's ``SINGLE_TTL_EVICTION``.
 
     Attributes:
         ttl: Hours, 0 or more.
@@ -174,7 +174,7 @@ class SingleTTLEviction(Eviction):
 
 @dataclasses.dataclass(frozen=True)
 class LRUEviction(SingleTTLEviction):
-    """Evicts the id that has been absent for longest; TorchRec's ``LRU_EVICTION``.
+    """Policy that evicts the id that has been absent for longest; TorchRec's ``LRU_EVICTION``.
 
     Only ids that did not occur for ``ttl`` hours are evicted, and only if a new id finds no empty
     slot.
@@ -188,7 +188,7 @@ class LRUEviction(SingleTTLEviction):
 
 @dataclasses.dataclass(frozen=True)
 class PerFeatureTTLEviction(Eviction):
-    """Evicts ids after a time that depends on the feature; TorchRec's ``PER_FEATURE_TTL_EVICTION``.
+    """Policy that evicts ids after a time by feature; TorchRec's ``PER_FEATURE_TTL_EVICTION``.
 
     Attributes:
         ttls: Hours by feature, 0 or more.
@@ -240,6 +240,6 @@ class EvictedSlots:
 
     @classmethod
     def none(cls, capacity: int, num_slots: int) -> EvictedSlots:
-        """Return ``capacity`` items of padding for a map of ``num_slots`` slots."""
+        """Return no evictions: ``capacity`` items of padding for a map of ``num_slots`` slots."""
         ids = jnp.zeros((capacity, 2), jnp.uint32)
         return cls(jnp.full(capacity, num_slots, jnp.int32), ids, jnp.int32(0))

@@ -65,7 +65,10 @@ def _mix(half: WideIds) -> WideIds:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Slots that each id probes: ``length`` of its bucket from ``start``, wrapping at the end."""
+    """Windows of slots: each id probes ``length`` slots of its bucket, from ``start`` on.
+
+    A window that reaches the end of the bucket goes on at the bucket's first slot.
+    """
 
     first: Int32[Array, " n"]  # first slot of the id's bucket
     start: Int32[Array, " n"]  # counted from `first`
@@ -73,7 +76,7 @@ class Windows:
     length: int = dataclasses.field(metadata={"static": True})
 
     def take(self, index: Int32[Array, " n"]) -> Windows:
-        """Return the windows of the ids at some indices."""
+        """Return the windows of the ids at the given indices."""
         return dataclasses.replace(
             self,
             first=self.first.at[index].get(mode="clip"),
@@ -81,7 +84,7 @@ class Windows:
         )
 
     def slots(self, probes: Int32[Array, "n step"]) -> Int32[Array, "n step"]:
-        """Return the slots of each id's probes, which are numbered from 0."""
+        """Return the slot of each probe; an id's probes are numbered from 0."""
         place = self.start[:, None] + probes
         # The sum is below twice the bucket's size: it may pass 2**31, but not 2**32.
         place = place.astype(jnp.uint32)
@@ -95,9 +98,9 @@ class Windows:
         ids: UInt32[Array, "n 2"],
         until: Bool[Array, " slots"] | None = None,
     ) -> Int32[Array, " n"]:
-        """Return the slot in each window that has the id, or `NO_SLOT`.
+        """Return the slot in each id's window where ``identities`` has the id, or `NO_SLOT`.
 
-        The search ends at slots that are set in ``until``.
+        The search in a window ends at the first slot that is set in ``until``.
         """
 
         def go_on(state: tuple[Array, Array, Array]) -> Bool[Array, ""]:

@@ -32,9 +32,9 @@ _Arrays: TypeAlias = tuple[TableArray, dict[str, TableArray]]
 def reset_rows(
     store: TableStore, tables: Sequence[str], evicted: EvictedSlots, key: Array
 ) -> TableStore:
-    """Set the rows of evicted slots, in each table, to first values and first optimizer state.
+    """Give the evicted slots of each table first rows and a fresh optimizer state. Traced.
 
-    The first row of an id depends on ``key`` and the id alone. Traced.
+    The first row of an id depends on ``key`` and the id alone.
     """
     # The row of an id is thus the same on one device, over a mesh, and when the id comes back. A
     # loop writes the rows in place. A scatter of all slots at once could take as much memory as the
@@ -80,9 +80,7 @@ def _reset_on_mesh(store: MeshStore, name: str, evicted: EvictedSlots, key: Arra
         arrays = store.rows[placed.name], store.state[placed.name]
         rows, state = reset(arrays, evicted, key)
         store = dataclasses.replace(
-            store,
-            rows=store.rows | {placed.name: rows},
-            state=store.state | {placed.name: state},
+            store, rows=store.rows | {placed.name: rows}, state=store.state | {placed.name: state}
         )
     return store
 
@@ -98,7 +96,7 @@ class _Slice:
     axes: tuple[str, ...]  # axes of the mesh over which tables are sharded
 
     def reset(self, arrays: _Arrays, evicted: EvictedSlots, key: Array) -> _Arrays:
-        """Return the group's rows and state on a device after the reset; in `jax.shard_map`."""
+        """Reset the group's rows and state on one device, within `jax.shard_map`."""
         group = self.placed.group
 
         def write(arrays: _Arrays, slots: Array, ids: Array) -> _Arrays:

@@ -156,7 +156,7 @@ class SortedMap:
         return jax.lax.cond(is_due, SortedMap._evict, SortedMap._keep, recorded, key)
 
     def _keep(self, key: Array | None) -> tuple[SortedMap, EvictedSlots]:
-        """Return the map unchanged, and no evicted slots."""
+        """Return the map as it is, with no evicted slots, for a batch without an update."""
         return self, EvictedSlots.none(self._max_evicted, self.num_slots)
 
     @property
@@ -165,7 +165,7 @@ class SortedMap:
         return min(self.num_slots - 1, self.history.shape[0])
 
     def _find(self, ids: UInt32[Array, "n 2"]) -> tuple[Int32[Array, " n"], Bool[Array, " n"]]:
-        """Return the position of each id in ``self.ids``, and whether it is there."""
+        """Return the position of each id in ``self.ids``, and whether that position has the id."""
         # The last entry belongs to the slot for unknown ids, which no id may find.
         position = search_words(self.ids[:-1], ids)
         found = equal_words(self.ids.at[position].get(mode="clip"), ids)
@@ -192,9 +192,10 @@ class SortedMap:
     def _candidates(
         self, key: Array | None
     ) -> tuple[UInt32[Array, "history 2"], dict[str, Int32[Array, " history"]]]:
-        """Return the history's distinct ids and their numbers, the most frequent ids first.
+        """Return the history's distinct ids, the most frequent first, with their numbers by name.
 
-        Ids that the filter rejects, and padding, have a count of 0 and come last.
+        The numbers are those that the policy scores. Ids that its filter rejects, and padding, have
+        a count of 0 and come last.
         """
         # The order decides between equal scores: the more frequent of two new ids enters.
         size = self.history.shape[0]
@@ -213,7 +214,7 @@ class SortedMap:
         return runs.ids[order], {name: each[order] for name, each in numbers.items()}
 
     def _evict(self, key: Array | None) -> tuple[SortedMap, EvictedSlots]:
-        """Return the map after an update by its history, and the slots that got another id."""
+        """Return the map updated by the ids of its history, and the slots that got another id."""
         num_slots, policy = self.num_slots, self.config.policy
         ids, numbers = self._candidates(key)
         is_candidate = numbers[COUNTS] > 0
@@ -265,7 +266,7 @@ def _join(
     new: Int32[Array, " history"],
     iteration: Int32[Array, ""],
 ) -> Int32[Array, " slots"]:
-    """Return the map's numbers called ``name``, updated by the history's numbers of known ids.
+    """Update the map's numbers ``old``, counts or last batches, by the history's numbers ``new``.
 
     ``known`` is the position in the map of each id of the history, past the end for new ids.
     """

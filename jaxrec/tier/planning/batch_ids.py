@@ -20,7 +20,7 @@ _MAX_ROW = np.iinfo(np.int32).max
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """The ids of one key of a batch."""
+    """The ids of one key of a `KeyedJaggedArray` in a batch."""
 
     batch: int  # index of the KeyedJaggedArray among those of the batch
     key: str
@@ -29,14 +29,14 @@ class Segment:
     lengths: np.ndarray  # [bags]
 
     def describe(self, position: int) -> str:
-        """Return the feature and the sample of an id, for an error."""
+        """Name, for an error, the feature and the sample of the id at a position in ``ids``."""
         bag = int(np.searchsorted(np.cumsum(self.lengths), position, side="right"))
         return f"feature {self.key!r}, sample {bag}"
 
 
 @dataclasses.dataclass(frozen=True)
 class HostBatch:
-    """A flattened host batch and the ids in it."""
+    """A host batch, flattened, and the ids of all of its `KeyedJaggedArray`s."""
 
     features: tuple[KeyedJaggedArray, ...]
     leaves: Sequence[Any]  # `features` are among them
@@ -45,7 +45,7 @@ class HostBatch:
 
     @classmethod
     def of(cls, batch: Any) -> HostBatch:
-        """Find the ids in a batch, any pytree with a `KeyedJaggedArray`."""
+        """Flatten a batch, any pytree with a `KeyedJaggedArray`, and find its ids."""
         leaves, tree = jax.tree.flatten(batch, is_leaf=_has_ids)
         features = tuple(filter(_has_ids, leaves))
         if not features:
@@ -64,15 +64,15 @@ class HostBatch:
         return cls(features, leaves, tree, tuple(segments))
 
     def check_others(self, keys: Set[str]) -> None:
-        """Check that the ids of all keys but ``keys`` fit int32."""
+        """Raise a ValueError if an id of a key that is not in ``keys`` does not fit int32."""
         for segment in self.segments:
             if segment.key not in keys:
                 _check_int32(segment)
 
     def with_rows(self, rows: Sequence[np.ndarray | None]) -> Any:
-        """Return the batch with rows, int32 ``[n]``, in place of the ids of each segment.
+        """Return the batch with ``rows``, int32 ``[n]`` for each segment, in place of its ids.
 
-        A segment with None keeps its ids, as int32.
+        A segment whose item is None keeps its ids, as int32.
         """
         # `slot_keys` marks the keys whose values are rows, so that a table store can refuse ids.
         values = [np.zeros(each.values.shape, np.int32) for each in self.features]
@@ -98,7 +98,10 @@ def _has_ids(leaf: Any) -> bool:
 
 
 def fingerprint(ids: Sequence[np.ndarray]) -> tuple[int, int, int]:
-    """Return the count, a hash of the sums and the exclusive or of ids, to recognize a batch."""
+    """Return three numbers that recognize a batch, from its ids, int64 ``[n]`` by vocabulary.
+
+    They are the number of ids, a hash of each vocabulary's sum, and the exclusive or of all ids.
+    """
     # Only a replay relies on it: batches that an earlier loop planned come again in the same order.
     # A sum and an exclusive or read the ids once and do not depend on threads or on the platform.
     lists = [np.ascontiguousarray(of_vocabulary) for of_vocabulary in ids]
@@ -140,7 +143,7 @@ Gather: TypeAlias = Callable[[Sequence[np.ndarray]], list[list[np.ndarray]]]
 
 @dataclasses.dataclass(frozen=True)
 class BatchIds:
-    """The ids of a batch, by vocabulary."""
+    """The ids of a batch, of all processes, by vocabulary."""
 
     host: HostBatch  # this process's part of the batch
     # Each of the following has an item for each vocabulary.
@@ -175,13 +178,13 @@ class BatchIds:
 
     @property
     def mark(self) -> tuple[int, int, int]:
-        """The fingerprint of the batch's ids."""
+        """The `fingerprint` of the batch's ids."""
         return fingerprint(self.ids)
 
     def with_rows(self, rows: Sequence[np.ndarray]) -> Any:
-        """Return this process's batch with rows in place of ids.
+        """Return this process's part of the batch, with rows in place of ids.
 
-        ``rows`` has for each vocabulary the row of each of its ``ids``, int32 ``[n]``.
+        ``rows`` has for each vocabulary an int32 ``[n]`` array: the row of each of its ``ids``.
         """
         of_segment: dict[tuple[int, str], np.ndarray] = {}
         for segments, of_all, mine in zip(self.segments, rows, self.mine, strict=True):
@@ -195,7 +198,10 @@ class BatchIds:
         )
 
     def table_full(self, v: int, error: VocabularyFullError, held: int) -> TableFullError:
-        """Return an error that names the first id without a row, its sample and what to do."""
+        """Return the error for vocabulary ``v``: the first id without a row, its sample, a remedy.
+
+        The rows of ``held`` earlier batches must stay.
+        """
         # The id may be in another process's part, whose features and samples are not known here.
         each, where = self.vocabularies[v], "the part of the batch of another process"
         for segment in self.segments[v]:
@@ -215,7 +221,7 @@ class BatchIds:
 
 
 def _checked_segments(host: HostBatch, each: TableVocabulary) -> tuple[Segment, ...]:
-    """Return the segments of a vocabulary, after checking their ids."""
+    """Return the segments of a vocabulary's features; raise a ValueError for an unusable id."""
     segments = tuple(segment for segment in host.segments if segment.key in each.features)
     for segment in segments:
         if segment.key in host.features[segment.batch].slot_keys:

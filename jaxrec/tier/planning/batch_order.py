@@ -19,7 +19,7 @@ from jaxrec.tier.planning.batch_ids import BatchIds
 
 @dataclasses.dataclass(frozen=True)
 class ForeseenBatch:
-    """A batch and the ids of the batches after it."""
+    """A training batch, its ids, and the ids of some batches after it."""
 
     batch: Any
     ids: BatchIds
@@ -53,7 +53,7 @@ def foresee(
 def _read(
     batches: Iterable[Any], read_ids: Callable[[Any], BatchIds], *, is_coming: bool
 ) -> Generator[tuple[Any, BatchIds, list[np.ndarray]], None, None]:
-    """Yield each batch, its ids, and, if ``is_coming``, its distinct ids by vocabulary."""
+    """Yield each batch with its ids and, if ``is_coming``, its distinct ids by vocabulary."""
     # Distinct ids are computed once here, not once for each of the batches that look ahead at them.
     source: Iterator[Any] = each_batch(batches)
     try:
@@ -112,7 +112,7 @@ class BatchOrder:
             return self._loop
 
     def end(self, loop: int) -> None:
-        """End a loop, unless a later one has begun; `wait_for` no longer waits."""
+        """End a loop, so that `wait_for` no longer waits; do nothing if a later loop has begun."""
         with self._lock:
             # An iterator that was left behind may be closed late, by the garbage collector.
             if loop == self._loop:
@@ -177,7 +177,7 @@ class BatchOrder:
             self._replayed.clear()
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return the numbers, and the number and mark of each planned batch, ``[batches, 4]``."""
+        """Return the counters, and the number and mark of each planned batch, ``[batches, 4]``."""
         with self._lock:
             marks = [(number, *mark) for number, mark in (*self._planned, *self._replayed)]
             return {
@@ -186,7 +186,7 @@ class BatchOrder:
             }
 
     def load_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take over the result of `state`."""
+        """Replace the counters and the planned batches by those of a `state`."""
         with self._lock:
             self.last_planned, self.last_taken = map(int, state["numbers"])
             self._planned.clear()

@@ -20,11 +20,12 @@ Returning: TypeAlias = Callable[[], AbstractContextManager[np.ndarray]]
 
 
 class RowsInStore(OutsideRows):
-    """Rows of evicted ids, read from a row store; ``ids`` are those that have one, int64 ``[m]``.
+    """Rows of one table that are in its row store: those of evicted ids, ``ids``, int64 ``[m]``.
 
-    ``number`` is the table's index in its vocabulary. ``first`` makes rows for ids that the store
-    lacks; None: these ids have no row. ``returning`` enters a context in which no batch is planned,
-    and gives the ids whose rows are on their way back to the table.
+    The table is number ``number`` of its vocabulary ``of``. In a table of fixed size an id that the
+    store lacks has its first row, by ``keys``; in another one it has none. ``returning()`` is a
+    context in which no batch is planned; it gives the ids whose rows are on their way back to the
+    table.
     """
 
     # A record of the store has the rows of all tables of the vocabulary, one after the other.
@@ -32,24 +33,25 @@ class RowsInStore(OutsideRows):
 
     def __init__(
         self,
-        table: str,
+        of: TableVocabulary,
         number: int,
         transfer: RowTransfer,
-        first: Callable[[np.ndarray], list[dict[str, np.ndarray]]] | None,
+        keys: Mapping[str, np.ndarray],
         ids: np.ndarray,
         positions: np.ndarray,
         returning: Returning,
     ) -> None:
-        self._table, self._number, self._transfer = table, number, transfer
-        self._returning = returning
+        self._table, self._number = of.tables[number].config.name, number
+        self._transfer, self._returning = transfer, returning
         # A transfer reads distinct ids.
         distinct, inverse = np.unique(ids, return_inverse=True)
         is_stored, self._tables = transfer.fetch(distinct).result()
-        if first is not None and not is_stored.all():
-            fresh = first(distinct[~is_stored])
-            for stored, begun in zip(self._tables, fresh, strict=True):
+        if of.num_ids is not None and not is_stored.all():
+            for table, stored in zip(of.tables, self._tables, strict=True):
+                key, new_ids = keys[table.collection], distinct[~is_stored]
+                fresh = first_rows(table.config, table.optimizer, key, new_ids)
                 for name, values in stored.items():
-                    stored[name] = _merged(is_stored, values, begun[name])
+                    stored[name] = _merged(is_stored, values, fresh[name])
             is_stored = np.ones_like(is_stored)
         place = np.cumsum(is_stored) - 1
         mine = is_stored[inverse]
@@ -84,9 +86,10 @@ def find_rows(
     *,
     is_written: bool,
 ) -> FoundIds:
-    """Return where the rows of some ids are, for table ``number`` of a vocabulary.
+    """Return where the rows of ids, int64 ``[n]``, are: on the devices, in the store, or nowhere.
 
-    ``rows`` has the rows on the devices, int32 ``[n]``, -1 for none; it is changed.
+    They are rows of table ``number`` of a vocabulary. ``rows`` has the row of each id on the
+    devices, int32 ``[n]``, -1 for none; it is changed. With ``is_written`` an id must have a row.
     """
     table = each.tables[number].config.name
     if is_written:
@@ -94,18 +97,9 @@ def find_rows(
     is_missing = rows < 0
     outside = None
     if each.transfer is not None and is_missing.any():
-
-        def first(ids: np.ndarray) -> list[dict[str, np.ndarray]]:
-            return [first_rows(t.config, t.optimizer, keys[t.collection], ids) for t in each.tables]
-
+        positions = np.flatnonzero(is_missing)
         outside = RowsInStore(
-            table,
-            number,
-            each.transfer,
-            None if each.num_ids is None else first,
-            ids[is_missing],
-            np.flatnonzero(is_missing),
-            returning,
+            each, number, each.transfer, keys, ids[positions], positions, returning
         )
         is_missing[outside.positions] = False
     if is_written and is_missing.any():
@@ -136,7 +130,7 @@ def raw_ids(table: TableConfig, ids: Any, num_ids: int | None = None) -> np.ndar
 
 
 def _merged(is_first: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Interleave rows: the next of ``first`` where the flag is set, else the next of ``second``."""
+    """Interleave rows: where ``is_first`` is set the next of ``first``, else that of ``second``."""
     merged = np.empty((is_first.size, *first.shape[1:]), first.dtype)
     merged[is_first], merged[~is_first] = first, second
     return merged

@@ -18,7 +18,7 @@ from jaxrec.tier.vocabulary.vocabulary import Vocabulary
 
 @dataclasses.dataclass(frozen=True)
 class TieredTable:
-    """A table with an open vocabulary."""
+    """A table of a model with `jaxrec.tier.Dynamic` or `jaxrec.tier.Cached`."""
 
     collection: str  # path of its collection in the model
     config: TableConfig  # as the user gave it; the table on the devices may have fewer rows
@@ -27,7 +27,7 @@ class TieredTable:
 
 @dataclasses.dataclass(frozen=True)
 class TableVocabulary:
-    """A vocabulary, the features whose ids it holds, and the tables whose rows it assigns."""
+    """A vocabulary, the features whose ids it holds, and the tables whose rows it gives them."""
 
     # Tables that read one feature share a vocabulary: the batch holds one row index for each id,
     # which all its tables read. Hence they have the same number of rows.
@@ -44,7 +44,7 @@ class TableVocabulary:
         return counts if self.transfer is None else counts | self.transfer.traffic.summary()
 
     def warn_of_earlier_rows(self) -> None:
-        """Warn, once, if the store had rows when it was opened and no checkpoint was restored."""
+        """Warn, once, if the store had rows of an earlier run that no checkpoint has replaced."""
         if self.transfer is not None and self.transfer.num_earlier:
             warnings.warn(
                 f"table {self.name} begins with {self.transfer.num_earlier:,} rows of an earlier "
@@ -55,17 +55,20 @@ class TableVocabulary:
             self.transfer.num_earlier = 0
 
 
+def all_collections(model: nnx.Module) -> dict[str, Collection]:
+    """Return the collections of tables in a model, by path."""
+    modules = tapped_modules(model).items()
+    return {path: module for path, module in modules if isinstance(module, Collection)}
+
+
 def collections_of(model: nnx.Module) -> dict[str, Collection]:
-    """Return the collections with open vocabularies by path."""
-    return {
-        path: module
-        for path, module in tapped_modules(model).items()
-        if isinstance(module, Collection) and isinstance(module.tables.get_value(), TierStore)
-    }
+    """Return the collections that `jaxrec.tier.make` gave vocabularies, by path."""
+    found = all_collections(model).items()
+    return {path: each for path, each in found if isinstance(each.tables.get_value(), TierStore)}
 
 
 def collection_at(model: nnx.Module, path: str) -> Collection:
-    """Return the collection at a path that `collections_of` gave."""
+    """Return the collection of a model at a path, a key of `collections_of`."""
     # Attribute by attribute: a walk over the model takes about a millisecond, at every batch.
     node: object = model
     for name in path.split("/") if path else ():

@@ -26,7 +26,7 @@ from jaxrec.tier.vocabulary.vocabulary import NO_CHANGE, Assignment
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """Changes of a batch to the rows of one vocabulary's tables."""
+    """Rows that leave and enter the tables of one vocabulary for a batch."""
 
     assignment: Assignment
     # Rows on their way to the store and rows that the store is reading; None without any.
@@ -58,7 +58,10 @@ def move_rows(
     moves: Sequence[Move],
     keys: Mapping[str, np.ndarray],
 ) -> None:
-    """Carry out the moves of one batch on a model's tables, a move for each vocabulary."""
+    """Carry out the moves of one batch on a model's tables; there is a move for each vocabulary.
+
+    ``keys`` are the keys of first rows, uint32 ``[2]``, by path of the collection.
+    """
     if all(move is NO_MOVE for move in moves):
         return
     # In each collection: read the rows that leave, then set first rows, then set rows that return.
@@ -111,10 +114,8 @@ def move_rows(
             each.transfer.send(move.evicted, functools.partial(_to_host, parts))
 
 
-def _receive(
-    moves: Sequence[Move],
-) -> dict[int, tuple[np.ndarray, list[dict[str, np.ndarray]]]]:
-    """Wait for the rows that return from stores; return them by index of the vocabulary."""
+def _receive(moves: Sequence[Move]) -> dict[int, tuple[np.ndarray, list[dict[str, np.ndarray]]]]:
+    """Wait for rows from stores; return, by index of the vocabulary, what `receive` returns."""
     stored = {v: move.fetched for v, move in enumerate(moves) if move.fetched is not None}
     return dict(zip(stored, receive(list(stored.values())), strict=True))
 
@@ -122,7 +123,7 @@ def _receive(
 def _request(
     each: TableVocabulary, config: TableConfig, rows: np.ndarray, ids: np.ndarray
 ) -> TableRows:
-    """Return a request for rows of a table, with their owners where stores are divided."""
+    """Return a request for rows of a table, with the owner of each row if stores are divided."""
     owners = None if each.transfer is None else each.transfer.owners(ids)
     return TableRows(config.name, rows, owners)
 
@@ -136,9 +137,7 @@ def _read(placed: TableStore, requests: Sequence[TableRows]) -> RowsOnDevices:
 
 
 def _write(
-    placed: TableStore,
-    requests: Sequence[TableRows],
-    values: Sequence[Mapping[str, np.ndarray]],
+    placed: TableStore, requests: Sequence[TableRows], values: Sequence[Mapping[str, np.ndarray]]
 ) -> TableStore:
     """Set the rows that return from the stores."""
     if requests and requests[0].owners is not None:
@@ -183,8 +182,8 @@ class _Entry:
 class PendingMoves:
     """Queue of the moves of planned batches, of training and of evaluation. Threads may share it.
 
-    Sequence numbers count planned batches from 1. ``last`` is that of the last one, ``settled``
-    that of the last one when `carry_out` last carried out all moves.
+    Sequence numbers count planned batches from 1. ``last`` is the number of the last one planned;
+    ``settled`` is what `last` was when `carry_out` last carried out all moves.
     """
 
     def __init__(self) -> None:
@@ -206,15 +205,19 @@ class PendingMoves:
             return [entry.moves for entry in self._entries if entry.number > number]
 
     def restore_rows(self, v: int, ids: np.ndarray, rows: np.ndarray, number: int) -> None:
-        """Set, in place, the rows that ids had after a training batch and lost since.
+        """Fill in, in place, the rows that ids had after training batch ``number`` and lost since.
 
-        ``rows`` has the row of each id after all planned batches, int32 ``[n]``, -1 for none.
+        The ids are of vocabulary ``v``. ``rows`` has the row of each id after all planned batches,
+        int32 ``[n]``, -1 for none.
         """
         for moves in self.after(number):
             _restore(ids, rows, moves[v].assignment)
 
     def undo(self, v: int, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Change rows after all planned batches, in place, to those on the devices now."""
+        """Replace each id's row after all planned batches by its row on the devices now, in place.
+
+        The ids are of vocabulary ``v``. ``rows`` is int32 ``[n]``, -1 for none.
+        """
         # The last moves first: an id may come and go several times while batches wait.
         for moves in reversed(self.after(-1)):
             rows[np.isin(ids, moves[v].assignment.new_ids)] = -1
@@ -231,9 +234,10 @@ class PendingMoves:
         sequence: int | None,
         wanted: Sequence[bool] | None = None,
     ) -> None:
-        """Carry out the moves of batches up to a sequence number (None: all) by ``move``.
+        """Call ``move`` with the moves of each batch up to a sequence number; None: of all batches.
 
-        ``wanted`` says for which vocabularies, None for all. Moves that fail stay in the queue.
+        ``wanted`` has a flag for each vocabulary, whether its moves are carried out; None: all are.
+        A move that fails stays in the queue.
         """
         # Not under the lock while moves run: they wait for devices and stores, and `add` must not.
         with self._lock:
@@ -258,7 +262,7 @@ class PendingMoves:
 
 
 def _restore(ids: np.ndarray, rows: np.ndarray, assignment: Assignment) -> None:
-    """Set, in place, the rows of ids with -1 that an assignment evicted."""
+    """Set the rows of ids with -1 to the rows that an assignment took from them, in place."""
     missing = np.flatnonzero(rows < 0)
     if not missing.size or not assignment.evicted_ids.size:
         return

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxrec.embed.rows import FoundIds
 from jaxrec.ragged import Packer
 from jaxrec.tier.ids.batch_ops import distinct
-from jaxrec.tier.ids.id_map import Lookup, look_up
+from jaxrec.tier.ids.id_map import Lookup, lookup_all
 from jaxrec.tier.planning.batch_ids import BatchIds, Gather
 from jaxrec.tier.planning.batch_order import BatchOrder, ForeseenBatch, PlannedBatch
 from jaxrec.tier.planning.id_rows import find_rows, raw_ids
@@ -57,19 +57,19 @@ class TierObserver(abc.ABC):
 
     @abc.abstractmethod
     def moved(self, assignments: Sequence[Assignment]) -> None:
-        """Rows were evicted and given to new ids, in the tables too; an item per vocabulary."""
+        """Note that rows lost and got ids, in the tables too; an assignment per vocabulary."""
 
-    @abc.abstractmethod
     def taken(self, batch: Any) -> None:
-        """The loop takes a training batch: on the host, with rows in place of ids."""
+        """Note that the loop takes a training batch, on the host, with rows in place of ids."""
+        return
 
     def given(self, planned: PlannedBatch) -> None:
-        """The loop takes a batch, of training or of evaluation; the tables have its rows."""
+        """Note that the loop takes a batch, of training or evaluation, whose rows are in place."""
         return
 
     @abc.abstractmethod
     def restored(self) -> None:
-        """The vocabularies were replaced by those of a checkpoint."""
+        """Note that the vocabularies of a checkpoint have replaced those of the model."""
 
 
 class Tier:
@@ -99,11 +99,6 @@ class Tier:
         self._is_closed = False
 
     @property
-    def features(self) -> tuple[str, ...]:
-        """Features whose ids get rows."""
-        return tuple(feature for each in self.vocabularies for feature in each.features)
-
-    @property
     def has_stores(self) -> bool:
         """Whether evicted rows of some table go to a store."""
         return bool(self.transfers)
@@ -115,7 +110,7 @@ class Tier:
 
     @property
     def cached_tables(self) -> set[str]:
-        """Names of the tables of fixed size, most of whose rows are in a store."""
+        """Names of the tables with `jaxrec.tier.Cached`, most of whose rows are in a store."""
         return {
             table.config.name
             for each in self.vocabularies
@@ -190,7 +185,7 @@ class Tier:
         self.order.add(number, mark)
         return rows, number, sequence
 
-    def look_up(self, batch: Any, gather: Gather | None = None) -> PlannedBatch:
+    def lookup(self, batch: Any, gather: Gather | None = None) -> PlannedBatch:
         """Replace the ids of an evaluation's batch by rows, as of the last training batch taken.
 
         Ids whose rows are in a store get rows, for which other rows may go to the store. ``gather``
@@ -217,13 +212,16 @@ class Tier:
         return PlannedBatch(ids.with_rows(rows), number, sequence, False, batch)
 
     def _propose(self, foreseen: ForeseenBatch, number: int, held: int) -> list[Proposal]:
-        """Propose rows for a batch, keeping the rows of ``held`` batches before it, or of fewer."""
+        """Propose rows for batch ``number``, keeping those of ``held`` earlier batches, or fewer.
+
+        It has a proposal for each vocabulary.
+        """
         # A step that sums several batches is dispatched only when it has the last of them, maybe
         # this one: to wait for the step would be to wait for ever. So the rows of the last
         # `undispatched` batches always stay. Above that bound, looking fewer batches ahead is
         # better than an error: plan beside fewer batches, once the loop has taken the others.
         maps = [each.vocabulary.map for each in self.vocabularies]
-        lookups = look_up(maps, foreseen.ids.ids)
+        lookups = lookup_all(maps, foreseen.ids.ids)
         least = min(held, self.order.undispatched)
         for fewer in range(held, least, -1):
             with contextlib.suppress(TableFullError):
@@ -240,7 +238,7 @@ class Tier:
     def _propose_beside(
         self, foreseen: ForeseenBatch, number: int, held: int, lookups: Sequence[Lookup]
     ) -> list[Proposal]:
-        """Propose rows for a batch, keeping those of exactly ``held`` batches before it."""
+        """Propose rows for batch ``number``, keeping those of exactly ``held`` earlier batches."""
         ids, proposals = foreseen.ids, []
         for v, each in enumerate(self.vocabularies):
             try:
@@ -252,7 +250,7 @@ class Tier:
         return proposals
 
     def _rows_after(self, v: int, ids: np.ndarray, number: int) -> np.ndarray:
-        """Return the row that each id of vocabulary ``v`` had after a training batch, int32."""
+        """Return the row of each id of vocabulary ``v`` after training batch ``number``, int32."""
         # The map has the rows after all planned batches. `find` hides ids that came later, and
         # `restore_rows` brings back ids that left later.
         vocabulary = self.vocabularies[v].vocabulary
@@ -263,7 +261,11 @@ class Tier:
     def _bring(
         self, v: int, transfer: RowTransfer, batch: BatchIds, number: int
     ) -> tuple[np.ndarray, Move]:
-        """Return the rows of an evaluation's ids, and the move that brings stored ones."""
+        """Return the rows of an evaluation's ids, int32 ``[n]``, and the move that brings some.
+
+        The ids are those of vocabulary ``v`` in a batch; ``number`` is the last training batch
+        taken.
+        """
         each, ids = self.vocabularies[v], batch.ids[v]
         vocabulary = each.vocabulary
         rows = vocabulary.map.find(ids)
@@ -293,9 +295,9 @@ class Tier:
     def find_ids(
         self, collection: str, table: str, ids: Any, *, is_written: bool = False
     ) -> FoundIds:
-        """Return where the rows of ids are now; call it in the thread that trains.
+        """Return where the rows of a table's ids are now (see `jaxrec.embed.TableStore.find_ids`).
 
-        See `jaxrec.embed.TableStore.find_ids`.
+        ``collection`` is the path of the table's collection. Call it in the thread that trains.
         """
         v, each, found = next(
             (v, each, each_table)
@@ -305,16 +307,11 @@ class Tier:
         )
         raw = raw_ids(found.config, ids, each.num_ids)
         with self._planning:
-            rows = self._rows_now(v, raw)
+            rows = each.vocabulary.map.find(raw)
+            self._pending.undo(v, raw, rows)
         returning = functools.partial(self._returning, v)
         number = each.tables.index(found)
         return find_rows(each, number, raw, rows, self.keys, returning, is_written=is_written)
-
-    def _rows_now(self, v: int, ids: np.ndarray) -> np.ndarray:
-        """Return the row that each id has on the devices, int32 ``[n]``, -1 for none."""
-        rows = self.vocabularies[v].vocabulary.map.find(ids)
-        self._pending.undo(v, ids, rows)
-        return rows
 
     @contextlib.contextmanager
     def _returning(self, v: int) -> Iterator[np.ndarray]:
@@ -333,7 +330,7 @@ class Tier:
             if planned.number != self.order.last_taken or planned.sequence < self._pending.settled:
                 # The evaluation's batch was planned ahead, and since then its rows may have gone to
                 # other ids.
-                planned = self.look_up(planned.source)
+                planned = self.lookup(planned.source)
             # Moves without a store wait for their training batch: what they evict is lost, and this
             # evaluation may still read it.
             has_store = [each.transfer is not None for each in self.vocabularies]
@@ -411,7 +408,7 @@ class Tier:
             observer.moved([assignment if each is of else NO_CHANGE for each in self.vocabularies])
 
     def state(self) -> dict[str, dict[str, np.ndarray]]:
-        """Return everything but rows that later batches depend on, by vocabulary.
+        """Return all that later batches depend on, except rows, as arrays by vocabulary and name.
 
         Call it within `settled`.
         """
@@ -427,7 +424,7 @@ class Tier:
         return {**vocabularies, RUN_STATE: run}
 
     def divide_stores(self) -> None:
-        """Make each process store the rows of the ids that it owns.
+        """Let each process keep in its row stores only the rows of the ids that it owns.
 
         Every process must have devices of the tables' mesh.
         """
@@ -445,15 +442,16 @@ class Tier:
         self._is_closed = True
 
     def load_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, LoadedRows]:
-        """Take over the result of `state`, whose tables may have had other numbers of rows.
+        """Take over a `state`, whose tables may have had other numbers of rows.
 
-        Vocabularies without a state stay as they are. The caller moves rows as `LoadedRows` says,
-        and writes those of dropped ids to the store.
+        Vocabularies that it lacks stay as they are. The result has, by vocabulary, the rows that
+        the caller moves, and those of dropped ids, which it writes to the store.
         """
         rows = {}
         with self._planning:
             staying = [each for each in self.vocabularies if each.name not in state]
-            last_planned = self.order.last_planned if any(map(_has_ids, staying)) else 0
+            has_ids = any(len(each.vocabulary) for each in staying)
+            last_planned = self.order.last_planned if has_ids else 0
             # Ids that stay were used in batches up to the last one: its number never decreases.
             if last_planned <= int(state[RUN_STATE]["numbers"][0]):
                 self.order.load_state(state[RUN_STATE])
@@ -471,10 +469,6 @@ class Tier:
         for observer in self.observers:
             observer.restored()
         return rows
-
-
-def _has_ids(vocabulary: TableVocabulary) -> bool:
-    return len(vocabulary.vocabulary.map) > 0
 
 
 def tier_of(model: nnx.Module) -> Tier | None:

@@ -23,7 +23,7 @@ from jaxrec.optim import RowOptimizer
 
 @dataclasses.dataclass(frozen=True)
 class NewRows:
-    """Rows ``[n]`` of a table that get new ids, int64 ``[n]``."""
+    """Rows of a table, int64 ``[n]``, that get new ids, int64 ``[n]``."""
 
     config: TableConfig
     rows: np.ndarray
@@ -31,9 +31,10 @@ class NewRows:
 
 
 def reset(store: TableStore, tables: Sequence[NewRows], key: UInt32[np.ndarray, "2"]) -> TableStore:
-    """Give rows the first values of their ids and a fresh optimizer state, in place.
+    """Give rows the first values of their ids and a fresh optimizer state; return the new store.
 
-    The store is donated, no row occurs twice, and ``key`` is data of the collection's key.
+    ``store`` is donated: its arrays change in place. No row of a table may occur twice. ``key`` is
+    the data of the random key of the tables' collection.
     """
     drawn = [
         draw_and_scale(t.config.initializer, t.config.num_embeddings, t.config.embedding_dim)
@@ -87,7 +88,7 @@ def first_rows(
 
 @functools.lru_cache(maxsize=64)
 def _keys(names: tuple[str, ...], key: tuple[int, int]) -> np.ndarray:
-    """Return the data of the tables' keys, uint32 ``[tables, 2]``."""
+    """Return the data of each table's random key, uint32 ``[tables, 2]``, by name and ``key``."""
     words = np.array(key, np.uint32)
     return np.stack([np.asarray(table_key(words, name)) for name in names])
 

@@ -15,7 +15,7 @@ from jaxrec.tier.stores.record_format import RecordFormat
 
 @dataclasses.dataclass(frozen=True)
 class RecordLayout:
-    """Positions of the rows and states of a vocabulary's tables in a record.
+    """Layout of a record: a row of each table of a vocabulary, with its optimizer state, as bytes.
 
     Attributes:
         leaves: Number of the table, name (``"rows"`` or a state's), width (None: one number a row)
@@ -51,7 +51,7 @@ class RecordLayout:
         return RecordFormat(self.width, ", ".join(fields), num_ids)
 
     def pack(self, tables: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
-        """Return the records of rows and states, uint8 ``[n, width]``."""
+        """Pack rows and states, ``[n, ...]`` by name for each table, as uint8 ``[n, width]``."""
         parts = []
         for number, name, width, dtype in self.leaves:
             values = np.ascontiguousarray(tables[number][name], dtype)
@@ -59,7 +59,7 @@ class RecordLayout:
         return np.concatenate(parts, axis=1)
 
     def unpack(self, records: np.ndarray) -> list[dict[str, np.ndarray]]:
-        """Return the rows and states of records, uint8 ``[n, width]``, as views."""
+        """Return views of the rows and states in records, by name for each table."""
         tables: dict[int, dict[str, np.ndarray]] = {}
         start = 0
         for number, name, width, dtype in self.leaves:
@@ -73,7 +73,7 @@ class RecordLayout:
 
 
 class StoreTraffic:
-    """Counts of the rows that travel between the devices and a table's store, in this process.
+    """Counts rows that travel between the devices and a row store, and times it, in this process.
 
     Each method is called by one thread: the training thread receives rows, the store's threads read
     and write. `summary` may be called by any thread. ``width`` is the bytes of a record.
@@ -89,14 +89,14 @@ class StoreTraffic:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Time a read of the store."""
+        """Within the block, time a read of the store."""
         start = self._clock()
         yield
         self._read_seconds += self._clock() - start
 
     @contextlib.contextmanager
     def writing(self, rows: int) -> Iterator[None]:
-        """Time a write of evicted rows to the store, and count them if it succeeds."""
+        """Within the block, time a write of ``rows`` evicted rows; count them if it succeeds."""
         start = self._clock()
         yield
         self._write_seconds += self._clock() - start
@@ -104,7 +104,7 @@ class StoreTraffic:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Time a wait of the training thread."""
+        """Within the block, time a wait of the training thread for rows."""
         start = self._clock()
         yield
         self._waited += self._clock() - start
@@ -120,13 +120,13 @@ class StoreTraffic:
         self._waited = 0.0
 
     def end_step(self) -> None:
-        """Count a step, with the waiting time since `begin_step` as its stall."""
+        """Count a step; its stall is the time waited since `begin_step`."""
         self._last_stall = self._waited
         self._stall += self._waited
         self.steps += 1
 
     def summary(self) -> dict[str, float]:
-        """Return the numbers of rows and bytes, and the milliseconds per step."""
+        """Return the counts and times by the names of `jaxrec.tier.statistics`."""
         per_step = 1e3 / max(1, self.steps)
         return {
             "fetched": self._fetched,
@@ -143,7 +143,7 @@ class StoreTraffic:
 
 @contextlib.contextmanager
 def step_of(traffic: Iterable[StoreTraffic]) -> Iterator[None]:
-    """Count the waits of tables within the block as the stall of one step."""
+    """Count the block as one step; the time that each of ``traffic`` waits in it is its stall."""
     of_step = list(traffic)
     for each in of_step:
         each.begin_step()

@@ -24,6 +24,7 @@ from jaxtyping import Array, Int32, UInt8
 
 from jaxrec.embed.rows import RowsOnDevices, table_dims
 from jaxrec.embed.slots import GroupSlots, RowSlots, TableRows
+from jaxrec.mesh.agree import on_host
 from jaxrec.mesh.store import MeshStore
 
 
@@ -42,9 +43,7 @@ def send_to_owners(store: MeshStore, requests: Sequence[TableRows]) -> RowsOnDev
 
 
 def write_from_owners(
-    store: MeshStore,
-    requests: Sequence[TableRows],
-    values: Sequence[Mapping[str, np.ndarray]],
+    store: MeshStore, requests: Sequence[TableRows], values: Sequence[Mapping[str, np.ndarray]]
 ) -> MeshStore:
     """Set rows and their optimizer state, in place: the store is donated.
 
@@ -66,16 +65,16 @@ def write_from_owners(
 
 
 class _Plan:
-    """Which device sends which row to which device.
+    """Plan of an exchange of rows: which device sends which of them to which device.
 
-    ``is_read``: rows go to their owners; otherwise they come from there, to every replica.
+    With ``is_read`` the rows go to their owners, otherwise they come from there, to every replica.
 
     Attributes:
         process: Index of this process.
-        groups: Slots by group, ``[devices, devices, n]``: rows of the first device's array that
-            travel between it and the second device.
-        at_owner: Positions among the rows that this process owns, ``[own devices, devices, n]``;
-            the first device is the owner's.
+        groups: For each group the slots ``[devices, devices, n]``. Slot ``[d, e, i]`` is the row of
+            device ``d``'s array that is number ``i`` of those that travel between ``d`` and ``e``.
+        at_owner: For each group positions among the rows that this process owns, ``[own devices,
+            devices, n]``. The first device is an owner's, the second one has the slot.
     """
 
     def __init__(self, store: MeshStore, requests: Sequence[TableRows], *, is_read: bool) -> None:
@@ -119,13 +118,13 @@ class _Plan:
             self.at_owner[group] = GroupSlots(own, tuple(parts[group]), dim)
 
     def put(self, values: np.ndarray) -> Array:
-        """Put values ``[devices, ...]`` that every process has on the devices."""
+        """Put ``values[d]`` on device ``d``; every process has all values, ``[devices, ...]``."""
         return jax.make_array_from_callback(
             values.shape, self._sharding, lambda index: values[index]
         )
 
     def put_own(self, values: np.ndarray) -> Array:
-        """Put the values ``[own devices, ...]`` of this process's devices there."""
+        """Put ``values[d]`` on the ``d``-th device of this process, ``[own devices, ...]``."""
         place = {int(device): number for number, device in enumerate(self._own_devices)}
         shape = (self._sharding.mesh.devices.size, *values.shape[1:])
 
@@ -184,12 +183,12 @@ def _size_for(count: int) -> int:
 
 
 def _taken(slots: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Return the slots at some positions, -1 at padding."""
+    """Return ``slots[places]``, int32, with -1 where ``places`` is -1."""
     return np.where(places < 0, np.int32(-1), slots[places]) if slots.size else places
 
 
 def _some(values: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """Return an array of a request, with a row of zeros for padding if it is empty."""
+    """Return the array ``name`` of a request's values; an empty one as a row of zeros."""
     array = values.get(name, np.zeros(1))
     return array if len(array) else np.zeros((1, *array.shape[1:]), array.dtype)
 
@@ -200,10 +199,8 @@ def _by_device(values: np.ndarray) -> np.ndarray:
 
 
 def _own_part(array: Array, slots: GroupSlots) -> np.ndarray:
-    """Return an array's shards on this process's devices, in order, by message."""
-    parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
-    own = np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
-    return own.reshape(*slots.slots.shape, *array.shape[2:])
+    """Return the shards of an array on this process's devices, in the shape of ``slots``."""
+    return on_host(array).reshape(*slots.slots.shape, *array.shape[2:])
 
 
 @functools.partial(jax.jit, static_argnums=2)

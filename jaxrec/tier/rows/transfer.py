@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.mesh.agree import gather_flags, gather_rows, raise_together
+from jaxrec.mesh.agree import gather_flags, gather_rows, in_all_processes
 from jaxrec.tier.ids import implementation
 from jaxrec.tier.ids.id_map import num_cores
 from jaxrec.tier.rows.records import RecordLayout, StoreTraffic
@@ -29,10 +29,10 @@ _MOST_SENT = 16
 
 @dataclasses.dataclass(frozen=True)
 class StoredRows:
-    """Rows that a store has, or that are on their way to it.
+    """Rows that were requested from a row store, with those still on their way to it.
 
     Attributes:
-        transfer: The transfer.
+        transfer: The transfer that reads them.
         ids: The ids of the rows, int64 ``[n]``.
         owners: Process whose store has each row, int ``[n]``; None: this process's store has all.
         stored: Future of this process's own ids: whether each has a row, bool ``[m]``, and the
@@ -71,7 +71,7 @@ class StoredRows:
         return found, self.transfer.layout.unpack(records)
 
     def _own_records(self) -> tuple[np.ndarray, np.ndarray]:
-        """Wait for the rows of this process's store; return the flags and the records."""
+        """Wait for this process's store; return the flag of each id and the records found."""
         if self.owners is not None:
             self.transfer.check()
         found, records = self._read()
@@ -97,9 +97,7 @@ class StoredRows:
             ) from error
 
 
-def receive(
-    fetched: Sequence[StoredRows],
-) -> list[tuple[np.ndarray, list[dict[str, np.ndarray]]]]:
+def receive(fetched: Sequence[StoredRows]) -> list[tuple[np.ndarray, list[dict[str, np.ndarray]]]]:
     """Wait for rows of several stores, and count them; see `StoredRows.result`.
 
     With divided stores every process calls this. It returns the flags of all ids, but only the rows
@@ -120,7 +118,10 @@ def receive(
 
 @dataclasses.dataclass(frozen=True)
 class _Attempt:
-    """A read of this process's store: flags ``found``, bool ``[n]``, and records; or an error."""
+    """Result of a read of this process's store: flags ``found``, bool ``[n]``, and records.
+
+    After an ``error`` there are no flags and records.
+    """
 
     found: np.ndarray
     records: Any
@@ -192,7 +193,7 @@ class RowTransfer:
         return self.division.is_own(ids)
 
     def announce(self, ids: np.ndarray) -> EvictedRows:
-        """Register evicted ids; `send` brings their rows later."""
+        """Register evicted ids, int64 ``[n]``, whose rows `send` brings later."""
         return self._under_way.add(self._own(ids))
 
     def send(self, evicted: EvictedRows, rows: Any) -> None:
@@ -254,15 +255,11 @@ class RowTransfer:
 
     def _together(self, action: Callable[[], None]) -> None:
         """Run an action in all processes that share the rows; an error is raised in all."""
+        # Stores that are not divided are each their process's own: their errors concern no other.
         if self.division is None:
             action()
-            return
-        error = None
-        try:
-            action()
-        except Exception as raised:
-            error = raised
-        raise_together(error)
+        else:
+            in_all_processes(action)
 
     def get(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Read the records of all ids, after all sent rows have arrived in the stores.
@@ -333,7 +330,7 @@ class RowTransfer:
                 yield ids[is_own], records[is_own]
 
     def fetch(self, ids: np.ndarray) -> StoredRows:
-        """Start to read the rows of distinct ids."""
+        """Start to read the rows of distinct ids, int64 ``[n]``, in a thread."""
         own = self._own(ids)
         # Before the read is queued: a row that arrives at the store between the two is found twice,
         # and never missed.
@@ -357,7 +354,7 @@ class RowTransfer:
             watcher.add_all()
 
     def check(self) -> None:
-        """Raise the error of a row that could not be written."""
+        """Raise a RuntimeError if evicted rows could not be written to the store."""
         if self._error is not None:
             raise RuntimeError(
                 f"evicted rows could not be written to {self.store!r}: {self._error!r}; the "
@@ -377,7 +374,7 @@ class RowTransfer:
 
 
 def _new_threads() -> tuple[_Thread, _Thread]:
-    """Return a thread that writes to stores, and a thread that reads them."""
+    """Return two threads: one that writes to row stores, and one that reads them."""
     return _Thread(1, "row writer"), _Thread(1, "row reader")
 
 

@@ -145,7 +145,7 @@ class WrittenIds:
                 self._size = self._num_distinct = self._parts[0].size
 
     def add_all(self) -> None:
-        """Note that any record may have changed."""
+        """Let all records count as written."""
         with self._lock:
             self._start(is_all=True)
 
@@ -160,7 +160,7 @@ class WrittenIds:
             return taken
 
     def give_back(self, taken: np.ndarray | None) -> None:
-        """Add the result of a `take` again."""
+        """Add the result of a `take` once more; None: all records count as written."""
         if taken is None:
             self.add_all()
         else:

@@ -27,7 +27,7 @@ class CachedStore(RowStore):
     """Records in a bounded memory over a store: ``"memory+rocksdb:///path?memory=2GB"``.
 
     The memory of ``memory`` bytes keeps the records that were read or put most recently. `put`
-    returns when the store below has the records, so that a crash loses nothing more than there.
+    returns when the store below has the records, so that a crash loses only what that store loses.
     """
 
     def __init__(self, store: RowStore, memory: int = DEFAULT_BYTES) -> None:
@@ -117,7 +117,7 @@ class CachedStore(RowStore):
 
     @contextlib.contextmanager
     def _changing(self, ids: np.ndarray) -> Iterator[None]:
-        """Keep concurrent reads from caching what they read of ids that this block changes."""
+        """Within the block, which changes ids in the store below, keep reads from caching them."""
         try:
             yield
         except BaseException:  # Some of the ids may have changed in the store below.
@@ -147,7 +147,7 @@ class CachedStore(RowStore):
         self._last_use[slots] = self._clock
 
     def _keep_read(self, ids: np.ndarray, records: np.ndarray) -> None:
-        """Cache records that were read, except those that changed since."""
+        """Cache records, uint8 ``[n, width]``, that were read, unless their ids changed since."""
         ids, first = np.unique(ids, return_index=True)
         is_new = self._map.find(ids) < 0
         if self._changed:
@@ -155,7 +155,7 @@ class CachedStore(RowStore):
         self._keep(ids[is_new], records[first][is_new])
 
     def _keep(self, ids: np.ndarray, records: np.ndarray) -> None:
-        """Cache records of distinct ids, as many as there is room for."""
+        """Cache the records of distinct ids; of too many, the first that the memory holds."""
         self._forget(ids)
         room = self._ids.size
         ids, records = ids[:room], records[:room]

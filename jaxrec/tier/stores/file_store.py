@@ -31,7 +31,7 @@ _NEW = f"{RECORDS}.new"
 
 
 class DirectoryStore(RowStore):
-    """Base of stores in a directory of their own, which one run can have open."""
+    """Base of a row store in a directory of its own, which only one run may have open."""
 
     def __init__(self, directory: str | pathlib.Path) -> None:
         self.directory = pathlib.Path(directory).absolute()
@@ -170,7 +170,8 @@ class FileStore(DirectoryStore):
                 return
             new = self.directory / _NEW
             try:
-                copy_records(directory, manifest, new)
+                with contextlib.closing(_open_snapshot(directory, manifest)) as file:
+                    file.copy_to(new)
             except BaseException:
                 new.unlink(missing_ok=True)
                 raise
@@ -189,7 +190,7 @@ class FileStore(DirectoryStore):
 
     @property
     def _opened(self) -> RecordFile:
-        """The file, without records that an earlier process left torn."""
+        """The open file; records that a killed process wrote in part are removed from it first."""
         if self._file is None:
             raise self._not_open()
         if self._file.may_be_torn and (count := self._file.remove_torn()):
@@ -202,7 +203,7 @@ class FileStore(DirectoryStore):
         return self._file
 
     def _replace_file(self, old: RecordFile) -> None:
-        """Put the file ``records.new`` in the place of the records."""
+        """Replace the file of records, open as ``old``, by the file ``records.new``; open that."""
         new = self.directory / _NEW
         with new.open("r+b") as file:
             write_state(file.fileno(), FLUSHED)
@@ -232,7 +233,7 @@ class FileStore(DirectoryStore):
             self._places.load(ids, slots[first].astype(np.int32), file.room)
 
     def _check_empty(self, format: RecordFormat) -> None:
-        """Raise a ValueError if the file has records, whose format is not ``format``."""
+        """Raise a ValueError if the file, which has another format than ``format``, has records."""
         with contextlib.closing(RecordFile(self._path)) as file:
             for slots in file.slots(1 << 16):
                 if file.read(slots)[0].any():
@@ -255,7 +256,7 @@ _PART = 1 << 16  # records
 
 
 def write_snapshot(directory: pathlib.Path, file: RecordFile) -> None:
-    """Write a snapshot of the kind "file", a copy of the record file; no thread may write to it."""
+    """Write a snapshot of the kind "file": a copy of the record file, which must not change."""
     # The kernel copies the file. Its records have checksums of their own, so that their number and
     # the sum of these checksums show whether all are there.
     details = _sums(file, are_whole=True)
@@ -280,15 +281,9 @@ def check_snapshot(directory: pathlib.Path, manifest: Manifest) -> None:
 def read_snapshot(
     directory: pathlib.Path, manifest: Manifest
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the ids and records of a snapshot."""
+    """Yield the ids, int64 ``[n]``, and records, uint8 ``[n, width]``, of a snapshot."""
     with contextlib.closing(_open_snapshot(directory, manifest)) as file:
         yield from _records(file)
-
-
-def copy_records(directory: pathlib.Path, manifest: Manifest, path: pathlib.Path) -> None:
-    """Copy the record file of a snapshot to a path."""
-    with contextlib.closing(_open_snapshot(directory, manifest)) as file:
-        file.copy_to(path)
 
 
 def _open_snapshot(directory: pathlib.Path, manifest: Manifest) -> RecordFile:
@@ -309,9 +304,9 @@ def _records(
 
 
 def _sums(file: RecordFile, *, are_whole: bool = False) -> dict[str, int]:
-    """Return the number of a file's records and the sum of their checksums, modulo 2**64.
+    """Return the number of a file's records, and the sum of their checksums modulo 2**64.
 
-    Damaged records are an error if ``are_whole``; otherwise they count as absent.
+    A damaged record raises a ValueError with ``are_whole``; otherwise it counts as absent.
     """
     count, total = 0, 0
     for ids, records in _records(file, are_whole=are_whole):

@@ -122,10 +122,7 @@ class GrowingRecords:
 
 
 def _map_memory(size: int) -> mmap.mmap:
-    if hasattr(mmap, "MAP_PRIVATE"):
-        memory = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    else:
-        memory = mmap.mmap(-1, max(size, 1))
+    memory = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     _use_huge_pages(memory)
     return memory
 

@@ -51,7 +51,7 @@ _CLONE = 0x40049409
 class RecordFile:
     """Records by slot in a memory-mapped, sparse file that `create` made.
 
-    ``may_be_torn`` is set if an earlier run may have ended while it wrote, until `remove_torn`.
+    ``may_be_torn`` is set if an earlier run may have ended while it wrote. `remove_torn` clears it.
     """
 
     # The file is a header of 64 KiB, records, and a page that is never written. The header is text:
@@ -95,10 +95,8 @@ class RecordFile:
                 error.errno, f"{size:,} bytes cannot be mapped into memory: {error.strerror}",
                 str(self.path),
             ) from None  # fmt: skip
-        if hasattr(mmap, "MADV_RANDOM"):
-            # Records are read at random: pages that the kernel reads ahead would only push others
-            # out.
-            self._mmap.madvise(mmap.MADV_RANDOM)
+        # Records are read at random: pages that the kernel reads ahead would only push others out.
+        self._mmap.madvise(mmap.MADV_RANDOM)
         self._use_map()
 
     def _use_map(self) -> None:
@@ -117,12 +115,15 @@ class RecordFile:
     def read(
         self, slots: np.ndarray, ids: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Read records, as `jaxrec.tier.ids.reference.read_records`."""
+        """Read the records of slots, int64 ``[n]``; return flags, ids and records.
+
+        `jaxrec.tier.ids.reference.read_records` describes the three arrays.
+        """
         self._give_pages_back(slots.size)
         return implementation.current().read_records(self._records, slots, ids, self._threads())
 
     def write(self, slots: np.ndarray, ids: np.ndarray, records: np.ndarray) -> None:
-        """Write records into distinct slots."""
+        """Write records, uint8 ``[n, width]``, of ids ``[n]`` into distinct slots ``[n]``."""
         self._begin_writing()
         self._give_pages_back(slots.size)
         through_map = self._can_write_through_map(slots.size)
@@ -138,7 +139,7 @@ class RecordFile:
     def read_whole(
         self, slots: np.ndarray, ids: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Read records as `read`; raise a ValueError if one is damaged, rather than absent."""
+        """Read records as `read` does; raise a ValueError if one is damaged instead of absent."""
         found, found_ids, records = self.read(slots, ids)
         if not found.all():
             absent = np.flatnonzero(~found)
@@ -204,7 +205,7 @@ class RecordFile:
         self._records.pages[: pages.size] = pages
 
     def slots(self, size: int) -> Iterator[np.ndarray]:
-        """Yield the slots that may have a record, int64, in parts of ``size`` or the rest."""
+        """Yield the slots that may have a record, int64, ``size`` at a time."""
         parts, count, next_slot, position = [], 0, 0, HEADER_BYTES
         while (extent := self._extent(position)) is not None:
             begin, position = extent
@@ -230,7 +231,7 @@ class RecordFile:
             write_state(self._descriptor, FLUSHED)
 
     def copy_to(self, path: pathlib.Path) -> None:
-        """Copy the file in the kernel, by shared blocks if the file system can."""
+        """Copy the file to a path in the kernel; the copies share blocks if the file system can."""
         with path.open("wb") as copy:
             with contextlib.suppress(OSError):
                 fcntl.ioctl(copy, _CLONE, self._descriptor)
@@ -246,13 +247,10 @@ class RecordFile:
         if self._descriptor >= 0:
             if self._state == WRITTEN and not self.may_be_torn:
                 write_state(self._descriptor, closed_state())
-            self._unmap()
+            del self._records
+            self._mmap.close()
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def _unmap(self) -> None:
-        del self._records
-        self._mmap.close()
 
     def _begin_writing(self) -> None:
         """Record on disk that records may be torn, before the first one can be."""
@@ -280,7 +278,7 @@ class RecordFile:
         return _THREADS if on_disk > _PHYSICAL_BYTES // 2 else 1
 
     def _give_pages_back(self, count: int) -> None:
-        """Give pages back before ``count`` records are used, if too many are mapped."""
+        """Give mapped pages back to the system if too many are in memory, before ``count`` uses."""
         self._touched += count * (PAGE_BYTES + self.stride)
         if self._touched <= _MAPPED_BYTES * _MAPPED_SHARE:
             return
@@ -298,13 +296,13 @@ class RecordFile:
             return None
 
     def _extent(self, position: int) -> tuple[int, int] | None:
-        """Return the begin and end of the first data from a position on."""
+        """Return begin and end of the first data from a position on; None: only holes follow."""
         if (begin := self._data_at(position)) is None:
             return None
         return begin, os.lseek(self._descriptor, begin, os.SEEK_HOLE)
 
     def _soon(self, slots: np.ndarray) -> np.ndarray:
-        """Return slots, after telling the operating system that they will be read."""
+        """Tell the operating system that ascending slots will be read soon, and return them."""
         if hasattr(os, "posix_fadvise"):
             first = HEADER_BYTES + int(slots[0]) * self.stride
             size = (int(slots[-1]) - int(slots[0]) + 1) * self.stride

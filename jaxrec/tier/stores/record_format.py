@@ -66,7 +66,7 @@ class RecordFormat:
             )
 
     def check_ids(self, ids: np.ndarray) -> None:
-        """Raise a ValueError if an id of an int64 array is outside of the range."""
+        """Raise a ValueError if one of the ids, int64 ``[n]``, is outside of the format's range."""
         if self.num_ids is None:
             is_wrong = ids == -1
         else:

@@ -23,7 +23,7 @@ _MAGIC = "jaxrec records 1, little-endian"
 
 
 def create(path: pathlib.Path, format: RecordFormat) -> None:
-    """Make an empty file, which appears under its name when it is complete."""
+    """Make a file without records at a path, where it appears when it is complete."""
     text = f"{_MAGIC}\n{format.to_json()}\n"
     header = f"{text}{zlib.crc32(text.encode()):08x}\n".encode()
     if len(header) > HEADER_BYTES - _STATE_BYTES:
@@ -62,18 +62,18 @@ def read_format(path: pathlib.Path) -> RecordFormat:
 
 
 def read_state(descriptor: int) -> str:
-    """Return the state of an open file; empty for a file of an earlier jaxrec."""
+    """Return the state in the header of an open file; empty in a file of an earlier jaxrec."""
     state = os.pread(descriptor, _STATE_BYTES, HEADER_BYTES - _STATE_BYTES)
     return state.rstrip(b"\0").decode(errors="replace")
 
 
 def write_state(descriptor: int, state: str) -> None:
-    """Set the state of an open file."""
+    """Write `FLUSHED`, `WRITTEN` or `closed_state` into the header of an open file."""
     os.pwrite(descriptor, state.encode().ljust(_STATE_BYTES, b"\0"), HEADER_BYTES - _STATE_BYTES)
 
 
 def closed_state() -> str:
-    """Return the state of a closed file, which holds until the machine restarts."""
+    """Return the state of a file that was closed whole; it is true until the machine restarts."""
     try:
         # Written pages survive the process but not the machine. The id of this boot tells which of
         # the two has ended since.
@@ -84,7 +84,7 @@ def closed_state() -> str:
 
 
 def file_size(room: int, step: int) -> int:
-    """Return the bytes of a file of ``room`` records of ``step`` bytes."""
+    """Return the size in bytes of a file for ``room`` records of ``step`` bytes each."""
     records = -(-(HEADER_BYTES + room * step) // PAGE_BYTES) * PAGE_BYTES
     return records + PAGE_BYTES  # a hole, by which `seeks_data` is known
 

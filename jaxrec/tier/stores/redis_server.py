@@ -159,9 +159,9 @@ _POLL_SECONDS = 0.1
 
 
 class RedisLock:
-    """Lock of a run on a server, renewed by a thread.
+    """Lock of a run on a Redis server, which a thread renews as long as the run lives.
 
-    After ``seconds`` the lock of a killed run expires; ``place`` names the store in messages.
+    The lock of a killed run expires after ``seconds``. ``place`` names the store in messages.
     """
 
     def __init__(self, client: Any, key: str, seconds: float, place: str) -> None:
@@ -173,7 +173,10 @@ class RedisLock:
         self._thread = threading.Thread(target=self._renew, name="row store lock", daemon=True)
 
     def acquire(self) -> None:
-        """Take the lock; wait for another run's lock until it would have been renewed."""
+        """Take the lock; if another run has it, wait until that lock expires or is renewed.
+
+        A renewed lock belongs to a living run, and raises a BlockingIOError.
+        """
         before = time.monotonic()
         other, give_up = "", before
         while not self._client.set(self._key, self._value, nx=True, px=self._milliseconds):
@@ -203,7 +206,7 @@ class RedisLock:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise an OSError if another run may have the lock by now."""
+        """Raise an OSError if the lock has expired, so that another run may have it."""
         if time.monotonic() > self._valid_until:
             raise OSError(
                 errno.ESTALE,

@@ -213,7 +213,7 @@ class RedisStore(RowStore):
         return self._client
 
     def _put(self, key: str, ids: np.ndarray, records: np.ndarray) -> tuple[int, int]:
-        """Write records into a hash; return its number of fields before and after."""
+        """Write records into the hash ``key``; return its numbers of fields before and after."""
         fields, width, values = keys_of(ids), self.format.width, records.tobytes()
         pipeline = self._opened.pipeline(transaction=False)
         pipeline.hget(key, _GENERATION)
@@ -235,7 +235,7 @@ class RedisStore(RowStore):
         self._least = least
 
     def _check_generation(self, generation: bytes | None) -> None:
-        """Raise an OSError if the hash is not the one that this run wrote."""
+        """Raise an OSError unless the hash's generation is one that this run wrote."""
         if generation not in self._generations:
             what = "replaced" if generation else "deleted"
             raise self._loss(f"another program {what} all records while this run had them open")

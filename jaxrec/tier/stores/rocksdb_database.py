@@ -22,9 +22,9 @@ _FORMAT_KEY = b"format"
 
 
 class Database:
-    """Records by id in a RocksDB database, with their format.
+    """Records by id in a RocksDB database, which also stores the format of the records.
 
-    ``format`` is for a database that is made if it is missing; None: it must exist.
+    With a ``format``, a missing database is made. Without one, the database must exist.
     """
 
     def __init__(
@@ -49,7 +49,10 @@ class Database:
         self.format = RecordFormat.from_json(text.decode())
 
     def get(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Read records, as `jaxrec.tier.RowStore.get`."""
+        """Return whether each id has a record, bool ``[n]``, and the records, uint8 ``[n, width]``.
+
+        An id without a record has zeros.
+        """
         with self._clear_errors():
             values = self._db.get(keys_of(ids))
         found = np.array([value is not None for value in values], bool)
@@ -60,7 +63,7 @@ class Database:
         return found, records.reshape(-1, self.format.width)
 
     def put(self, ids: np.ndarray, records: np.ndarray) -> None:
-        """Write records, all or none."""
+        """Write the records, uint8 ``[n, width]``, of distinct ids ``[n]``, all or none."""
         # One batch is one entry of RocksDB's log, which is applied whole or not at all.
         batch, width = rocksdict.WriteBatch(raw_mode=True), self.format.width
         values = records.tobytes()
@@ -70,7 +73,7 @@ class Database:
             self._db.write(batch)
 
     def delete(self, ids: np.ndarray) -> None:
-        """Remove records."""
+        """Remove the records of ids, int64 ``[n]``; an id without a record is skipped."""
         batch = rocksdict.WriteBatch(raw_mode=True)
         for key in keys_of(ids):
             batch.delete(key)
@@ -78,7 +81,7 @@ class Database:
             self._db.write(batch)
 
     def scan(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the records as they are at the start, as `jaxrec.tier.RowStore.scan`."""
+        """Yield ids and records, ``size`` at a time, as they were when the scan began."""
         keys: list[bytes] = []
         values: list[bytes] = []
         last = b""
@@ -108,7 +111,7 @@ class Database:
         return count
 
     def has_records(self) -> bool:
-        """Return whether there is a record."""
+        """Return whether the database has a record."""
         return next(self.scan(1), None) is not None
 
     def checkpoint(self, path: pathlib.Path) -> None:
@@ -168,7 +171,7 @@ class Database:
 
 
 def options(may_create: bool) -> rocksdict.Options:
-    """Return the options of databases of records."""
+    """Return RocksDB's options for a database of records; ``may_create`` a missing one."""
     options = rocksdict.Options(raw_mode=True)
     options.create_if_missing(may_create)
     options.set_keep_log_file_num(2)
@@ -189,7 +192,7 @@ _PART = 1 << 16  # records
 
 
 def write_snapshot(directory: pathlib.Path, database: Database) -> None:
-    """Write a snapshot of the kind "rocksdb", which shares files with the database."""
+    """Write a snapshot of the kind "rocksdb", which shares the database's immutable files."""
     with snapshots.writing(
         directory, "rocksdb", database.format, {}, lambda path: path.suffix == _TABLE
     ) as unfinished:
@@ -209,7 +212,7 @@ def check_snapshot(directory: pathlib.Path, manifest: Manifest) -> None:
 def read_snapshot(
     directory: pathlib.Path, manifest: Manifest
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the ids and records of a snapshot."""
+    """Yield the ids, int64 ``[n]``, and records, uint8 ``[n, width]``, of a snapshot."""
     with contextlib.closing(_open_snapshot(directory)) as database:
         yield from database.scan(_PART)
 

@@ -139,7 +139,7 @@ class RocksDBStore(DirectoryStore):
     # The file `current` names the database. Replacing this file replaces all records at once, which
     # no number of deletions would.
     def _use(self, database: Database) -> None:
-        """Put a database in the place of the current one, and remove that one."""
+        """Make a database the current one, and remove the database that was current."""
         old = self._database
         with write_atomically(self.directory / _CURRENT) as unfinished:
             unfinished.write_text(database.path.name)

@@ -169,10 +169,9 @@ def apply_changes(
     store: RowStore,
     is_own: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> None:
-    """Update a store from one snapshot to the next, of the kind "changes".
+    """Apply a snapshot of the kind "changes" to a store that has the records before it.
 
-    ``is_own(ids)`` returns whether the store has the records of ids, bool ``[n]``; None: it has
-    all.
+    ``is_own(ids)`` returns which ids belong in this store, bool ``[n]``; None: all do.
     """
     manifest = snapshots.read_manifest(directory)
     removed = np.load(directory / _REMOVED)

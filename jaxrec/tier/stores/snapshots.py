@@ -14,34 +14,30 @@ import dataclasses
 import importlib
 import json
 import pathlib
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from jaxrec.files.atomic import sync, write_atomically
+from jaxrec.files.manifest import Segment, check_seal, seal
 from jaxrec.tier.stores.record_format import RecordFormat
 
 MANIFEST = "snapshot.json"
 CHANGES = "changes"
 RECORDS = "records.arrow"
-_PART_BYTES = 1 << 22
 
 # Modules with functions `read_snapshot(directory, manifest)` and `check_snapshot(directory,
 # manifest)` for other kinds. Names, since these modules import this one.
-_KINDS = {
-    "file": "jaxrec.tier.stores.file_store",
-    "rocksdb": "jaxrec.tier.stores.rocksdb_database",
-}
+_KINDS = {"file": "jaxrec.tier.stores.file_store", "rocksdb": "jaxrec.tier.stores.rocksdb_database"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Content of ``snapshot.json``.
+    """Content of a snapshot's file ``snapshot.json``.
 
-    ``files`` has the size and CRC-32 of each file by path; None instead of the CRC-32 if the file's
-    content has checksums of its own.
+    ``files`` has the size and CRC-32 of each file by path; the CRC-32 is None for a file whose
+    content has checksums of its own. ``details`` are numbers that a kind of snapshot adds.
     """
 
     kind: str
@@ -58,10 +54,10 @@ def writing(
     details: dict[str, Any],
     has_own_checksums: Callable[[pathlib.Path], bool] = lambda path: False,
 ) -> Iterator[pathlib.Path]:
-    """Write a snapshot that appears when it is complete and durable.
+    """Write a snapshot into a directory, which appears when it is complete and on the disk.
 
-    The block writes files to the yielded directory. ``details`` is read at its end. Files with
-    ``has_own_checksums`` are recorded with their size alone.
+    The block writes the files of the snapshot to the yielded path. It may fill in ``details`` until
+    it ends. No CRC-32 is recorded for files whose path ``has_own_checksums``.
     """
     directory = pathlib.Path(directory)
     if directory.exists():
@@ -71,22 +67,14 @@ def writing(
         unfinished.mkdir()
         yield unfinished
         paths = sorted(path for path in unfinished.rglob("*") if path.is_file())
-        files = {
-            path.relative_to(unfinished).as_posix(): (
-                path.stat().st_size,
-                None if has_own_checksums(path) else _crc(path),
-            )
-            for path in paths
-        }
-        content = {
-            "kind": kind,
-            "format": dataclasses.asdict(format),
-            "files": files,
-            "details": details,
-        }
-        crc = zlib.crc32(json.dumps(content).encode())
+        files = {}
+        for path in paths:
+            size = path.stat().st_size
+            crc = None if has_own_checksums(path) else _crc(path, size)
+            files[path.relative_to(unfinished).as_posix()] = size, crc
+        fields = {"format": dataclasses.asdict(format), "files": files, "details": details}
         manifest = unfinished / MANIFEST
-        manifest.write_text(json.dumps({**content, "crc32": crc}, indent=1))
+        manifest.write_bytes(seal({"kind": kind, **fields}))
         # Files before their directories, and the rename last: after a power cut the snapshot is
         # there whole or not at all.
         for path in [*paths, manifest, *(each for each in unfinished.rglob("*") if each.is_dir())]:
@@ -96,11 +84,9 @@ def writing(
 
 
 def write(
-    directory: pathlib.Path,
-    format: RecordFormat,
-    parts: Iterable[tuple[np.ndarray, np.ndarray]],
+    directory: pathlib.Path, format: RecordFormat, parts: Iterable[tuple[np.ndarray, np.ndarray]]
 ) -> None:
-    """Write a snapshot of the kind ``"arrow"``; ``parts`` are as of `jaxrec.tier.RowStore.scan`."""
+    """Write a snapshot of the kind ``"arrow"``; ``parts`` are what `RowStore.scan` yields."""
     details = {"count": 0}
     with writing(directory, "arrow", format, details) as unfinished:
         details["count"] = write_records(unfinished / RECORDS, format, parts)
@@ -109,7 +95,7 @@ def write(
 def write_records(
     path: pathlib.Path, format: RecordFormat, parts: Iterable[tuple[np.ndarray, np.ndarray]]
 ) -> int:
-    """Write an Arrow IPC file of records, and return their number."""
+    """Write the ids and records of all parts to an Arrow IPC file; return the number of records."""
     import pyarrow as pa
 
     record = pa.binary(format.width)
@@ -127,13 +113,11 @@ def write_records(
 
 
 def read_manifest(directory: pathlib.Path) -> Manifest:
-    """Read ``snapshot.json``."""
+    """Read the manifest of a snapshot; raise a ValueError if it is missing or damaged."""
     path = pathlib.Path(directory) / MANIFEST
     try:
         content = json.loads(path.read_text())
-        crc = content.pop("crc32")
-        if zlib.crc32(json.dumps(content).encode()) != crc:
-            raise ValueError("its checksum is another one")
+        check_seal(content)
         files = {name: (size, crc) for name, (size, crc) in content["files"].items()}
         format = RecordFormat(**content["format"])
         return Manifest(content["kind"], format, files, content["details"])
@@ -146,7 +130,10 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
 
 
 def check(directory: pathlib.Path, format: RecordFormat) -> Manifest:
-    """Return a snapshot's manifest; raise a ValueError if it is damaged or of another format."""
+    """Compare the files of a snapshot with its manifest, and return the manifest.
+
+    A ValueError is raised if the snapshot is damaged, or its records do not have the ``format``.
+    """
     directory = pathlib.Path(directory)
     manifest = read_manifest(directory)
     format.check_same(manifest.format, f"the snapshot {directory}")
@@ -159,7 +146,7 @@ def check(directory: pathlib.Path, format: RecordFormat) -> Manifest:
                 f"the snapshot is damaged: {path} has {path.stat().st_size:,} bytes, {size:,} were "
                 "saved"
             )
-        if crc is not None and _crc(path) != crc:
+        if crc is not None and _crc(path, size) != crc:
             raise ValueError(f"the snapshot is damaged: {path} has not the bytes that were saved")
     if manifest.kind not in ("arrow", CHANGES):  # whose files all have checksums
         _module(directory, manifest).check_snapshot(directory, manifest)
@@ -167,7 +154,7 @@ def check(directory: pathlib.Path, format: RecordFormat) -> Manifest:
 
 
 def read(directory: pathlib.Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Return an iterator over the ids and records of a snapshot."""
+    """Iterate over the ids, int64 ``[n]``, and records, uint8 ``[n, width]``, of a snapshot."""
     directory = pathlib.Path(directory)
     manifest = read_manifest(directory)
     if manifest.kind == CHANGES:
@@ -183,7 +170,7 @@ def read(directory: pathlib.Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 def read_records(
     path: pathlib.Path, format: RecordFormat
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the ids and records of a file that `write_records` wrote."""
+    """Yield the ids, int64 ``[n]``, and records, uint8 ``[n, width]``, of an Arrow file."""
     import pyarrow as pa
 
     width = format.width
@@ -207,9 +194,6 @@ def _module(directory: pathlib.Path, manifest: Manifest) -> Any:
     return importlib.import_module(_KINDS[manifest.kind])
 
 
-def _crc(path: pathlib.Path) -> int:
-    crc = 0
-    with path.open("rb", buffering=0) as file:
-        while part := file.read(_PART_BYTES):
-            crc = zlib.crc32(part, crc)
-    return crc
+def _crc(path: pathlib.Path, size: int) -> int:
+    """Return the CRC-32 of a file of ``size`` bytes."""
+    return int(Segment(path.name, 0, size).checksum(path.parent), 16)

@@ -15,7 +15,7 @@ from jaxrec.tier.stores.row_store import RowStore
 
 @dataclasses.dataclass(frozen=True)
 class _Scheme:
-    """Store of a URL scheme; ``extra`` is the extra of jaxrec that it needs."""
+    """Class ``name`` of ``module`` for stores of a URL scheme, and the extra that it needs."""
 
     module: str
     name: str
@@ -144,9 +144,9 @@ _RUN = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """Division of a table's records among processes, each with a store of its own.
+    """Division of a table's records among processes, each of which has a store of its own.
 
-    Ids are 0 to ``num_ids`` - 1; with None any 64-bit ids.
+    ``process`` is this process's index. Ids are 0 to ``num_ids`` - 1; None: any 64-bit ids.
     """
 
     process: int

@@ -31,16 +31,16 @@ class Sightings:
         self.new_ids = 0
 
     def count(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return the sightings of distinct ids, int64 ``[n]``, at most 255; change nothing.
+        """Return how often distinct ids, int64 ``[n]``, were seen, at most 255; change nothing.
 
-        ``counts`` are the sightings in this batch, ``[n]``, which are included.
+        ``counts`` are their occurrences in the present batch, ``[n]``, which are included.
         """
         lines = np.arange(_HASHES)[:, None]
         before = self.lines[lines, self._places(ids)].min(axis=0).astype(np.int64)
         return np.minimum(before + counts, MAX_SIGHTINGS)
 
     def record(self, ids: np.ndarray, counted: np.ndarray) -> None:
-        """Keep the counts that `count` returned for distinct ids."""
+        """Write the sightings ``counted``, ``[n]``, that `count` returned for ids ``[n]``."""
         places = self._places(ids)
         lines = np.arange(_HASHES)[:, None]
         self.new_ids += int((self.lines[lines, places].min(axis=0) == 0).sum())
@@ -66,7 +66,7 @@ _MOST_BATCHES = 32
 
 
 class Uses:
-    """Uses of rows by several batches, written to the records together."""
+    """Buffer of uses of rows, which it writes to the `Records` for several batches at once."""
 
     # Between two batches the training step drives the records out of the processor's cache, and
     # fetching them back takes longer than changing them. So the uses of several batches are
@@ -91,7 +91,7 @@ class Uses:
             self.record()
 
     def record(self) -> None:
-        """Write all uses to the records."""
+        """Write the waiting uses to the records."""
         waiting, self._waiting, self._num_waiting = self._waiting, [], 0
         for rows, batch, seconds in waiting:
             if self._policy.uses_power:
@@ -120,7 +120,7 @@ _RECENT = 100
 
 
 class Statistics:
-    """Totals over the training batches of this process; `jaxrec.tier.statistics` defines them."""
+    """Counts over all training batches of this process; `jaxrec.tier.statistics` defines them."""
 
     def __init__(self, room: int) -> None:
         self.room, self.batches = room, 0
@@ -136,7 +136,7 @@ class Statistics:
         self._recent_evictions.append(counts["evicted"])
 
     def summary(self, resident: int) -> dict[str, float]:
-        """Return the totals, ``resident``, ``load`` and ``hit_rate``."""
+        """Return the counts by name, with ``resident``, its ``load``, and the ``hit_rate``."""
         names = ("lookups", "hits", "new", "admitted", "evicted", "refused")
         return {
             **{name: self.counts[name] for name in names},

@@ -55,11 +55,11 @@ class Records:
         )
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays by name."""
+        """Return the arrays, ``[rows]`` each, by the names of the fields."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def take(self, rows: np.ndarray) -> Records:
-        """Return the records of some rows."""
+        """Return the records of the rows at some indices, ``[n]``."""
         return Records(**{name: array[rows] for name, array in self.arrays().items()})
 
 
@@ -117,7 +117,7 @@ class Eviction:
 
     @property
     def orders_rows(self) -> bool:
-        """Whether the policy has `keys`."""
+        """Whether the policy implements `keys`, as a vocabulary on the host needs."""
         return type(self).keys is not Eviction.keys
 
     def scores(
@@ -159,7 +159,7 @@ class Eviction:
 
     @property
     def uses_seconds(self) -> bool:
-        """Whether `Records.last_seconds` is kept."""
+        """Whether the policy reads `Records.last_seconds`, which is then kept up to date."""
         return False
 
     def seconds(self) -> float:
@@ -169,7 +169,7 @@ class Eviction:
 
 @dataclasses.dataclass(frozen=True)
 class Lru(Eviction):
-    """Policy of `lru`."""
+    """Policy that evicts the least recently used rows; `lru` makes it."""
 
     metadata = (LAST_ACCESS,)
     decay_exponent = 1.0
@@ -183,7 +183,7 @@ class Lru(Eviction):
 
 @dataclasses.dataclass(frozen=True)
 class Lfu(Eviction):
-    """Policy of `lfu`."""
+    """Policy that evicts the rows with the fewest lookups; `lfu` makes it."""
 
     metadata = (COUNTS,)
 
@@ -197,7 +197,7 @@ class Lfu(Eviction):
 
 @dataclasses.dataclass(frozen=True)
 class LfuLru(Eviction):
-    """Policy of `lfu_lru`."""
+    """Policy that evicts the rows of the lowest frequency class; `lfu_lru` makes it."""
 
     uses_power = True
 
@@ -208,7 +208,7 @@ class LfuLru(Eviction):
 
 @dataclasses.dataclass(frozen=True)
 class DistanceLfu(Eviction):
-    """Policy of `distance_lfu`."""
+    """Policy that evicts the rows with the smallest count over age; `distance_lfu` makes it."""
 
     metadata = (COUNTS, LAST_ACCESS)
     decay_exponent: float = 1.0
@@ -224,7 +224,7 @@ class DistanceLfu(Eviction):
 
 @dataclasses.dataclass(frozen=True)
 class TimeToLive(Eviction):
-    """Policy of `ttl`."""
+    """Policy that evicts rows unused for some batches or hours; `ttl` makes it."""
 
     batches: int | None
     hours: float | None
@@ -268,7 +268,7 @@ class TimeToLive(Eviction):
 
 @dataclasses.dataclass(frozen=True)
 class ByScore(Eviction):
-    """Policy of `by_score`."""
+    """Policy that evicts the rows to which a user's function gives the smallest scores."""
 
     score: Callable[[Records, int], np.ndarray]
 

@@ -60,8 +60,9 @@ def spare_coming(
 ) -> np.ndarray:
     """Return rows to evict: rows that no coming batch uses, then those of farthest next use.
 
-    Evicts up to ``most`` rows that the coming batches do not use, in the order of ``keys``, and
-    rows that they use only as far as ``least`` rows demand it. ``eligible`` is bool ``[rows]``.
+    There are ``least`` to ``most`` of them, all set in ``eligible``, bool ``[rows]``. Unused rows
+    come in the order of ``keys``, uint64 ``[rows]``. Used rows come only where there are fewer than
+    ``least`` unused ones. ``coming`` has the ids of each coming batch.
     """
     # From the farthest batch to the nearest, so that the nearest use of a row is written last.
     next_use = np.full(keys.size, len(coming))

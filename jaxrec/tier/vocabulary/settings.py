@@ -108,14 +108,13 @@ class Dynamic:
     store: str | RowStore | None = None
 
     def __post_init__(self) -> None:
-        kinds = {"eviction": Eviction, "unknown": Unknown, "store": str | RowStore | None}
-        for name, kind in kinds.items():
+        kinds = {
+            "eviction": (Eviction, "a policy such as jaxrec.tier.lfu()"),
+            "unknown": (Unknown, "jaxrec.tier.zeros(), default_row() or shared(rows)"),
+            "store": (str | RowStore | None, "a URL such as 'memory://' or a jaxrec.tier.RowStore"),
+        }
+        for name, (kind, wanted) in kinds.items():
             if not isinstance(value := getattr(self, name), kind):
-                wanted = {
-                    "eviction": "a policy such as jaxrec.tier.lfu()",
-                    "unknown": "jaxrec.tier.zeros(), default_row() or shared(rows)",
-                    "store": "a URL such as 'memory://' or a jaxrec.tier.RowStore",
-                }[name]
                 raise TypeError(f"Dynamic: {name} is {wanted}, got {value!r}")
         if not self.eviction.orders_rows:
             raise TypeError(f"Dynamic: {self.eviction!r} is for maps of managed collisions alone")
@@ -189,7 +188,7 @@ class Cached:
 
     @property
     def vocabulary(self) -> Dynamic:
-        """Settings of the vocabulary that assigns the rows on the devices to ids."""
+        """Settings of the vocabulary that gives the rows on the devices to ids."""
         return Dynamic(
             eviction=self.eviction,
             unknown=NO_UNKNOWN,

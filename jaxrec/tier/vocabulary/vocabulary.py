@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrec.embed.config import MAX_ROWS
 from jaxrec.tier.ids.batch_ops import mark_eligible, mix, smallest
-from jaxrec.tier.ids.id_map import IdMap, Lookup, MapChange, commit, look_up
+from jaxrec.tier.ids.id_map import IdMap, Lookup, MapChange, commit, lookup_all
 from jaxrec.tier.vocabulary.counts import Sightings, Statistics, Uses
 from jaxrec.tier.vocabulary.eviction import FIRST_POWER, Records
 from jaxrec.tier.vocabulary.next_use import spare_coming
@@ -37,7 +37,7 @@ class TableFullError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """Rows of one batch's ids, and the ids that gained or lost a row for the batch."""
+    """Rows that a vocabulary gives to a batch's ids, and ids that get or lose a row for it."""
 
     rows: np.ndarray  # int32 [n], the row of each id of the batch
     new_ids: np.ndarray  # int64 [m]
@@ -49,7 +49,7 @@ class Assignment:
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRows:
-    """Rows of ids before and after a vocabulary took over another's state."""
+    """Rows that ids had in a saved table, and have after a vocabulary loaded its state."""
 
     old_rows: np.ndarray  # int32 [n], rows in the saved table
     rows: np.ndarray  # int32 [n], rows of the same ids in this table
@@ -63,7 +63,7 @@ NO_CHANGE = Assignment(_NO_ROWS, _NO_IDS, _NO_ROWS, _NO_IDS, _NO_ROWS)
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """Changes that a batch would make to a vocabulary."""
+    """Changes that a batch would make to a vocabulary, computed and not yet carried out."""
 
     ids: np.ndarray  # int64 [n], with repeats
     batch: int
@@ -131,7 +131,7 @@ class Vocabulary:
         return rows
 
     def with_unknown(self, ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Replace each negative row, in place, by the row that unknown ids read."""
+        """Replace each negative row of ``rows``, in place, by the row that its unknown id reads."""
         unknown = rows < 0
         if unknown.any():
             rows[unknown] = self.settings.unknown.rows_of(ids[unknown])
@@ -153,7 +153,7 @@ class Vocabulary:
         # Nothing changes here, so that a caller whose batch does not fit may try again with a
         # smaller `held`, or raise an error that leaves all vocabularies of the model as they were.
         if lookup is None:
-            (lookup,) = look_up([self.map], [ids])
+            (lookup,) = lookup_all([self.map], [ids])
         sightings = lookup.counts
         if self.sightings is not None:
             sightings = self.sightings.count(lookup.absent, lookup.counts)
@@ -183,8 +183,8 @@ class Vocabulary:
             new_rows = self._take_free(new_ids.size)
             absent_rows = np.full(absent.size, -1, np.int32)
             absent_rows[admitted] = new_rows
-        taken, of_misses = (new_ids, new_rows), (slots, misses, inverse, absent_rows)
-        return MapChange(self.map, self._records, proposal.victims, *taken, *of_misses)
+        changes = proposal.victims, new_ids, new_rows, slots, misses, inverse, absent_rows
+        return MapChange(self.map, self._records, *changes)
 
     def _end(self, proposal: Proposal, change: MapChange, evicted_ids: np.ndarray) -> Assignment:
         """Note the uses and counts of a batch whose map was changed, and return its assignment."""
@@ -237,7 +237,7 @@ class Vocabulary:
         return Assignment(new_rows, ids, new_rows, _NO_IDS, _NO_ROWS)
 
     def remove(self, ids: np.ndarray) -> Assignment:
-        """Evict some ids, int64 ``[n]``; ids without a row are skipped."""
+        """Take the rows of ids, int64 ``[n]``, away; ids without a row are skipped."""
         self._uses.record()
         rows = self.map.find(ids)
         rows = rows[rows >= 0]
@@ -262,7 +262,10 @@ class Vocabulary:
         hits: np.ndarray,
         coming: Sequence[np.ndarray],
     ) -> np.ndarray:
-        """Return the rows to evict, int32: expired rows, and more if new ids need them."""
+        """Return the rows to evict for a batch, int32: expired ones, and more if new ids need them.
+
+        The rows in ``hits`` and those of the last ``held`` batches stay.
+        """
         policy, free = self.settings.eviction, self._num_free
         is_due = batch % policy.expiry_interval == 0
         # The usual batch of a table with free rows ends here; all else reads every record.
@@ -290,9 +293,9 @@ class Vocabulary:
         batch: int,
         coming: Sequence[np.ndarray] = (),
     ) -> np.ndarray:
-        """Return rows to evict by the policy, int32 ``[count]``, enough for all new ids.
+        """Return rows to evict by the policy, int32 ``[m]``, enough for all new ids.
 
-        ``eligible`` is bool ``[rows]``, with ``available`` rows set.
+        ``free`` rows are free. ``eligible``, bool ``[rows]``, has the ``available`` other ones set.
         """
         lacking = new_ids.size - free
         if lacking > available:
@@ -307,7 +310,7 @@ class Vocabulary:
         return spare_coming(keys, eligible, lacking, count, self.map, coming)
 
     def _evict(self, rows: np.ndarray) -> np.ndarray:
-        """Free rows; return the ids that had them."""
+        """Take rows, int32 ``[n]``, away from their ids; return these ids, int64 ``[n]``."""
         if rows.size == 0:
             return _NO_IDS
         ids = self._records.ids[rows]
@@ -329,7 +332,7 @@ class Vocabulary:
         return self.room - self._num_fresh_given + self._freed.size
 
     def _take_free(self, count: int) -> np.ndarray:
-        """Take free rows, int32 ``[count]``: unused rows first, then the rows freed first."""
+        """Take ``count`` free rows, int32: rows that had no id yet, then those freed first."""
         # Fresh rows are computed, not listed: a list would take 4 bytes for each row of the table
         # before the first id came.
         num_fresh = min(count, self.room - self._num_fresh_given)
@@ -350,7 +353,7 @@ class Vocabulary:
     # State, for checkpoints.
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return everything that the assignment of later batches depends on, as arrays."""
+        """Return all that the rows of later batches depend on, as arrays by name."""
         # Records of rows with an id alone: their size in a checkpoint follows the ids, not the
         # table. The map is not saved, since the records have its ids and rows.
         records = self.records
@@ -421,7 +424,7 @@ class Vocabulary:
 def commit_all(
     vocabularies: Sequence[Vocabulary], proposals: Sequence[Proposal]
 ) -> list[Assignment]:
-    """Carry out the proposals of several vocabularies for one batch."""
+    """Carry out the proposals of several vocabularies, one each, for one batch."""
     # One native call changes the maps of all vocabularies. A model may have dozens, and the calls
     # from Python would add up.
     changes = [each._begin(of) for each, of in zip(vocabularies, proposals, strict=True)]

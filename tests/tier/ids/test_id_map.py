@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrec.tier.ids import implementation, library, reference
-from jaxrec.tier.ids.id_map import IdMap, Lookup, MapChange, commit, look_up
+from jaxrec.tier.ids.id_map import IdMap, Lookup, MapChange, commit, lookup_all
 from jaxrec.tier.vocabulary.eviction import Records
 from tests.fuzz import max_examples
 
@@ -180,7 +180,9 @@ class TestIdMap:
         first, empty, last = IdMap(9, threads=1), IdMap(0, threads=3), IdMap(9)
         first.insert(int64(5, 6), int32(50, 60))
         last.insert(int64(7), int32(70))
-        lookups = look_up([first, empty, last], [int64(6, 9, -1, 5, 9, 7), int64(), int64(7, 2, 7)])
+        lookups = lookup_all(
+            [first, empty, last], [int64(6, 9, -1, 5, 9, 7), int64(), int64(7, 2, 7)]
+        )
         expected = [
             Lookup(
                 slots=int32(60, -1, -1, 50, -1, -1),
@@ -197,12 +199,12 @@ class TestIdMap:
                 found, array = getattr(lookup, name), getattr(wanted, name)
                 np.testing.assert_array_equal(found, array, err_msg=name)
                 assert found.dtype == array.dtype
-        assert look_up([], []) == []
+        assert lookup_all([], []) == []
 
     @pytest.mark.usefixtures("unchecked")
     def test_ids_of_another_type_are_not_looked_up(self):
         with pytest.raises(TypeError, match="ids must be a NumPy array of int64, not int32"):
-            look_up([IdMap(1)], [int32(1)])
+            lookup_all([IdMap(1)], [int32(1)])
 
     def test_large_batches_of_several_maps(self):
         rng = np.random.default_rng(0)
@@ -210,7 +212,7 @@ class TestIdMap:
         for number, each in enumerate(maps):
             each.insert(np.arange(30_000) * 7, rng.permutation(30_000).astype(np.int32))
             ids.append(rng.integers(0, 300_000 - 90_000 * number, 50_000))
-        for each, of_map, lookup in zip(maps, ids, look_up(maps, ids), strict=True):
+        for each, of_map, lookup in zip(maps, ids, lookup_all(maps, ids), strict=True):
             slots, misses, absent, inverse, counts = lookup
             np.testing.assert_array_equal(slots, each.find(of_map))
             np.testing.assert_array_equal(misses, np.flatnonzero(slots < 0))
@@ -397,7 +399,7 @@ class Table:
         room = self.records.born.size
         ids = rng.integers(-room, 2 * room, rng.integers(0, room + 2))
         ids[ids == -1] = 7
-        (lookup,) = look_up([self.map], [ids])
+        (lookup,) = lookup_all([self.map], [ids])
         hits = set(lookup.slots[lookup.slots >= 0].tolist())
         spare = [slot for slot in self.expected if slot not in hits]
         victims = rng.permutation(np.array(spare, np.int32))[: rng.integers(0, len(spare) + 1)]

@@ -11,7 +11,7 @@ from flax import nnx
 import jaxrec
 from jaxrec.embed import Tables
 from jaxrec.embed.layout import layout_tables
-from jaxrec.mesh.ahead import look_up_ahead, route_ahead
+from jaxrec.mesh.ahead import lookup_ahead, route_ahead
 from jaxrec.ragged import join_int64
 from jaxrec.tier.managed_collision import (
     ManagedCollisionEmbeddingBagCollection,
@@ -205,7 +205,7 @@ def test_routing_ahead_changes_nothing():
     route_ahead(lambda model: model(batch), model)
     models.assert_same(models.contents(model), before)
     with pytest.raises(TypeError, match="cannot be looked up a step ahead"):
-        look_up_ahead(lambda model: model(batch), model)
+        lookup_ahead(lambda model: model(batch), model)
 
 
 def test_a_checkpoint_has_the_maps(tmp_path):

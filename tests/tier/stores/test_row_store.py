@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from jaxrec.tier import RowStore
-from jaxrec.tier.stores import open_store
+from jaxrec.tier.stores import open_store, snapshots
 from jaxrec.tier.stores.record_format import RecordFormat
 from tests.fuzz import max_examples
 from tests.tier.servers import redis_port  # noqa: F401
@@ -370,6 +370,24 @@ def test_snapshots_of_another_format(name, opened, tmp_path):
     with pytest.raises(ValueError, match=r"the snapshot .* has records of .*other rows"):
         store.load_snapshot(tmp_path / "snapshot")
     assert len(store) == 1
+
+
+def test_a_recorded_manifest_is_read(tmp_path):
+    (tmp_path / "snapshot.json").write_text(
+        '{"kind": "file", "format": {"width": 13, "description": "rows uint8[13]", "num_ids": null}'
+        ', "files": {"records": [73728, null], "extra.bin": [4, 176944289]}'
+        ', "details": {"count": 3, "sum": 9223372036854775811}, "crc32": 1244385873}'
+    )
+    (tmp_path / "records").write_bytes(bytes(73728))
+    (tmp_path / "extra.bin").write_bytes(b"rows")
+    manifest = snapshots.read_manifest(tmp_path)
+    assert manifest.kind == "file"
+    assert manifest.format == RecordFormat(13, "rows uint8[13]")
+    assert manifest.files == {"records": (73728, None), "extra.bin": (4, 176944289)}
+    assert manifest.details == {"count": 3, "sum": 9223372036854775811}
+    (tmp_path / "extra.bin").write_bytes(b"cows")
+    with pytest.raises(ValueError, match=r"extra\.bin has not the bytes that were saved"):
+        snapshots.check(tmp_path, manifest.format)
 
 
 def test_what_a_store_need_not_say(opened):
