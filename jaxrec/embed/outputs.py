@@ -1,4 +1,4 @@
-"""From the rows of a batch's ids to the outputs of a collection, for every store alike."""
+"""Steps of a lookup that all stores share: flat lookups, pooling, and a collection's outputs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,10 @@ def pool(
     dtype: DTypeLike,
     **hints: int,
 ) -> Float[Array, "bags dim"]:
-    """Pool the rows of bags, ``[bags, dim]``, differentiably with respect to the weights."""
+    """Pool the rows of bags, ``[bags, dim]``; differentiable in the weights.
+
+    ``hints`` are those of `kernels.pooled_lookup`.
+    """
     if weights is None:
         return kernels.pooled_lookup(table, ids, lengths, None, layout, dtype, **hints)
     return _pool_weighted(table, ids, lengths, weights, (layout, dtype, tuple(hints.items())))
@@ -112,7 +115,7 @@ _pool_weighted.defvjp(_pool_weighted_forward, _pool_weighted_backward)
 def flatten(
     features: KeyedJaggedArray, weights: Array | None, layout: BagLayout, group: Group
 ) -> Lookups:
-    """Return a group's flat lookups in a batch; those in bags without a sample become padding."""
+    """Return a group's flat lookups in a batch; lookups of bags that no sample has are padding."""
     # Lookups are residuals of the update. The gradient of weights comes from `pool` alone.
     weights = None if weights is None else jax.lax.stop_gradient(weights)
     ids, lengths = narrow(features.values), jnp.asarray(features.lengths)
@@ -127,7 +130,7 @@ def of_used_bags(
     group: Group,
     padding: int,
 ) -> Lookups:
-    """Return lookups with row ``padding`` in bags without a sample, and with bags if pooled."""
+    """Replace the rows of bags that no sample has by ``padding``; drop ``bags`` if not pooled."""
     # A bag that no sample has must not touch its rows: they would count as looked up, and
     # optimizers with a decay or moments change a looked-up row even without a gradient.
     if shares_bags(features, layout):
@@ -139,7 +142,7 @@ def of_used_bags(
 
 
 def shares_bags(features: KeyedJaggedArray, layout: BagLayout) -> bool:
-    """Return whether samples share bags: the batch's `inverse_indices` say which bag each has."""
+    """Return whether samples share bags, as the batch's `inverse_indices` tell."""
     return features.inverse_indices is not None and layout.num_bags > 0
 
 
@@ -205,6 +208,7 @@ def split_rows(
 def _bag_of_sample(
     group: Group, features: KeyedJaggedArray, layout: BagLayout
 ) -> Int32[Array, "batch features"]:
+    """Return the row of the group's pooled output that has each sample's bag of each feature."""
     inverse = jnp.asarray(features.inverse_indices)
     columns = []
     for position, (feature, _) in enumerate(group.features):

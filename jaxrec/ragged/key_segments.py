@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -54,6 +54,11 @@ def refit(array: Any, capacities: Sequence[int], wanted: Sequence[int]) -> Any:
         for (start, end), size in zip(itertools.pairwise(ends), wanted, strict=True)
     ]
     return like(concatenate(parts, array.dtype), array)
+
+
+def starts_of(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Return the first position of each segment: segments of sizes 2 and 3 begin at 0 and 2."""
+    return tuple(itertools.accumulate(sizes, initial=0))[:-1]
 
 
 def take_segments(
