@@ -95,7 +95,7 @@ class TableConfig:
         return self.inference_format or TABLE_FORMATS[str(self.dtype)]
 
     def stores_like(self, other: TableConfig) -> bool:
-        """Return whether another table has the same row format, both trained or both not."""
+        """Return whether another table has the same row format, and both or none are trained."""
         mine, theirs = self.inference_format is None, other.inference_format is None
         return (self.row_format, mine) == (other.row_format, theirs)
 

@@ -169,14 +169,14 @@ def initialize_rows(
     start: int,
     num_rows: int,
 ) -> Float[TableArray, "rows dim"]:
-    """Fill a table's rows in a group's array, from row ``start`` on; ``array`` is donated."""
+    """Write a table's first values to a group's array from row ``start`` on, in place."""
     draw, scale = draw_and_scale(initializer, num_rows, array.shape[1])
     place = place_of((0, num_rows), start, (0, array.shape[1]))
     return _fill(array, key, draw, scale, place)
 
 
 def place_of(rows: tuple[int, int], start: int, columns: tuple[int, int]) -> Int32[np.ndarray, "6"]:
-    """Describe for `fill_rows` a part of a table, and the row ``start`` of an array it goes to.
+    """Describe for `fill_rows` a part of a table that goes to an array, from row ``start`` on.
 
     The six numbers are the part's first row in the table (two words), its number of rows, its first
     row in the array, its first column, and the column after its last.

@@ -51,7 +51,7 @@ class Group:
 
     @property
     def features(self) -> tuple[tuple[str, int], ...]:
-        """The features that read the group, each with the index of its table, by table."""
+        """The features that read the group, table after table: (feature, index of its table)."""
         return tuple(
             (feature, index)
             for index, table in enumerate(self.tables)
@@ -134,7 +134,7 @@ class TableLayout:
 
     @property
     def bounds(self) -> dict[str, int]:
-        """Number of valid ids of each feature: the rows of its smallest table."""
+        """Number of valid ids of each feature: the rows of the smallest table that it reads."""
         bounds: dict[str, int] = {}
         for table in self.configs:
             for feature in table.feature_names:
@@ -153,10 +153,10 @@ class TableLayout:
         raise KeyError(f"no table is named {name!r}; there are {names}")
 
     def column_runs(self) -> list[tuple[int, slice]]:
-        """Return runs of columns that make up the outputs in order: (number of group, columns).
+        """Cut the collection's output into runs of columns of the groups' outputs, in order.
 
-        The columns are those of the group's own output, ``[batch, features * dim]``. A run has
-        several outputs if they are neighbours there.
+        A run is (number of the group, columns). The output of a group is ``[batch, features *
+        dim]``; outputs of features that are neighbours there are one run.
         """
         # Most collections are a few runs: then the output is a few slices, not one for each
         # feature.

@@ -192,7 +192,7 @@ class Optimizer(nnx.Optimizer):
             variable.set_raw_value(put(variable.get_raw_value(), sharding))
 
     def _update_shardings(self, model: nnx.Module) -> list[tuple[nnx.Variable, NamedSharding]]:
-        """Return parameters and optax's state with their shardings; none if no one is placed."""
+        """Return parameters and optax's state with their shardings; empty if none is placed."""
         return update_shardings(nnx.state(model, self.wrt), nnx.state(self.opt_state))
 
 

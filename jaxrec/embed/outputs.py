@@ -155,7 +155,7 @@ def join_pooled(
     dtype: DTypeLike,
     **residuals: Any,
 ) -> tuple[KeyedArray, Residuals]:
-    """Join the pooled rows of each group's bags to a collection's output, with its residuals."""
+    """Join the groups' pooled rows to a collection's output; return it and its residuals."""
     blocks, bag_of_sample = [], {}
     for group in tables.groups:
         layout, bags = layouts[group.name], pooled[group.name]
@@ -185,7 +185,7 @@ def split_rows(
     dtype: DTypeLike,
     **residuals: Any,
 ) -> tuple[dict[str, Float[Array, "_capacity _dim"]], Residuals]:
-    """Split the rows of each group's lookups into a per-id collection's outputs, with residuals."""
+    """Split the groups' rows into a per-id collection's outputs; return them and residuals."""
     # If samples share bags, the outputs are those of the expanded batch, sample by sample. Tables
     # were read once for each bag; here rows are copied from the lookups to the samples.
     rows, lookup_of_line = dict(rows), {}
@@ -220,7 +220,7 @@ def _bag_of_sample(
 def _positions_of_samples(
     group: Group, features: KeyedJaggedArray, layout: BagLayout
 ) -> tuple[Int32[Array, " sample_capacity"], tuple[int, ...]]:
-    """Return the lookup of each id of each sample, and each feature's capacity for samples' ids."""
+    """Return the position of each sample's ids among the lookups, and each feature's capacity."""
     # A position without an id becomes padding, whose row is zeros. An id that does not fit into the
     # capacity becomes a bad row: NaN, and not a silent loss.
     keys = [features.keys.index(feature) for feature, _ in group.features]

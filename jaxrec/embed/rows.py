@@ -257,7 +257,7 @@ def rows_per_part(dim: int) -> int:
 
 
 def as_ids(table: str, ids: Any) -> np.ndarray:
-    """Return ids as an array ``[n]`` of the type that NumPy gives them; raise if not one axis."""
+    """Return ids as an array; raise a ValueError if it is not ``[n]``."""
     array = np.asarray(ids)
     if array.ndim != 1:
         raise ValueError(

@@ -137,7 +137,7 @@ class GroupSlots:
 
 
 def group_slots(store: Any, requests: Sequence[TableRows]) -> dict[str, GroupSlots]:
-    """Return the slots of all requests' rows by group, without groups that have no such row."""
+    """Return the slots of all requests' rows, by the name of their group."""
     parts: dict[str, list[tuple[int, RowSlots, int]]] = {}
     sizes: dict[str, int] = {}
     for number, request in enumerate(requests):

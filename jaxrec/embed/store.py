@@ -226,7 +226,7 @@ class TableStore(abc.ABC):
     # goes from ids to row indices, `row_slots` from row indices to slots.
 
     def rows_of(self, name: str, ids: Any) -> Rows:
-        """Return a handle on the rows of some ids: call its ``read()`` or ``write(values)``.
+        """Return a handle on the rows of some ids, with methods ``read()`` and ``write(values)``.
 
         Args:
             name: Name of the table.

@@ -61,7 +61,7 @@ class AheadVariable(nnx.Variable):
 
 
 class Probe(abc.ABC):
-    """Object that a collection asks in place of its store, to learn which calls a loss makes."""
+    """Object that answers a collection's lookups in place of its store, and records them."""
 
     @abc.abstractmethod
     def lookup(self, tables: TableStore, features: KeyedJaggedArray, **options: Any) -> Activations:
@@ -255,7 +255,7 @@ _LOST = (
 
 @dataclasses.dataclass(eq=False)
 class Differentiation:
-    """One evaluation of a loss by `jaxrec.value_and_grad`, which every lookup in it reports to."""
+    """One evaluation of a loss by `jaxrec.value_and_grad`, to which its lookups report."""
 
     trace: Any = None
     is_nested: bool = False

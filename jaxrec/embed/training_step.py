@@ -250,7 +250,7 @@ def _table_gradients(model: nnx.Module, taps: nnx.State) -> dict[str, Calls]:
 
 
 def _residuals(variable: nnx.Variable) -> Any:
-    """Return the residuals of a call; raise if they were not written."""
+    """Return the residuals of a call; raise if the call has not written them."""
     residuals = variable.get_value()
     # The probe saw this call, but its residuals never arrived: say, the lookup ran on a copy of the
     # model.

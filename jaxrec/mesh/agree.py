@@ -69,9 +69,10 @@ def gather_numbers(numbers: Sequence[int]) -> np.ndarray:
 
 
 def on_host(value: Any) -> np.ndarray:
-    """Copy an array to the host; of an array over several processes only this process's rows.
+    """Copy an array to the host.
 
-    A random key becomes the array of its words.
+    Of an array that is sharded over several processes, only this process's rows are copied. A
+    random key becomes the array of its words.
     """
     if _is_key(value):
         value = jax.random.key_data(value)
@@ -92,7 +93,10 @@ def of_all_processes(values: np.ndarray) -> np.ndarray:
 
 
 def gather_ids(ids: np.ndarray) -> list[np.ndarray]:
-    """Gather 64-bit ids, ``[n]`` with another ``n`` in each process; ordered by process."""
+    """Gather 64-bit ids, ``[n]``, of which each process may have another number.
+
+    The result is ordered by process.
+    """
     return gather_id_lists([ids])[0]
 
 
@@ -121,9 +125,10 @@ def gather_id_lists(lists: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
 
 
 def gather_rows(rows: np.ndarray, error: Exception | None = None) -> list[np.ndarray]:
-    """Gather rows, ``[n, ...]`` with another ``n`` in each process; ordered by process.
+    """Gather rows, ``[n, ...]``, of which each process may have another number.
 
-    A process that has failed passes its ``error`` and any rows; then all processes raise.
+    The result is ordered by process. A process that has failed passes its ``error`` and any rows;
+    then all processes raise.
     """
     if jax.process_count() == 1:
         raise_together(error)

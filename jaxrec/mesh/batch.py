@@ -310,7 +310,7 @@ def _cut(leaf: Any, mesh: Mesh, name: str, is_wide: bool) -> _Cut | np.ndarray:
 
 
 def _column(batch: KeyedJaggedArray, key: int, devices: int) -> _Column:
-    """Cut the key of a number by samples, in equal parts for the devices."""
+    """Cut the ids and bags of one key, given by its number, into equal parts for the devices."""
     first_id, first_bag = sum(batch.capacities[:key]), sum(batch.strides[:key])
     lengths = np.asarray(batch.lengths)[first_bag : first_bag + batch.strides[key]]
     ids = slice(first_id, first_id + int(lengths.sum()))
@@ -397,7 +397,7 @@ def _facts(leaves: Mapping[str, _Cut | np.ndarray]) -> dict[str, str]:
 
 
 def _agree(leaves: Mapping[str, _Cut | np.ndarray], cuts: Sequence[_Cut]) -> list[int]:
-    """Return `_Cut.sizes` of the batch's cuts in turn, which hold the demand of all processes."""
+    """Return `_Cut.sizes` of all cuts in turn, which hold the demand of all processes."""
     demand = [number for cut in cuts for number in cut.demand]
     if jax.process_count() > 1:
         demand = _most(demand, _facts(leaves))

@@ -25,7 +25,7 @@ _numbers = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class _Progress:
-    """What a process tells the others of its batches.
+    """Report of a process on its batches, for the other processes.
 
     Attributes:
         count: Number of batches so far.
@@ -123,7 +123,10 @@ class EvenBatches(Iterator[Any]):
             self._source.close()
 
     def _read(self, board: NoteBoard) -> tuple[bool, Any]:
-        """Read the next batch and tell the other processes; return whether there is one, and it."""
+        """Read the next batch and tell the other processes.
+
+        Returns ``(True, batch)``, or ``(False, None)`` if there are no more.
+        """
         if self._mine.is_at_end:
             return False, None
         try:

@@ -49,7 +49,7 @@ class Turns:
     def run(
         self, exchange: Callable[..., Any], awaited: Any, *args: Any, floats: bool = True
     ) -> Any:
-        """Return ``exchange(awaited, *args)``, after the exchanges that were run before.
+        """Return ``exchange(awaited, *args)``. Subclasses make it wait for earlier exchanges.
 
         Args:
             exchange: A function that communicates.
@@ -80,12 +80,12 @@ class Channel:
 
     @property
     def sent(self) -> dict[str, int]:
-        """Options of a kernel whose result is sent: how many arrays it writes, ``parts_out``."""
+        """Keyword arguments of a kernel whose result is sent: ``parts_out``, or none."""
         return {}
 
     @property
     def received(self) -> dict[str, int]:
-        """Options of a kernel that reads a received array: the number of parts, ``parts_in``."""
+        """Keyword arguments of a kernel that reads a received array: ``parts_in``, or none."""
         return {}
 
     def split(self, values: Array) -> list[Array]:
@@ -237,7 +237,7 @@ class RaggedChannel(Channel):
 def on_each_device(
     function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Return `jax.shard_map` of a function, with replicated results that JAX cannot check."""
+    """Return `jax.shard_map` of a function, without JAX's check that replicated results agree."""
     # JAX cannot know that replicated tables get equal updates on all devices.
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False

@@ -196,7 +196,7 @@ def dense_placements(
 
 
 def _fsdp(name: str, array: jax.Array, mesh: Mesh) -> PartitionSpec:
-    """Return the spec that cuts an array's largest axis that divides by the number of devices."""
+    """Cut an array over all devices along its largest divisible axis; return the spec."""
     devices = mesh.devices.size
     if array.size < MIN_SHARDED_SIZE or devices == 1:
         return PartitionSpec()

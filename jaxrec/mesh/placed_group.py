@@ -186,7 +186,7 @@ class PlacedGroup:
     def _of_shards(
         self, values: Sequence[int], local_rows: Int32[Array, " n"], device: Int32[Array, ""]
     ) -> Int32[Array, " n"]:
-        """Return ``values[i]`` for each row of shard ``i``."""
+        """Return for each row the value of its shard; ``values`` has one for each shard."""
         order = sorted(range(len(self.shards)), key=lambda i: self._slot(self.shards[i]))
         starts = np.array([self._slot(self.shards[i]) for i in order], np.int32)
         slots = device * self.local_rows + local_rows
@@ -230,7 +230,7 @@ def layout_of_rows(layout: BagLayout, num_rows: int) -> BagLayout:
 
 
 def _shards_by_table(placed: PlacedGroup) -> dict[int, list[PlacedShard]]:
-    """Return each column slice's shards in the order of rows; the key is its first row."""
+    """Return the shards of each column slice in the order of rows, by the slice's first row."""
     shards: dict[int, list[PlacedShard]] = {}
     for each in placed.shards:
         shards.setdefault(each.first_row - each.shard.rows[0], []).append(each)

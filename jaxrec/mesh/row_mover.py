@@ -44,7 +44,7 @@ class Move:
     count: int
 
     def reversed(self) -> Move:
-        """Return the move back."""
+        """Return the move in the other direction."""
         return Move(self.target, self.start, self.source, self.first, self.count)
 
 

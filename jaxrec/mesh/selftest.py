@@ -199,7 +199,7 @@ def make_configs(options: Options, mesh: MeshShape) -> list[EmbeddingBagConfig]:
 
 
 def place(kind: str, configs: list[EmbeddingBagConfig], shape: MeshShape) -> dict[str, Placement]:
-    """Return the placement of each table."""
+    """Return the placement of each table for a sharding type, by name."""
     name, _, exchange = kind.partition(":")
     options = {"exchange": exchange} if exchange else {}
     make = functools.partial(getattr(placements, name), **options)
@@ -224,7 +224,7 @@ def place(kind: str, configs: list[EmbeddingBagConfig], shape: MeshShape) -> dic
 def draw_batch(
     configs: list[EmbeddingBagConfig], samples: int, seed: int
 ) -> tuple[KeyedJaggedArray, KeyedJaggedArray]:
-    """Return a batch of skewed ids, whole and this process's part of it."""
+    """Return a batch of skewed ids, and this process's part of it."""
     rng = np.random.default_rng(seed)
     # Bags have the same lengths in every batch, so that one program serves all.
     bags = np.random.default_rng(0).integers(0, 5, samples)

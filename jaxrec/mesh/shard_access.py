@@ -102,7 +102,10 @@ class MeshSlots(SlotDevices):
 
 
 def owners(placed: PlacedGroup, shards: list[PlacedShard]) -> Iterator[tuple[int, PlacedShard]]:
-    """Iterate over shards; each comes with the number of its part of the group's arrays."""
+    """Iterate over (device, shard), where the device's part of the group's arrays has the shard.
+
+    All devices have the shards of a replicated group, and the number is 0.
+    """
     for shard in shards:
         yield 0 if placed.is_replicated else shard.shard.device, shard
 

@@ -142,7 +142,7 @@ class MeshStore(TableStore):
         return NamedSharding(self.mesh, self.spec(placed))
 
     def specs(self) -> dict[str, PartitionSpec]:
-        """Return `spec` of each group."""
+        """Return the partition spec of each group's arrays, by the name of the group."""
         return {placed.name: self.spec(placed) for placed in self.layout.groups}
 
     def shard_map(

@@ -281,7 +281,7 @@ class TowerTables(ShardedTables):
         return OwnerFeatures.of(features, layout.capacities, layout.strides)
 
     def _features_of_hosts(self, placed: PlacedGroup) -> list[list[int]]:
-        """Return the features of each host's tables, by number."""
+        """Return, for each host, the positions of the group's features that read its tables."""
         devices = self.layout.mesh.devices_per_host
         host_of = {each.first_row: each.shard.device // devices for each in placed.shards}
         features: list[list[int]] = [[] for _ in range(self.num_hosts)]

@@ -130,7 +130,7 @@ def _dealt(
     buckets: Int[Array, " capacity"],
     num_buckets: int,
 ) -> Bucketized:
-    """Sort ids by bucket; they are numbered within their buckets already."""
+    """Sort a batch by bucket; ``ids`` are already numbered within their buckets."""
     capacity, bags = ids.shape[0], lengths.shape[0]
     offsets = complete_cumsum(jnp.asarray(lengths).astype(jnp.int32))
     is_padding = jnp.arange(capacity) >= offsets[-1]

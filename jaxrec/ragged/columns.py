@@ -120,7 +120,7 @@ def lengths_of_offsets(
 
 
 def bags_per_key(num_keys: int, bags: int, strides: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the number of bags of each key: ``strides``, checked; None: all have as many."""
+    """Return the number of bags of each key: ``strides``, checked. None: the same for all keys."""
     if strides is None:
         if bags % num_keys if num_keys else bags:
             raise ValueError(

@@ -259,7 +259,7 @@ def _known_lengths(fields: Packed) -> np.ndarray | None:
 
 
 def _is_sound(fields: Packed, lengths: np.ndarray) -> bool:
-    """Return whether one check of all keys shows that `_check_each_key` would pass."""
+    """Return whether one check of all keys proves that `_check_each_key` would pass."""
     # False proves nothing. Weights, raw ids and keys without bags are left to the other check, and
     # a bad id may lie in the padding, which may hold anything.
     values, capacities = fields.values, fields.capacities
@@ -328,7 +328,7 @@ def _numbers(where: str, what: str, array: Any) -> np.ndarray:
 
 
 def _narrow(values: np.ndarray, is_checked: bool) -> np.ndarray:
-    """Return values in 32 bits at most; ``is_checked``: all ids outside the padding fit."""
+    """Cast values to at most 32 bits. With ``is_checked``, all ids outside the padding fit."""
     if values.dtype.kind not in "iuO":
         return values.astype(np.float32) if values.dtype == np.float64 else values
     if not (is_checked and values.dtype.kind in "iu") and values.dtype != np.int32 and values.size:

@@ -202,6 +202,7 @@ class JaggedArray:
         return self._padded(self._given_weights(), length, padding_value)
 
     def _padded(self, values: Any, length: int | None, padding_value: Any) -> Array:
+        """Return values or weights as a dense array, padded or cut at the rows' ends."""
         size = self._static_length(length)
 
         def pad(lengths: Array, values: Array) -> Array:

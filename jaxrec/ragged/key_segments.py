@@ -68,7 +68,11 @@ def take_segments(
     sizes: Sequence[int] | None = None,
     fill: int = 0,
 ) -> Shaped[Array, "total ..."]:
-    """Return segments of an array end to end, each padded with ``fill`` from a count to a size."""
+    """Join segments of an array, each padded with ``fill``.
+
+    Segment ``i`` has the ``counts[i]`` elements from ``starts[i]`` on, and takes ``sizes[i]``
+    positions of the result.
+    """
     # One gather, however many segments: a program with a slice and a pad for each of a hundred
     # features takes seconds to compile.
     sizes = counts if sizes is None else sizes

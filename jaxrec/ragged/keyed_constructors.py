@@ -192,7 +192,7 @@ class KeyedConstructors:
 def _packed(
     to_column: Callable[..., columns.Column], data: Any, weights: Any, options: PackOptions
 ) -> Packed:
-    """Pack data and weights by feature, of each of which ``to_column`` makes a column."""
+    """Pack features; ``to_column`` makes a column of the data and weights of each."""
     id_bits = id_bits_of(options)
     data, weights = columns.by_name("data", data), columns.by_name("weights", weights)
     if unknown := [key for key in weights if key not in data]:

@@ -258,7 +258,7 @@ def _joined(arrays: Sequence[np.ndarray], dtype: np.typing.DTypeLike) -> np.ndar
 
 
 def checked_inverse(keys: Sequence[str], strides: Sequence[int], inverse: Any) -> np.ndarray:
-    """Return ``inverse_indices``, checked, as ``[keys, batch]`` int32."""
+    """Return ``inverse_indices`` as ``[keys, batch]`` int32; raise if one names no bag."""
     inverse = integers("inverse_indices", "bag number", ordered_inverse(keys, inverse))
     if inverse.ndim != 2 or inverse.shape[0] != len(keys):
         raise ValueError(
@@ -275,7 +275,7 @@ def checked_inverse(keys: Sequence[str], strides: Sequence[int], inverse: Any) -
 
 
 def check_indices(indices: Int[AnyArray, " selected"], count: int) -> None:
-    """Refuse indices outside ``[0, count)``; traced ones pass."""
+    """Raise an IndexError for indices outside ``[0, count)``; traced ones pass."""
     if isinstance(indices, jax.core.Tracer):
         return
     indices = np.asarray(indices)

@@ -40,7 +40,7 @@ class RawIds(np.ndarray):
 
 
 def refuse(where: str = "values") -> NoReturn:
-    """Refuse raw ids in the array named ``where``, with a hint where they belong."""
+    """Raise a ValueError for raw ids in the array named ``where``; it says where they belong."""
     raise ValueError(f"{where}: {_MESSAGE}")
 
 
@@ -72,7 +72,7 @@ def register_ragged(
     static: tuple[str, ...] = (),
     make: Callable[..., Any] | None = None,
 ) -> None:
-    """Register a class whose first array may hold raw ids as a pytree.
+    """Register a class as a pytree; its ``values`` may hold raw ids.
 
     Args:
         kind: The class.

@@ -257,7 +257,7 @@ def _capacity_within(capacity: int, growth: float, hosts: int) -> int:
 def _on_host(
     placed: PlacedGroup, gradient: RowGradients, channel: Channel, capacity: int
 ) -> tuple[HostGroup, RowGradients, int]:
-    """Return a group, a gradient with its route, and a capacity for the exchange in the host."""
+    """Return the arguments of the exchange within a host: group, gradient and capacity."""
     if gradient.route is not None:
         gradient = dataclasses.replace(gradient, route=gradient.route.within)
     capacity = _capacity_within(capacity, 1, channel.across.size)

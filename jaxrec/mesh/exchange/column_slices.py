@@ -141,7 +141,7 @@ class _Positions:
 
 
 def _units(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the segment of each unit and its position there; segments of ``sizes`` units."""
+    """Return the segment of each unit, and the unit's position there, given segments' sizes."""
     segment = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
     return segment, np.arange(segment.size, dtype=np.int32) - np.array(starts_of(sizes))[segment]
 

@@ -41,7 +41,7 @@ class OwnerFeatures:
     def of(
         cls, features: Sequence[Sequence[int]], capacities: Sequence[int], strides: Sequence[int]
     ) -> OwnerFeatures:
-        """Give each owner's features columns, given the capacity and stride of each feature."""
+        """Give each owner's features columns; capacities and strides are those of all features."""
         columns = list(itertools.zip_longest(*features))
 
         def largest(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -135,9 +135,9 @@ class BagsRoute:
 def received_layout(
     senders: int, capacities: Sequence[int], strides: Sequence[int], num_rows: int
 ) -> BagLayout:
-    """Return the layout of the lookups of ``num_rows`` rows that one owner receives.
+    """Return the layout of the lookups that an owner of ``num_rows`` rows receives.
 
-    Each sender's columns, whose sizes are given, are features of their own.
+    Each column of each sender is a feature; ``capacities`` and ``strides`` are those of columns.
     """
     sizes, bags = tuple(capacities) * senders, tuple(strides) * senders
     count = len(sizes)

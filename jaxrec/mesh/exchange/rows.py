@@ -303,10 +303,10 @@ class GradientRounds:
     def _receive(
         self, asked: Round, clip_value: float | None
     ) -> tuple[Int32[Array, " received"], Float[Array, "received dim"]]:
-        """Send a round's gradients; return the rows of those received, and the gradients.
+        """Send a round's gradients; return the gradients that this device receives, and their rows.
 
-        `PlacedGroup.local_rows`, which no update writes, replaces a row that must wait for a later
-        round.
+        A row that must wait for a later round is replaced by `PlacedGroup.local_rows`, which no
+        update writes.
         """
         placed, channel = self.placed, self.channel
         index = self.route.requests.index_in_round(asked.begins, asked.capacity)
@@ -362,7 +362,7 @@ def _total(
 ) -> Float[Array, " lines"]:
     """Turn each run's sum over this device's columns of a row into the sum over the whole row.
 
-    ``wanted`` numbers the rows that this device requested in the round.
+    ``wanted`` has the numbers of the rows that this device requested in the round.
     """
     # No owner has all slices of a row, but a device that sent a gradient requested all of them. So
     # the partial sums go back to it, it adds them up, and the totals go out to the owners.
