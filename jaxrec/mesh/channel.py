@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxrec.mesh.precision import ExchangePrecision, Format, decode, encode
@@ -235,7 +235,7 @@ class RaggedChannel(Channel):
 
 
 def on_each_device(
-    function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
+    function: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
     """Return `jax.shard_map` of a function, without JAX's check that replicated results agree."""
     # JAX cannot know that replicated tables get equal updates on all devices.
