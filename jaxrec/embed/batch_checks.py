@@ -22,9 +22,10 @@ _MANY = 5
 
 
 def check_ids(features: KeyedJaggedArray, bounds: Mapping[str, int], *, always: bool) -> None:
-    """Raise a ValueError if an id is outside its table; ``bounds`` has each feature's ids.
+    """Raise a ValueError if an id is outside its table.
 
-    A traced batch is checked only with ``always``, by a call back to the host.
+    ``bounds`` maps each feature to the number of its valid ids. A traced batch is checked only with
+    ``always``, by a call back to the host.
     """
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(features)):
         _raise_bad_id(bounds, features)
@@ -33,7 +34,7 @@ def check_ids(features: KeyedJaggedArray, bounds: Mapping[str, int], *, always: 
 
 
 def call_back(function: Callable[..., None], *arrays: Any) -> None:
-    """Call a function on the host: now, or if arrays are traced, when the program has values."""
+    """Call a function with arrays on the host; if they are traced, whenever the program runs."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arrays)):
         jax.debug.callback(function, *arrays)
     else:
@@ -50,9 +51,9 @@ def _raise_bad_id(bounds: Mapping[str, int], features: KeyedJaggedArray) -> None
 
 
 def bad_id_of_batch(model: nnx.Module, batch: Any) -> str | None:
-    """Return a sentence about an id outside its table in any batch of a pytree; None: all fit.
+    """Describe an id outside its table in any batch of a pytree; None: there is none.
 
-    With several processes it sees the part on this process's devices.
+    Of a batch over several processes, only the part on this process's devices is read.
     """
     leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, KeyedJaggedArray))
     for features in leaves:
@@ -66,7 +67,7 @@ def bad_id_of_batch(model: nnx.Module, batch: Any) -> str | None:
 
 
 def _describe_bad_ids(features: KeyedJaggedArray, bounds: Mapping[str, int]) -> str | None:
-    """Return a sentence about the first feature with an id outside its table; None: all fit."""
+    """Describe the bad ids of the first feature that has any; None: there are none."""
     # Ids are checked here, on the host: a kernel can make a bad id NaN, but not say which it was.
     parts = list(_parts(features))
     for key, feature in enumerate(features.keys):
@@ -88,7 +89,7 @@ def _describe_bad_ids(features: KeyedJaggedArray, bounds: Mapping[str, int]) -> 
 
 
 def _parts(features: KeyedJaggedArray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield the device's number, ids and lengths for each part of a batch."""
+    """Yield the number, the ids and the lengths of each device that this process has."""
     values: Any = features.values  # an array, or wide ids
     lengths = features.lengths
     if isinstance(values, WideIds):
@@ -112,7 +113,7 @@ def _parts(features: KeyedJaggedArray) -> Iterator[tuple[int, np.ndarray, np.nda
 
 
 class TracedCapacities:
-    """The combinations of capacities that a collection was traced with; warns once of many."""
+    """Combinations of capacities that a collection was traced with; too many give a warning."""
 
     # An attribute of a collection, and so of the copies that Flax makes in each trace. Flax
     # compares attributes to find a compiled program: instances are all equal, or models with equal
@@ -123,7 +124,7 @@ class TracedCapacities:
         self._has_warned = False
 
     def add(self, name: str, features: KeyedJaggedArray) -> None:
-        """Record a traced batch's capacities; the warning calls the collection ``name``."""
+        """Record the capacities of a traced batch; ``name`` names the collection in the warning."""
         if self._has_warned or not isinstance(features.lengths, jax.core.Tracer):
             return
         # Batches of other features, or with other numbers of bags, are other calls: no warning.

@@ -23,7 +23,7 @@ class LogicalTable:
 
 
 def part_rows(rows: int, parts: int) -> int:
-    """Return the padded number of rows of each of ``parts`` equal parts of ``rows`` rows."""
+    """Cut a table of ``rows`` rows into equal parts; return the padded number of rows of a part."""
     # Four binary digits, then zeros: 1,000,000 rows become 1,048,576. Padding is less than an
     # eighth, tables of like sizes share compiled programs, and parts divide into a file's chunks.
     least = -(-rows // parts)
@@ -38,7 +38,7 @@ def take_rows(
     count: Int32[Array, ""],
     padded_rows: int,
 ) -> Shaped[Array, "padded_rows ..."]:
-    """Return ``count`` rows from ``first`` on, then zeros up to ``padded_rows``."""
+    """Return ``count`` rows of an array from row ``first`` on, then zeros."""
     rows = _row_indices(array, first, count, padded_rows)
     return array.at[rows].get(mode="fill", fill_value=0)
 
@@ -50,7 +50,7 @@ def put_rows(
     first: Int32[Array, ""],
     count: Int32[Array, ""],
 ) -> Shaped[TableArray, "rows ..."]:
-    """Set ``count`` rows from ``first`` on, in place."""
+    """Set ``count`` rows of an array from row ``first`` on, in place."""
     rows = _row_indices(array, first, count, values.shape[0])
     return array.at[rows].set(values.astype(array.dtype), mode="drop")
 

@@ -245,7 +245,7 @@ class Collection(TappedModule):
         self.tables.set_value(self._store.rows_of(name, ids).write(state))
 
     def _require_eager(self, method: str, name: str) -> None:
-        """Raise a TypeError if a function is being traced or differentiated."""
+        """Raise a TypeError in a function that is being traced or differentiated."""
         remedy = (
             "look the ids up by calling the collection with a batch, or call "
             f"{method} before and pass the rows in"
@@ -264,6 +264,7 @@ class Collection(TappedModule):
             require_jaxrec_gradient(None)
 
     def _checked_tables(self, tables: Sequence[TableConfig]) -> tuple[TableConfig, ...]:
+        """Return the tables as a tuple; raise a TypeError if one is of another kind."""
         wanted = self._config.__name__
         if isinstance(tables, TableConfig | str | Mapping) or not isinstance(tables, Iterable):
             raise TypeError(
@@ -277,6 +278,7 @@ class Collection(TappedModule):
         return tables
 
     def _check_batch(self, features: KeyedJaggedArray) -> None:
+        """Raise an error if a batch cannot be looked up, and record its capacities."""
         if not isinstance(features, KeyedJaggedArray):
             raise TypeError(
                 f"{type(self).__name__} is called with a KeyedJaggedArray, got "

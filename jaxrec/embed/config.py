@@ -24,7 +24,7 @@ POOLINGS = ("sum", "mean")
 
 @dataclasses.dataclass(frozen=True)
 class TableConfig:
-    """Fields of every table; use `EmbeddingBagConfig` or `EmbeddingConfig`.
+    """Configuration of a table; use `EmbeddingBagConfig` or `EmbeddingConfig`.
 
     Attributes:
         name: Name of the table, unique in its collection.
@@ -95,12 +95,9 @@ class TableConfig:
         return self.inference_format or TABLE_FORMATS[str(self.dtype)]
 
     def stores_like(self, other: TableConfig) -> bool:
-        """Return whether another table stores rows in the same bytes and for the same use."""
-        is_inference = self.inference_format is not None
-        return (self.row_format, is_inference) == (
-            other.row_format,
-            other.inference_format is not None,
-        )
+        """Return whether another table has the same row format, and both or none are trained."""
+        mine, theirs = self.inference_format is None, other.inference_format is None
+        return (self.row_format, mine) == (other.row_format, theirs)
 
     def check_rows(self, where: str, rows: Array | np.ndarray, first_row: int = 0) -> None:
         """Raise a ValueError if the table's format cannot hold ``rows``, ``[n, embedding_dim]``.
@@ -141,10 +138,17 @@ class TableConfig:
 
     def _checked_dtype(self) -> str:
         try:
-            dtype = table_dtype(self.dtype)
+            return table_dtype(self.dtype)
         except ValueError as error:
             raise ValueError(f"table {self.name!r}: {error}") from None
-        return dtype
+
+
+def find_config(configs: Sequence[TableConfig], name: str) -> TableConfig:
+    """Return the configuration of a table; raise a KeyError if no table has the name."""
+    by_name = {config.name: config for config in configs}
+    if name not in by_name:
+        raise KeyError(f"no table is named {name!r}; there are {', '.join(map(repr, by_name))}")
+    return by_name[name]
 
 
 def refuse_training(tables: Sequence[TableConfig]) -> None:
@@ -159,7 +163,7 @@ def refuse_training(tables: Sequence[TableConfig]) -> None:
 
 
 def table_dtype(dtype: DTypeLike) -> str:
-    """Return the name of a table's ``dtype``; a ValueError if tables cannot have it."""
+    """Return the name of a ``dtype``; raise a ValueError if tables cannot have it."""
     # JAX's name "float8_e4m3fn" says "finite, no infinities"; ours is the shorter one.
     try:
         name = jnp.dtype(dtype).name.removesuffix("fn")

@@ -50,7 +50,7 @@ def table_key(key: Key[Array, ""] | Shaped[Array | np.ndarray, "_"], name: str) 
 def draw_and_scale(
     initializer: str | Callable, num_rows: int, dim: int
 ) -> tuple[Callable, np.float32]:
-    """Return a function that draws a row, and the factor of its values."""
+    """Return the function that draws a row for an initializer, and the factor of its values."""
     if not isinstance(initializer, str):
         check_row_wise(initializer, dim)
         return initializer, np.float32(1)
@@ -66,10 +66,10 @@ def draw_rows(
     low: UInt32[Array, " n"],
     dim: int,
 ) -> Float[Array, "n dim"]:
-    """Return the first values of rows ``high * 2**32 + low``; traced.
+    """Return the first values of the rows numbered ``high * 2**32 + low``; traced.
 
-    ``draw`` and ``scale`` are from `draw_and_scale`. The scale and the table's key are for all
-    rows, or one for each: ``[n]`` and ``[n, 2]``.
+    ``draw`` and ``scale`` are from `draw_and_scale`. There is one scale and one table key for all
+    rows, or one for each row: ``[n]`` and ``[n, 2]``.
     """
     words = fold_words(key, high, low)
     values = jax.vmap(lambda of_row: draw_with(draw, of_row, (1, dim))[0])(words)
@@ -131,7 +131,10 @@ def check_row_wise(initializer: Callable, dim: int) -> None:
 
 
 def _difference(first: np.ndarray, second: np.ndarray, alone: np.ndarray) -> str:
-    """Return how rows drawn alone differ from two tables drawn together, or the two are alike."""
+    """Describe the evidence that an initializer does not draw rows one by one; empty: none.
+
+    ``first`` and ``second`` are rows drawn together, with two keys; ``alone`` were drawn singly.
+    """
     without_columns = [x - np.median(x, axis=0) for x in (first, second, alone)]
     for what, together, by_itself in (
         ("typical value", first, alone),
@@ -166,17 +169,17 @@ def initialize_rows(
     start: int,
     num_rows: int,
 ) -> Float[TableArray, "rows dim"]:
-    """Fill a table's rows in a group's array, from row ``start`` on; ``array`` is donated."""
+    """Write a table's first values to a group's array from row ``start`` on, in place."""
     draw, scale = draw_and_scale(initializer, num_rows, array.shape[1])
     place = place_of((0, num_rows), start, (0, array.shape[1]))
     return _fill(array, key, draw, scale, place)
 
 
 def place_of(rows: tuple[int, int], start: int, columns: tuple[int, int]) -> Int32[np.ndarray, "6"]:
-    """Return six numbers for `fill_rows`: which part of a table goes to which rows of an array.
+    """Describe for `fill_rows` a part of a table that goes to an array, from row ``start`` on.
 
-    They are the two words of the part's first row in the table, its number of rows, its first row
-    in the array, and its columns ``[first, stop)``.
+    The six numbers are the part's first row in the table (two words), its number of rows, its first
+    row in the array, its first column, and the column after its last.
     """
     # One int32 array, not six arguments: parts of all places share a compiled program.
     first, stop = rows
@@ -205,7 +208,7 @@ def fill_rows(
 ) -> Float[TableArray, "rows width"]:
     """Fill rows of an array with a part of a table's first values; ``place`` is from `place_of`.
 
-    ``dim`` are the table's columns. An array wider than the part gets zeros behind its columns.
+    The table has ``dim`` columns. If the array is wider than the part, zeros follow its columns.
     """
     block_rows = min(max(1, BLOCK_ELEMENTS // dim), array.shape[0])
     in_block = jnp.arange(block_rows, dtype=jnp.int32)

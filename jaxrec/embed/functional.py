@@ -27,7 +27,7 @@ _default_factory: contextvars.ContextVar[StoreFactory] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def default_store(factory: StoreFactory) -> Iterator[None]:
-    """Within this context, models that name no store make their tables with a factory."""
+    """Within this context, tables that are made without ``store=`` come from this factory."""
     token = _default_factory.set(factory)
     try:
         yield
@@ -36,7 +36,7 @@ def default_store(factory: StoreFactory) -> Iterator[None]:
 
 
 def store_factory() -> StoreFactory:
-    """Return the factory that makes the tables of models that name no store."""
+    """Return the factory of tables that are made without ``store=``."""
     return _default_factory.get()
 
 
@@ -65,7 +65,7 @@ def init_tables(
         >>> tables.read("user").shape
         (10, 4)
     """
-    return (store or _default_factory.get())(layout_tables(configs, optimizer), key)
+    return (store or store_factory())(layout_tables(configs, optimizer), key)
 
 
 def lookup(

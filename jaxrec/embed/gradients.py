@@ -1,4 +1,4 @@
-"""`Gradients` of a model with tables: of parameters as usual, of tables as gradients of rows."""
+"""`Gradients` of a model with tables: those of parameters, and those of the rows of tables."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ class Gradients:
 
 
 def rows_are_finite(gradient: SealedRowGradients, group: Group) -> Bool[Array, ""]:
-    """Return whether a group's row optimizer can take a call's gradients."""
+    """Return whether a call's gradients are finite and within the row optimizer's limit."""
     largest = group.optimizer.largest_gradient
     if largest == math.inf:
         return jnp.all(jnp.isfinite(gradient.values))
@@ -377,7 +377,7 @@ def tie_to(value: Float[Array, ""], tables: Mapping[str, Calls]) -> dict[str, Ca
 
 
 def _map_calls(function: Callable[[Any], Any], tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply a function to the gradients of each group."""
+    """Apply a function to each group's gradient in each call of each collection."""
     return {
         path: [{name: function(gradient) for name, gradient in call.items()} for call in calls]
         for path, calls in tables.items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
@@ -16,6 +15,7 @@ from jaxrec.embed.formats import RowFormat
 from jaxrec.embed.kernels import BagLayout
 from jaxrec.optim import RowOptimizer, frozen
 from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.ragged.key_segments import starts_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +47,11 @@ class Group:
     @functools.cached_property
     def row_offsets(self) -> tuple[int, ...]:
         """First row of each table."""
-        counts = (table.num_embeddings for table in self.tables)
-        return tuple(itertools.accumulate(counts, initial=0))[:-1]
+        return starts_of(table.num_embeddings for table in self.tables)
 
     @property
     def features(self) -> tuple[tuple[str, int], ...]:
-        """The features that read the group, each with the index of its table, by table."""
+        """The features that read the group, table after table: (feature, index of its table)."""
         return tuple(
             (feature, index)
             for index, table in enumerate(self.tables)
@@ -60,13 +59,15 @@ class Group:
         )
 
     def bags(self, features: KeyedJaggedArray) -> BagLayout:
-        """Return the layout of the group's features in a batch; a KeyError if it lacks one."""
+        """Return the layout of the group's features in a batch.
+
+        Raises a KeyError if the batch lacks a feature.
+        """
         # Static numbers from the batch's keys and capacities: no array is read.
         if not jnp.issubdtype(features.values.dtype, np.integer):
             raise TypeError(f"ids are integers, but the batch holds {features.values.dtype}")
         index = {key: i for i, key in enumerate(features.keys)}
-        id_starts = tuple(itertools.accumulate(features.capacities, initial=0))
-        length_starts = tuple(itertools.accumulate(features.strides, initial=0))
+        id_starts, length_starts = starts_of(features.capacities), starts_of(features.strides)
         keys = []
         for feature, table in self.features:
             if feature not in index:
@@ -133,7 +134,7 @@ class TableLayout:
 
     @property
     def bounds(self) -> dict[str, int]:
-        """Number of valid ids of each feature: the rows of its smallest table."""
+        """Number of valid ids of each feature: the rows of the smallest table that it reads."""
         bounds: dict[str, int] = {}
         for table in self.configs:
             for feature in table.feature_names:
@@ -143,7 +144,7 @@ class TableLayout:
         return bounds
 
     def find(self, name: str) -> tuple[Group, int]:
-        """Return a table's group and its index there; a KeyError if no table has the name."""
+        """Return a table's group and its index there; raise a KeyError if no table has the name."""
         for group in self.groups:
             for index, table in enumerate(group.tables):
                 if table.name == name:
@@ -152,9 +153,10 @@ class TableLayout:
         raise KeyError(f"no table is named {name!r}; there are {names}")
 
     def column_runs(self) -> list[tuple[int, slice]]:
-        """Return the outputs in order as (group, columns of its output), neighbours joined.
+        """Cut the collection's output into runs of columns of the groups' outputs, in order.
 
-        A group's own output is ``[batch, features * dim]``.
+        A run is (number of the group, columns). The output of a group is ``[batch, features *
+        dim]``; outputs of features that are neighbours there are one run.
         """
         # Most collections are a few runs: then the output is a few slices, not one for each
         # feature.
@@ -173,7 +175,7 @@ def layout_tables(
     optimizer: RowOptimizer,
     apart: Callable[[TableConfig], Hashable] = lambda table: None,
 ) -> TableLayout:
-    """Group tables and name the outputs of a collection; errors say why tables cannot form one.
+    """Group tables and name the outputs of a collection; raise if they cannot form a collection.
 
     Tables for which ``apart`` returns different values do not share a group.
     """
@@ -224,6 +226,7 @@ def _group(
     default: RowOptimizer,
     apart: Callable[[TableConfig], Hashable],
 ) -> tuple[Group, ...]:
+    """Group the tables of equal width, format and optimizer, with the same value of ``apart``."""
     members: dict[tuple, list[TableConfig]] = {}
     for table in tables:
         # The optimizer is part of what groups tables, so that one call updates the whole array.

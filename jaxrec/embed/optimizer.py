@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 from jaxrec.embed.batch_checks import call_back
 from jaxrec.embed.gradients import Gradients, rows_are_finite
 from jaxrec.embed.taps import tapped_modules
-from jaxrec.embed.variables import put, update_shardings, without_placements
+from jaxrec.embed.variables import is_variable, put, update_shardings, without_placements
 from jaxrec.optim import RowOptimizer, hyperparameter
 from jaxrec.optim.hyperparameters import UpdateStep, find_hyperparameters
 
@@ -193,12 +192,12 @@ class Optimizer(nnx.Optimizer):
             variable.set_raw_value(put(variable.get_raw_value(), sharding))
 
     def _update_shardings(self, model: nnx.Module) -> list[tuple[nnx.Variable, NamedSharding]]:
-        """Return the variables of a dense update with their shardings, if any is placed."""
+        """Return parameters and optax's state with their shardings; empty if none is placed."""
         return update_shardings(nnx.state(model, self.wrt), nnx.state(self.opt_state))
 
 
 def _report_not_finite(gradients: Gradients, step: Int[Array, ""]) -> None:
-    """Raise a `NotFiniteError` with the names of what is not finite, from compiled code too."""
+    """Raise a `NotFiniteError` that names the loss or the gradients that are not finite."""
     is_finite: dict[str, Array] = {"the loss": gradients.loss_is_finite.open()}
     for keys, leaf in jax.tree.leaves_with_path(gradients.dense):
         is_finite[f"the gradient of parameter {_path_name(keys)}"] = jnp.isfinite(leaf).all()
@@ -234,7 +233,7 @@ def _path_name(path: tuple[Any, ...]) -> str:
 
 
 def _on_arrays(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return the transformation with an ``init`` that reads the shards of placed parameters."""
+    """Return a transformation like ``tx`` whose ``init`` reads the shards of placed parameters."""
     return optax.GradientTransformation(lambda state: tx.init(without_placements(state)), tx.update)
 
 
@@ -264,8 +263,11 @@ def _check_accumulates_nothing(opt_state: Any) -> None:
 
 
 def _initial_hyperparameters(model: nnx.Module) -> dict[str, Hyperparameter]:
+    """Return the hyperparameters of a model's row optimizers by name, with their first values."""
     values: dict[str, float] = {}
-    for each in _model_hyperparameters(model):
+    stores = [module.tables.get_value() for module in tapped_modules(model).values()]
+    groups = [group for store in stores for group in store.groups.values()]
+    for each in (found for group in groups for found in find_hyperparameters(group.optimizer)):
         if values.setdefault(each.name, each.value) != each.value:
             raise ValueError(
                 f"two row optimizers have a hyperparameter {each.name!r} with different values, "
@@ -274,17 +276,11 @@ def _initial_hyperparameters(model: nnx.Module) -> dict[str, Hyperparameter]:
     return {name: Hyperparameter(jnp.asarray(v, jnp.float32)) for name, v in values.items()}
 
 
-def _model_hyperparameters(model: nnx.Module) -> Iterator[hyperparameter]:
-    for module in tapped_modules(model).values():
-        for optimizer in (g.optimizer for g in module.tables.get_value().groups.values()):
-            yield from find_hyperparameters(optimizer)
-
-
 def _variables(tree: Any) -> list[nnx.Variable]:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
-    return [leaf for leaf in leaves if isinstance(leaf, nnx.Variable)]
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_variable) if is_variable(leaf)]
 
 
 def _select(condition: Bool[Array, ""], new: Array, old: Array) -> Array:
+    """Return ``new`` if the condition holds, else ``old``."""
     # A variable that the update did not touch needs no choice in the program.
     return new if new is old else jnp.where(condition, new, old)

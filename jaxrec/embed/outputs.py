@@ -1,4 +1,4 @@
-"""From the rows of a batch's ids to the outputs of a collection, for every store alike."""
+"""Steps of a lookup that all stores share: flat lookups, pooling, and a collection's outputs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,10 @@ def pool(
     dtype: DTypeLike,
     **hints: int,
 ) -> Float[Array, "bags dim"]:
-    """Pool the rows of bags, ``[bags, dim]``, differentiably with respect to the weights."""
+    """Pool the rows of bags, ``[bags, dim]``; differentiable in the weights.
+
+    ``hints`` are those of `kernels.pooled_lookup`.
+    """
     if weights is None:
         return kernels.pooled_lookup(table, ids, lengths, None, layout, dtype, **hints)
     return _pool_weighted(table, ids, lengths, weights, (layout, dtype, tuple(hints.items())))
@@ -112,7 +115,7 @@ _pool_weighted.defvjp(_pool_weighted_forward, _pool_weighted_backward)
 def flatten(
     features: KeyedJaggedArray, weights: Array | None, layout: BagLayout, group: Group
 ) -> Lookups:
-    """Return a group's flat lookups in a batch; those in bags without a sample become padding."""
+    """Return a group's flat lookups in a batch; lookups of bags that no sample has are padding."""
     # Lookups are residuals of the update. The gradient of weights comes from `pool` alone.
     weights = None if weights is None else jax.lax.stop_gradient(weights)
     ids, lengths = narrow(features.values), jnp.asarray(features.lengths)
@@ -127,7 +130,7 @@ def of_used_bags(
     group: Group,
     padding: int,
 ) -> Lookups:
-    """Return lookups with row ``padding`` in bags without a sample, and with bags if pooled."""
+    """Replace the rows of bags that no sample has by ``padding``; drop ``bags`` if not pooled."""
     # A bag that no sample has must not touch its rows: they would count as looked up, and
     # optimizers with a decay or moments change a looked-up row even without a gradient.
     if shares_bags(features, layout):
@@ -139,7 +142,7 @@ def of_used_bags(
 
 
 def shares_bags(features: KeyedJaggedArray, layout: BagLayout) -> bool:
-    """Return whether samples share bags: the batch's `inverse_indices` say which bag each has."""
+    """Return whether samples share bags, as the batch's `inverse_indices` tell."""
     return features.inverse_indices is not None and layout.num_bags > 0
 
 
@@ -152,7 +155,7 @@ def join_pooled(
     dtype: DTypeLike,
     **residuals: Any,
 ) -> tuple[KeyedArray, Residuals]:
-    """Join the pooled rows of each group's bags to a collection's output, with its residuals."""
+    """Join the groups' pooled rows to a collection's output; return it and its residuals."""
     blocks, bag_of_sample = [], {}
     for group in tables.groups:
         layout, bags = layouts[group.name], pooled[group.name]
@@ -182,7 +185,7 @@ def split_rows(
     dtype: DTypeLike,
     **residuals: Any,
 ) -> tuple[dict[str, Float[Array, "_capacity _dim"]], Residuals]:
-    """Split the rows of each group's lookups into a per-id collection's outputs, with residuals."""
+    """Split the groups' rows into a per-id collection's outputs; return them and residuals."""
     # If samples share bags, the outputs are those of the expanded batch, sample by sample. Tables
     # were read once for each bag; here rows are copied from the lookups to the samples.
     rows, lookup_of_line = dict(rows), {}
@@ -205,6 +208,7 @@ def split_rows(
 def _bag_of_sample(
     group: Group, features: KeyedJaggedArray, layout: BagLayout
 ) -> Int32[Array, "batch features"]:
+    """Return the row of the group's pooled output that has each sample's bag of each feature."""
     inverse = jnp.asarray(features.inverse_indices)
     columns = []
     for position, (feature, _) in enumerate(group.features):
@@ -216,7 +220,7 @@ def _bag_of_sample(
 def _positions_of_samples(
     group: Group, features: KeyedJaggedArray, layout: BagLayout
 ) -> tuple[Int32[Array, " sample_capacity"], tuple[int, ...]]:
-    """Return the lookup of each id of each sample, and each feature's capacity for samples' ids."""
+    """Return the position of each sample's ids among the lookups, and each feature's capacity."""
     # A position without an id becomes padding, whose row is zeros. An id that does not fit into the
     # capacity becomes a bad row: NaN, and not a silent loss.
     keys = [features.keys.index(feature) for feature, _ in group.features]

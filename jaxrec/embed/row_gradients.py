@@ -33,11 +33,18 @@ Routes: TypeAlias = dict[str, Any]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """Data of a lookup that its update needs, by group."""
+    """Data of a lookup that its update needs, by the name of the group.
+
+    Attributes:
+        lookups: The group's flat lookups.
+        bag_of_sample: Only if the batch has `inverse_indices`: the bag of each sample and feature,
+            ``[batch, features]``. Without pooling: the lookup of each line of the output, out of
+            range at padding.
+        layouts: Layout of each group's features in the batch, in the order of the groups.
+        routes: Route of the group's lookups.
+    """
 
     lookups: dict[str, Lookups]
-    # Only if the batch has `inverse_indices`: the bag of each sample and feature, `[batch,
-    # features]`. Without pooling, the lookup of each line of the output, out of range at padding.
     bag_of_sample: dict[str, Int32[Array, "..."]]
     layouts: tuple[BagLayout, ...] = dataclasses.field(metadata={"static": True})
     routes: Routes = dataclasses.field(default_factory=dict)
@@ -68,7 +75,10 @@ class RowGradients:
     def sum_by_row(
         self, num_rows: int, clip_value: float | None = None, **hints: Any
     ) -> tuple[kernels.Runs, Float[Array, "lookups dim"]]:
-        """Return the runs of equal rows and each run's sum; hints are those of `sum_rows`."""
+        """Return the runs of equal rows, and the sum of each run's gradients.
+
+        The other arguments are those of `kernels.sum_rows`.
+        """
         runs = kernels.build_runs(self.lookups.rows, num_rows)
         by_run = dataclasses.replace(self.lookups, rows=runs.inverse)
         return runs, kernels.sum_rows(by_run, self.values, runs.unique.size, clip_value, **hints)
@@ -77,7 +87,7 @@ class RowGradients:
 def group_gradients(
     layout: TableLayout, residuals: Residuals, cotangents: Activations
 ) -> dict[str, RowGradients]:
-    """Return each group's gradients of rows, given the gradient of the looked-up embeddings."""
+    """Return the gradients of rows by group, given the gradient of the embeddings."""
     gradients = {}
     blocks = _group_blocks(layout, cotangents)
     for group, bags, block in zip(layout.groups, residuals.layouts, blocks, strict=True):
@@ -97,14 +107,14 @@ def group_gradients(
 def table_gradient(
     layout: TableLayout, name: str, gradient: Float[Array, "rows dim"]
 ) -> dict[str, RowGradients]:
-    """Return the gradient of a whole table as that of one lookup of each of its rows."""
+    """Return the gradient of a table that was read whole, as of one lookup of each row."""
     group, index = layout.find(name)
     rows = group.row_offsets[index] + jnp.arange(gradient.shape[0], dtype=jnp.int32)
     return {group.name: RowGradients(Lookups(rows, None, None), gradient.astype(jnp.float32))}
 
 
 def add_samples(gradient: RowGradients, bound: float | None = None) -> RowGradients:
-    """Add the gradients of samples that share a bag, elements clipped to ``bound`` first."""
+    """Add the gradients of samples that share a bag; elements are first clipped to ``bound``."""
     if bound is None and gradient.bag_of_line is None:
         return gradient
     if gradient.bag_of_line is None:
@@ -122,7 +132,10 @@ def add_samples(gradient: RowGradients, bound: float | None = None) -> RowGradie
 def bound_samples(
     parts: Sequence[RowGradients], optimizer: RowOptimizer
 ) -> tuple[list[RowGradients], RowOptimizer]:
-    """Return the gradients of bags; the optimizer comes back without a bound applied here."""
+    """Bound the gradients of samples that share bags, and add them to gradients of bags.
+
+    Returns these gradients, and the optimizer: without ``clip_value`` if it was applied here.
+    """
     # If no bags are shared, a bag is a sample, and the kernels clip gradients while they sum them.
     if all(part.bag_of_line is None for part in parts):
         return list(parts), optimizer
@@ -146,23 +159,19 @@ def merge(parts: Sequence[RowGradients]) -> RowGradients:
         bags.append(lines + first_line)
         scales.append(ones)
         first_line += part.values.shape[0]
+    owners = [part.lookups.owners for part in parts if part.lookups.owners is not None]
     lookups = Lookups(
         jnp.concatenate([part.lookups.rows for part in parts]),
         jnp.concatenate(bags) if has_bags else None,
         jnp.concatenate(scales) if has_scales else None,
-        _joined_owners([part.lookups for part in parts]),
+        jnp.concatenate(owners) if owners else None,
     )
     layouts = tuple(layout for part in parts for layout in part.layouts)
     return RowGradients(lookups, jnp.concatenate([part.values for part in parts]), layouts)
 
 
-def _joined_owners(parts: Sequence[Lookups]) -> Int32[Array, " lookups"] | None:
-    owners = [part.owners for part in parts if part.owners is not None]
-    return jnp.concatenate(owners) if owners else None
-
-
 def group_parts(calls: Sequence[dict[str, RowGradients]]) -> dict[str, list[RowGradients]]:
-    """Return by group the gradients of all calls that looked the group up."""
+    """Return each group's gradients from all calls, by the name of the group."""
     names = dict.fromkeys(name for call in calls for name in call)
     return {name: [call[name] for call in calls if name in call] for name in names}
 
@@ -170,7 +179,10 @@ def group_parts(calls: Sequence[dict[str, RowGradients]]) -> dict[str, list[RowG
 def table_squares(
     groups: Sequence[Group], calls: Sequence[dict[str, RowGradients]]
 ) -> dict[str, Float[Array, ""]]:
-    """Return each trained table's sum of squares of its gradient, summed by row but not clipped."""
+    """Return the sum of squares of each trained table's gradient, by name.
+
+    The gradients of a row are added up first. They are not clipped.
+    """
     squares: dict[str, Array] = {}
     parts = group_parts(calls)
     for group in groups:
@@ -211,6 +223,6 @@ def _group_blocks(layout: TableLayout, cotangents: Activations) -> list[Float[Ar
 
 
 def _widened(values: Float[Array, "lines _"], dim: int) -> Float[Array, "lines dim"]:
-    """Return values padded with columns of zeros."""
+    """Pad values with columns of zeros to ``dim`` columns."""
     missing = dim - values.shape[1]
     return jnp.pad(values, ((0, 0), (0, missing))) if missing else values

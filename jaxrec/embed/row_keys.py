@@ -24,7 +24,10 @@ _PARITY = np.uint32(0x1BD11BDA)
 
 
 def key_words(key: Key[Array, ""] | Shaped[Array, "_"] | np.ndarray) -> KeyWords:
-    """Return the two words of a Threefry key (or its data), or two words drawn with another key."""
+    """Return the two words of a random key, or of a key's data.
+
+    They are the words of a Threefry key, and two words drawn with any other key.
+    """
     if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.shape == (2,):
             return jnp.asarray(key, jnp.uint32)
@@ -36,7 +39,10 @@ def key_words(key: Key[Array, ""] | Shaped[Array, "_"] | np.ndarray) -> KeyWords
 def fold_words(
     words: UInt32[Array, "*_ 2"], high: UInt32[Array, "*n"], low: UInt32[Array, "*n"]
 ) -> UInt32[Array, "*n 2"]:
-    """Fold 64-bit numbers into one key or a key each, like `jax.random.fold_in` below 2**32."""
+    """Fold the numbers ``high * 2**32 + low`` into one key for all, or into a key for each.
+
+    Numbers below 2**32 give the words that `jax.random.fold_in` gives.
+    """
     return jnp.stack(_threefry(words, high, low), axis=-1)
 
 
@@ -70,7 +76,7 @@ def _threefry(key: UInt32[Array, "*_ 2"], high: Array, low: Array) -> tuple[Arra
 
 
 def _count(key: UInt32[Array, "2"], shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """Encrypt the numbers 0, 1, 2, ..., one for each element of an array."""
+    """Encrypt the numbers 0, 1, 2, ... for the elements of an array; return both words of each."""
     low = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
     return _threefry(key, jnp.zeros_like(low), low)
 

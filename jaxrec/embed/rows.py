@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from jaxrec.embed.config import find_config
 from jaxrec.embed.slots import GroupSlots, RowSlots, TableRows, group_slots
 from jaxrec.optim import RowOptimizer
 
@@ -38,7 +39,8 @@ _PART_BYTES = 1 << 24
 class OutsideRows(Protocol):
     """Rows that a store keeps outside of its arrays, in a file for example.
 
-    ``positions``, int ``[m]``, says which of the requested ids they belong to.
+    Attributes:
+        positions: Positions of the rows' ids among the requested ids, int ``[m]``.
     """
 
     positions: np.ndarray
@@ -47,12 +49,17 @@ class OutsideRows(Protocol):
         """Return the rows under ``"rows"``, and their optimizer state by name, ``[m, ...]``."""
 
     def write(self, values: Mapping[str, np.ndarray]) -> None:
-        """Set the arrays of `read` that ``values`` has; the others stay as they are."""
+        """Set rows and state, by the names of `read`; arrays without a value stay as they are."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FoundIds:
-    """Row index of each id, int ``[n]``; -1 for a row outside of the table's arrays."""
+    """Result of `TableStore.find_ids`.
+
+    Attributes:
+        rows: Row index of each id, int ``[n]``; -1 for a row outside of the table's arrays.
+        outside: The rows outside; None: there are none.
+    """
 
     rows: np.ndarray
     outside: OutsideRows | None = None
@@ -122,15 +129,14 @@ class Rows:
         return store.with_placed(placed)
 
     def _shapes(self) -> dict[str, Any]:
-        """Return shapes and types of the table's arrays, ``[rows, ...]``."""
+        """Return the shapes and types of the table's rows (``"rows"``) and state (by name)."""
         logical = self.store.checkpoint_shapes(self.table)
         return {"rows": logical.rows, **logical.state}
 
 
 def check_values(store: Any, name: str, rows: np.ndarray) -> None:
     """Raise a ValueError if a table's format cannot hold ``rows``, ``[n, embedding_dim]``."""
-    (config,) = (config for config in store.configs if config.name == name)
-    config.check_rows(f"table {name!r}, given ", rows)
+    find_config(store.configs, name).check_rows(f"table {name!r}, given ", rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +172,7 @@ class RowsOnDevices:
         part: RowSlots,
         values: np.ndarray,
     ) -> None:
+        """Store one array's values of one part in the result of request ``number``."""
         is_wide = values.ndim > part.slots.ndim
         # On one device the gathered rows are the answer already: no copy.
         if part.is_in_order and (not is_wide or values.shape[1] == self.dims[number]):
@@ -204,23 +211,22 @@ def table_dims(store: Any, requests: Sequence[TableRows]) -> tuple[int, ...]:
 def write(
     store: Any, requests: Sequence[TableRows], values: Sequence[Mapping[str, np.ndarray]]
 ) -> Any:
-    """Set rows (``"rows"``) and state (by name) in place: ``store.placed`` is donated.
+    """Set rows (``"rows"``) and state (by name) in place: ``store`` is donated.
 
-    A row must not occur twice. Within a group, an array is set if all requests have it.
+    Each request has a mapping of its arrays in ``values``. Arrays that a request lacks stay as they
+    are. A row must not occur twice.
     """
-    for group, slots in group_slots(store, requests).items():
-        # One scatter writes the rows of all tables of a group, so their requests must agree on the
-        # arrays. Tables of one group have one optimizer, hence the same names of state.
-        numbers = {number for number, _, _ in slots.parts}
-        names = set.intersection(*[set(values[number]) for number in numbers])
-        arrays = {
-            name: slots.gather(
-                [value[name] if i in numbers else np.zeros(0) for i, value in enumerate(values)]
-            )
-            for name in names
-        }
-        on_devices = store.devices.put((slots.slots, arrays.pop("rows", None), arrays))
-        store = _write(store, *on_devices, group)
+    # One scatter writes the rows of all tables of a group. It sets the same arrays of all of them,
+    # so requests with other arrays get a scatter of their own.
+    by_names: dict[frozenset[str], list[int]] = {}
+    for number, arrays in enumerate(values):
+        by_names.setdefault(frozenset(arrays), []).append(number)
+    for names, numbers in by_names.items():
+        alike = [values[number] for number in numbers]
+        for group, slots in group_slots(store, [requests[number] for number in numbers]).items():
+            new = {name: slots.gather([arrays[name] for arrays in alike]) for name in names}
+            on_devices = store.devices.put((slots.slots, new.pop("rows", None), new))
+            store = _write(store, *on_devices, group)
     return store
 
 
@@ -243,12 +249,15 @@ def _write(
 
 
 def rows_per_part(dim: int) -> int:
-    """Return the rows of a part of `TableStore.parts`: a power of two, up to 16 MiB of float32."""
+    """Return the number of rows of a part of `TableStore.parts`.
+
+    It is a power of two whose rows take at most 16 MiB in float32.
+    """
     return 1 << max(0, (_PART_BYTES // (4 * dim)).bit_length() - 1)
 
 
 def as_ids(table: str, ids: Any) -> np.ndarray:
-    """Return ids as an array ``[n]`` of their own type; ``table`` is for the error message."""
+    """Return ids as an array; raise a ValueError if it is not ``[n]``."""
     array = np.asarray(ids)
     if array.ndim != 1:
         raise ValueError(
@@ -295,6 +304,7 @@ def check_distinct(table: str, ids: np.ndarray) -> None:
 
 
 def _parts(positions: np.ndarray, shapes: Mapping[str, Any]) -> Iterator[np.ndarray]:
+    """Cut positions into parts whose rows, of arrays of these shapes, take up to `_BYTES`."""
     width = sum(
         int(np.prod(shape.shape[1:], dtype=np.int64)) * np.dtype(shape.dtype).itemsize
         for shape in shapes.values()
@@ -304,6 +314,7 @@ def _parts(positions: np.ndarray, shapes: Mapping[str, Any]) -> Iterator[np.ndar
 
 
 def _as_array(name: str, key: str, value: Any, wanted: tuple[int, ...], like: Any) -> np.ndarray:
+    """Return a value as an array of the shape ``wanted`` and the type of ``like``, or raise."""
     what = f"rows of table {name!r}" if key == "rows" else f"state {key!r} of table {name!r}"
     array = np.asarray(value)
     if array.shape != wanted:

@@ -1,4 +1,4 @@
-"""Slots of rows: their positions in a store's arrays, and the devices that have them."""
+"""Slots: positions of rows in a store's arrays, and the devices that have them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ ONE_DEVICE = SlotDevices()
 
 @dataclasses.dataclass(frozen=True)
 class RowSlots:
-    """Slots of some rows of a table, or of one of its column slices, in one group."""
+    """Slots of some rows of a table, or of a column slice of it; all in one group."""
 
     group: str
     columns: tuple[int, int]  # first column of the slice, and the one after its last
@@ -94,9 +94,9 @@ class GroupSlots:
     dim: int  # columns of the group's rows
 
     def gather(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """Return ``[*slots, ...]`` with each slot's row of its request's values ``[n, ...]``.
+        """Arrange the values of all requests, ``[n, ...]`` each, by slot: ``[*slots, ...]``.
 
-        A column slice gets its own columns, and zeros behind them if the group is wider.
+        The slot of a column slice gets its columns of the row, then zeros up to `dim` columns.
         """
         # Values at padding are arbitrary: scatters skip its slots. The array is allocated once and
         # filled in place, since a tier calls this between all steps.
@@ -125,7 +125,10 @@ class GroupSlots:
         return array if self.slots.ndim == 1 else np.moveaxis(array, self.slots.ndim - 1, 0)
 
     def column_bounds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first and the end column of each slot's slice, int32 shaped like ``slots``."""
+        """Return the first column of each slot's slice, and the column after its last.
+
+        Both are int32 of the shape of ``slots``.
+        """
         bounds = np.zeros_like(self.slots), np.zeros_like(self.slots)
         for _, part, start in self.parts:
             for columns, bound in zip(bounds, part.columns, strict=True):
@@ -134,7 +137,7 @@ class GroupSlots:
 
 
 def group_slots(store: Any, requests: Sequence[TableRows]) -> dict[str, GroupSlots]:
-    """Return the slots of several requests by group; groups without a row are left out."""
+    """Return the slots of all requests' rows, by the name of their group."""
     parts: dict[str, list[tuple[int, RowSlots, int]]] = {}
     sizes: dict[str, int] = {}
     for number, request in enumerate(requests):
@@ -155,7 +158,7 @@ def group_slots(store: Any, requests: Sequence[TableRows]) -> dict[str, GroupSlo
 
 
 def size_for(count: int) -> int:
-    """Return the smallest size of a ladder that holds ``count`` slots."""
+    """Return the padded size of a request of ``count`` slots, from a ladder of sizes."""
     # 64, 128, ..., 4096, 5120, 6144, 7168, 8192, 10240, ... Each size is a program to compile, so
     # small ones double. Large ones take four steps to double, since padding is copied too.
     size = _SMALLEST_SIZE

@@ -38,23 +38,20 @@ def new_state(
     dim: int,
     new_rows: Callable[[Shaped[np.ndarray, "..."]], Array],
 ) -> dict[str, TableArray]:
-    """Return the state of fresh rows; ``new_rows`` repeats one stored row for all rows."""
+    """Return the state of fresh rows by name; ``new_rows`` repeats a stored row for all rows."""
+    state: dict[str, TableArray] = {}
     # A table may be made where everything is traced (`nnx.eval_shape`), but the first row has to be
     # a constant that we can pack on the host.
     with jax.ensure_compile_time_eval():
         first = {name: np.asarray(array) for name, array in optimizer.init(1, dim).items()}
-        formats = {name: state_format(optimizer, name, x.ndim) for name, x in first.items()}
-        stored = {
-            name: array
-            if formats[name] == _FLOAT32
-            else np.asarray(formats[name].pack(jnp.asarray(array)))
-            for name, array in first.items()
-        }
-    state: dict[str, TableArray] = {}
     for name, array in first.items():
-        rows = new_rows(np.asarray(stored[name][0]))
-        is_plain = formats[name] == _FLOAT32
-        state[name] = rows if is_plain else as_table(rows, formats[name], array.shape[1])
+        row_format = state_format(optimizer, name, array.ndim)
+        if row_format == _FLOAT32:  # stored in the array's own type, which may be another
+            state[name] = new_rows(np.asarray(array[0]))
+            continue
+        with jax.ensure_compile_time_eval():
+            packed = np.asarray(row_format.pack(jnp.asarray(array)))
+        state[name] = as_table(new_rows(packed[0]), row_format, dim)
     return state
 
 

@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Bool, DTypeLike, Float, Int32
 
 from jaxrec.embed.checkpoint_view import LogicalTable, part_rows
-from jaxrec.embed.config import TableConfig, refuse_training
+from jaxrec.embed.config import TableConfig, find_config, refuse_training
 from jaxrec.embed.formats import RowFormat, TableArray
 from jaxrec.embed.layout import Group, TableLayout
 from jaxrec.embed.row_gradients import (
@@ -57,8 +57,8 @@ class TableStore(abc.ABC):
     A store that changes a few methods of another one derives from `jaxrec.embed.WrappingStore`.
 
     Attributes:
-        layout: The tables, and which features read them: a `TableLayout`, or an object with what
-            the defaults that a store keeps ask of it. Static and hashable.
+        layout: The tables, and which features read them: a `TableLayout`, or an object with the
+            attributes that the inherited methods read. Static and hashable.
     """
 
     layout: Any
@@ -77,7 +77,7 @@ class TableStore(abc.ABC):
 
     @property
     def bounds(self) -> dict[str, int]:
-        """Number of valid ids of each feature, for the checks of packing: its smallest table's."""
+        """Number of valid ids of each feature: the rows of the smallest table that it reads."""
         return self.layout.bounds
 
     @property
@@ -93,11 +93,11 @@ class TableStore(abc.ABC):
 
     @property
     def placed(self) -> TableStore:
-        """The store that has the arrays: this one, or the one inside of a wrapping store."""
+        """The store that has the arrays: this one, or the innermost of wrapping stores."""
         return self
 
     def with_placed(self, placed: TableStore) -> TableStore:
-        """Return this store with ``placed`` in the place of its `placed`."""
+        """Return this store with another `placed`."""
         return placed
 
     def formats(self) -> dict[str, RowFormat]:
@@ -111,8 +111,10 @@ class TableStore(abc.ABC):
             KeyError: No table has that name.
         """
         # Every row has the same column slices; row 0 stands for all.
-        slices = self.row_slots(name, np.zeros(1, np.int64))
-        (config,) = (config for config in self.configs if config.name == name)
+        slices, config = (
+            self.row_slots(name, np.zeros(1, np.int64)),
+            find_config(self.configs, name),
+        )
         # A packed row that is cut by columns has a scale for each slice, so slices are added up.
         widths = [stop - start for start, stop in (part.columns for part in slices)]
         return config.num_embeddings * sum(map(config.row_format.row_bytes, widths))
@@ -224,7 +226,7 @@ class TableStore(abc.ABC):
     # goes from ids to row indices, `row_slots` from row indices to slots.
 
     def rows_of(self, name: str, ids: Any) -> Rows:
-        """Return a handle on the rows of some ids: call its ``read()`` or ``write(values)``.
+        """Return a handle on the rows of some ids, with methods ``read()`` and ``write(values)``.
 
         Args:
             name: Name of the table.
@@ -250,10 +252,7 @@ class TableStore(abc.ABC):
             TypeError: The ids are of another type.
             ValueError: The table has no such id, or an id to be written is repeated.
         """
-        sizes = {config.name: config.num_embeddings for config in self.layout.configs}
-        if name not in sizes:
-            raise KeyError(f"no table is named {name!r}; there are {', '.join(map(repr, sizes))}")
-        rows = row_indices(name, ids, sizes[name])
+        rows = row_indices(name, ids, find_config(self.configs, name).num_embeddings)
         if is_written:
             check_distinct(name, rows)
         return FoundIds(rows)
@@ -362,7 +361,7 @@ class TableStore(abc.ABC):
             name: Name of the table.
             size: Number of rows of a part; None: those of 16 MiB in float32.
         """
-        (config,) = (config for config in self.configs if config.name == name)
+        config = find_config(self.configs, name)
         size = size or rows_per_part(config.embedding_dim)
         for start in range(0, config.num_embeddings, size):
             rows = np.arange(start, min(start + size, config.num_embeddings))
@@ -418,10 +417,9 @@ class TableStore(abc.ABC):
             KeyError: No table has that name.
         """
         (part,) = self.row_slots(name, np.zeros(1, np.int64))
-        (config,) = (config for config in self.layout.configs if config.name == name)
         # One row tells the types and the names of the state; nothing is computed.
         rows, state = jax.eval_shape(lambda slots: self.read_rows(part.group, slots), part.slots)
-        padded_rows = part_rows(config.num_embeddings, 1)
+        padded_rows = part_rows(find_config(self.configs, name).num_embeddings, 1)
         sharding = SingleDeviceSharding(jax.local_devices()[0])
 
         def shape(row: Any) -> jax.ShapeDtypeStruct:
@@ -465,17 +463,13 @@ class TableStore(abc.ABC):
         return self.rows_of(name, np.arange(num_rows)).write(first)
 
     def _part(self, name: str, rows: np.ndarray) -> np.ndarray:
-        """Return rows on the host, ``[n, embedding_dim]``."""
+        """Copy the rows of some row indices to the host, ``[n, embedding_dim]``."""
         (values,) = read(self, [TableRows(name, rows)], with_state=False).to_host()
         return values["rows"]
 
     def _all_rows(self, name: str) -> Rows:
-        """Return all rows of a table, whose ids are its row indices."""
-        for config in self.configs:
-            if config.name == name:
-                return self.rows_of(name, np.arange(config.num_embeddings))
-        # A KeyError that names the tables is raised by the read or write that follows.
-        return self.rows_of(name, ())
+        """Return a handle on all rows of a table, whose ids are its row indices."""
+        return self.rows_of(name, np.arange(find_config(self.configs, name).num_embeddings))
 
 
 def check_state(name: str, kept: Mapping[str, object], given: Mapping[str, object]) -> None:
@@ -485,7 +479,7 @@ def check_state(name: str, kept: Mapping[str, object], given: Mapping[str, objec
 
 
 StoreFactory: TypeAlias = Callable[[TableLayout, jax.Array], TableStore]
-"""Makes a store of fresh tables from their layout and a random key.
+"""Function from a layout and a random key to a store of fresh tables.
 
 A table's first values depend on the key and on the table's name alone.
 """

@@ -36,7 +36,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int32, Shaped
 
 from jaxrec.embed import kernels
 from jaxrec.embed.checkpoint_view import LogicalTable, part_rows, put_rows, take_rows
-from jaxrec.embed.config import TableConfig, check_num_rows, refuse_training
+from jaxrec.embed.config import check_num_rows, find_config, refuse_training
 from jaxrec.embed.first_values import initialize_rows, table_key
 from jaxrec.embed.formats import PackedRows, TableArray, as_bits, as_table, is_packed, of_bits
 from jaxrec.embed.kernels.updates import sweep_rows
@@ -192,7 +192,7 @@ class Tables(TableStore):
     ) -> Tables:
         group, rows = self.find(name)
         _check_shape(values, (rows.stop - rows.start, group.dim), f"table {name!r}")
-        self._config(name).check_rows(f"table {name!r}, ", values)
+        find_config(self.configs, name).check_rows(f"table {name!r}, ", values)
         array = _write(self.rows[group.name], rows, values, f"table {name!r}")
         return dataclasses.replace(self, rows=self.rows | {group.name: array})
 
@@ -228,9 +228,9 @@ class Tables(TableStore):
         )
 
     def checkpoint_shapes(self, name: str) -> LogicalTable:
-        group, index = self.layout.find(name)
+        group, rows = self.find(name)
         # A checkpoint pads rows to a size that does not depend on the placement: one part here.
-        padded_rows = part_rows(group.tables[index].num_embeddings, 1)
+        padded_rows = part_rows(rows.stop - rows.start, 1)
 
         def shape(array: TableArray) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(
@@ -256,7 +256,7 @@ class Tables(TableStore):
 
     def from_checkpoint(self, name: str, logical: LogicalTable, num_rows: int) -> Tables:
         group, rows = self.find(name)
-        self._config(name).check_rows(f"table {name!r}, saved ", logical.rows)
+        find_config(self.configs, name).check_rows(f"table {name!r}, saved ", logical.rows)
         put = functools.partial(put_rows, first=jnp.int32(rows.start), count=jnp.int32(num_rows))
         state = dict(self.state[group.name])
         state |= {key: put(state[key], array) for key, array in logical.state.items()}
@@ -311,30 +311,26 @@ class Tables(TableStore):
         group, rows = self.find(name)
         array = self.rows[group.name]
         for start, part in parts:
-            self._config(name).check_rows(f"table {name!r}, ", part, start)
+            find_config(self.configs, name).check_rows(f"table {name!r}, ", part, start)
             array = write_part(array, part, jnp.int32(rows.start + start))
         return dataclasses.replace(self, rows=self.rows | {group.name: array})
 
-    def _config(self, name: str) -> TableConfig:
-        group, index = self.layout.find(name)
-        return group.tables[index]
-
     def find(self, name: str) -> tuple[Group, slice]:
-        """Return the group of a table, and the table's rows in it."""
+        """Return the group of a table, and the slice of the group's rows that is the table."""
         group, index = self.layout.find(name)
         start = group.row_offsets[index]
         return group, slice(start, start + group.tables[index].num_embeddings)
 
 
 def copy_rows(array: Shaped[TableArray, "rows ..."], rows: slice) -> Shaped[Array, "n ..."]:
-    """Return some rows of an array in memory of their own, safe from a later donation."""
+    """Copy some rows of an array, so that donating the array later does not delete them."""
     part = array[rows]
     # JAX returns the array itself for a slice of all rows, and the next step donates that.
     return jnp.copy(part) if part is array else part
 
 
 def stored(array: TableArray) -> Array:
-    """Return the array of a table's stored bytes or floats."""
+    """Return the array that is stored: a plain array itself, or the bytes of packed rows."""
     return array.stored if isinstance(array, PackedRows) else array
 
 
@@ -343,7 +339,7 @@ def read_slots(
     state: Mapping[str, TableArray],
     slots: Int32[Array, " n"],
 ) -> tuple[Float[Array, "n dim"], dict[str, Array]]:
-    """Return rows of an array and of its state; slots outside of the array give zeros."""
+    """Return the rows of some slots and their state; slots outside of the array give zeros."""
 
     def read(array: TableArray) -> Array:
         # JAX would count a negative index from the end. The index of padding gives zeros.
@@ -363,7 +359,7 @@ def write_slots(
     new_rows: Shaped[Array, "n dim"],
     new_state: Mapping[str, Array],
 ) -> tuple[Shaped[TableArray, "rows dim"], dict[str, TableArray]]:
-    """Return an array and its state with some rows set; slots outside of it are skipped."""
+    """Set the rows of some slots and their state; slots outside of the array are skipped."""
 
     def write(array: TableArray, values: Array) -> TableArray:
         # Past the end, where "drop" skips it; JAX would count a negative index from the end.
@@ -385,6 +381,7 @@ def _check_batch(features: KeyedJaggedArray) -> None:
 
 
 def _init_rows(group: Group, key: Array) -> Float[TableArray, "rows dim"]:
+    """Make a group's rows with the first values of its tables."""
     row_format = group.row_format
     # `kernels.new_rows` gives the native library the choice of memory: huge pages, in which random
     # reads miss the TLB less often.
@@ -398,6 +395,8 @@ def _init_rows(group: Group, key: Array) -> Float[TableArray, "rows dim"]:
 
 
 def _first_state(layout: TableLayout) -> dict[str, dict[str, TableArray]]:
+    """Return the optimizer state of fresh rows, by group and by name."""
+
     def equal_rows(row: np.ndarray, num_rows: int) -> Array:
         return kernels.new_rows(jnp.asarray(row), num_rows)
 
@@ -415,6 +414,7 @@ def _check_shape(values: Array | np.ndarray, expected: tuple[int, ...], what: st
 
 
 def _write(array: TableArray, rows: slice, values: Array | np.ndarray, what: str) -> TableArray:
+    """Set some rows of an array, in place; an error calls the values ``what``."""
     expected = (rows.stop - rows.start, *array.shape[1:])
     _check_shape(values, expected, what)
     if not isinstance(values, jax.Array):
@@ -432,7 +432,7 @@ def _write(array: TableArray, rows: slice, values: Array | np.ndarray, what: str
 def write_part(
     array: Shaped[TableArray, "rows ..."], part: Shaped[Array, "n ..."], start: Int32[Array, ""]
 ) -> Shaped[TableArray, "rows ..."]:
-    """Set the rows from ``start`` on, in place: the array is donated."""
+    """Set the rows from ``start`` on to ``part``, in place: the array is donated."""
     # Consecutive rows are one copy of memory; a scatter would go row by row.
     if isinstance(array, PackedRows):
         packed = array.row_format.pack(part)

@@ -61,11 +61,11 @@ class AheadVariable(nnx.Variable):
 
 
 class Probe(abc.ABC):
-    """Stand-in for a collection's lookups, while a model is evaluated to learn its calls."""
+    """Object that answers a collection's lookups in place of its store, and records them."""
 
     @abc.abstractmethod
     def lookup(self, tables: TableStore, features: KeyedJaggedArray, **options: Any) -> Activations:
-        """Return the embeddings of the next call; called in place of `TableStore.lookup`."""
+        """Return the embeddings of the next call, in place of `TableStore.lookup`."""
 
     def read(self, name: str, rows: Float[Array, "rows dim"]) -> Float[Array, "rows dim"]:
         """Return the rows of a table that the loss reads whole."""
@@ -145,7 +145,7 @@ class TappedModule(nnx.Module):
         return rows + self.table_taps[name].get_value() if name in self.table_taps else rows
 
     def _require_gradient(self) -> None:
-        """Raise if the module is being differentiated where its variables cannot be written."""
+        """Raise if the gradient of a lookup could not leave the function that is differentiated."""
         differentiation = current_differentiation()
         # A loss may read a frozen teacher from outside of its model. That module has no taps, and
         # its lookups need no gradient.
@@ -154,7 +154,7 @@ class TappedModule(nnx.Module):
             differentiation.require_gradient(self.tables)
 
     def _take_ahead(self) -> Ahead:
-        """Return what was computed ahead for the next call, and take it away from later ones."""
+        """Return the next call's `Ahead`, and empty its variable for the calls that follow."""
         for variable in self.ahead:
             ahead: Ahead | None = variable.get_value()
             if ahead is not None:
@@ -174,7 +174,12 @@ def tapped_modules(model: nnx.Module) -> dict[str, TappedModule]:
 
 @dataclasses.dataclass(eq=False)
 class TapProbe(Probe):
-    """Shapes of the embeddings of each call, and of the tables that the loss reads whole."""
+    """Probe that notes the shapes of each call's embeddings, and of tables read whole.
+
+    Attributes:
+        activations: Shapes of the embeddings, call by call.
+        tables: Shape of each table that the loss reads whole, by name.
+    """
 
     activations: list[Any] = dataclasses.field(default_factory=list)
     tables: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -250,7 +255,7 @@ _LOST = (
 
 @dataclasses.dataclass(eq=False)
 class Differentiation:
-    """One evaluation of a loss by `jaxrec.value_and_grad`, which every lookup in it reports to."""
+    """One evaluation of a loss by `jaxrec.value_and_grad`, to which its lookups report."""
 
     trace: Any = None
     is_nested: bool = False

@@ -83,6 +83,7 @@ from jaxrec.embed.taps import (
     tapped,
     tapped_modules,
 )
+from jaxrec.embed.variables import is_variable
 
 
 def value_and_grad(
@@ -171,17 +172,13 @@ def value_and_grad(
 
 def _of_this_trace(model: nnx.Module) -> nnx.Module:
     """Return the model, or a copy if it comes from outside of the current transformation."""
-    variables = jax.tree.leaves(nnx.state(model), is_leaf=_is_variable)
+    variables = jax.tree.leaves(nnx.state(model), is_leaf=is_variable)
     if all(can_change(variable) for variable in variables):
         return model
     # The variables of a model from outside of a scan cannot be written, but taps and residuals have
     # to be. A copy made here belongs to the scan's own trace.
     graph, state = nnx.split(model)
     return nnx.merge(graph, state, copy=True)
-
-
-def _is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)
 
 
 _Values = list[tuple[nnx.Variable, Any]]
@@ -194,12 +191,12 @@ def _values(model: nnx.Module) -> _Values:
     return [
         (variable, variable.get_raw_value())
         for _, variable in nnx.iter_graph(model)
-        if _is_variable(variable) and id(variable) not in stores
+        if is_variable(variable) and id(variable) not in stores
     ]
 
 
 def _keep_finite(before: _Values, is_finite: Bool[Array, ""]) -> None:
-    """Set variables that the loss changed back to their old values if it is not finite."""
+    """Give the variables that the loss changed their old values again if it is not finite."""
 
     # Only floats go back: counters and random keys are never NaN, and a key that went back would
     # draw the same dropout mask again.
@@ -216,6 +213,7 @@ def _keep_finite(before: _Values, is_finite: Bool[Array, ""]) -> None:
 
 
 def _require_unchanged(before: _Values) -> None:
+    """Raise a RuntimeError if the loss changed a variable, since the change would be lost."""
     for variable, old in before:
         if variable.get_raw_value() is not old:
             raise RuntimeError(
@@ -227,7 +225,10 @@ def _require_unchanged(before: _Values) -> None:
 
 
 def _table_gradients(model: nnx.Module, taps: nnx.State) -> dict[str, Calls]:
-    """Return the gradients of rows, by path of the collection and call by call."""
+    """Return the gradients of rows by the collection's path, one entry for each call.
+
+    ``taps`` are the gradients of the taps.
+    """
     # The path of a tap ends in the attribute and the call: ("ranker", "embeddings", "taps", 0).
     cotangents: dict[str, dict[Any, Any]] = {}
     for (*parents, kind, call), tap in nnx.to_flat_state(taps):
@@ -249,6 +250,7 @@ def _table_gradients(model: nnx.Module, taps: nnx.State) -> dict[str, Calls]:
 
 
 def _residuals(variable: nnx.Variable) -> Any:
+    """Return the residuals of a call; raise if the call has not written them."""
     residuals = variable.get_value()
     # The probe saw this call, but its residuals never arrived: say, the lookup ran on a copy of the
     # model.

@@ -1,4 +1,4 @@
-"""Variables of models: by path, as arrays for files, and sharded over a mesh."""
+"""Variables of models: found by path, written to files, and sharded over a mesh."""
 
 from __future__ import annotations
 
@@ -49,12 +49,17 @@ def put_like(value: np.ndarray, old: Any) -> Array:
     return jax.make_array_from_callback(value.shape, old.sharding, lambda index: value[index])
 
 
+def is_variable(node: Any) -> bool:
+    """Return whether a node of a pytree is an `nnx.Variable`; also for ``is_leaf``."""
+    return isinstance(node, nnx.Variable)
+
+
 _PLACEMENT = "dense_placement"
 
 
 @dataclasses.dataclass(frozen=True)
 class DensePlacement:
-    """Sharding of a dense parameter, and how layers read it; here they read it as it is sharded."""
+    """Sharding of a dense parameter, and the form in which layers read it: here, sharded."""
 
     sharding: NamedSharding
 
@@ -118,7 +123,7 @@ def gather_variables(node: Any) -> None:
 
 
 def without_placements(state: Any) -> Any:
-    """Return a state with ordinary variables for placed ones, arrays sharded as before."""
+    """Return a state in which placed variables are ordinary ones; arrays stay sharded."""
 
     def ordinary(variable: Any) -> Any:
         if not isinstance(variable, PlacedVariable):
@@ -127,13 +132,16 @@ def without_placements(state: Any) -> Any:
         del metadata[_PLACEMENT]
         return _kind(variable).from_metadata(variable.get_raw_value(), metadata)
 
-    return jax.tree.map(ordinary, state, is_leaf=_is_variable)
+    return jax.tree.map(ordinary, state, is_leaf=is_variable)
 
 
 def update_shardings(
     parameters: nnx.State, state: nnx.State
 ) -> list[tuple[nnx.Variable, NamedSharding]]:
-    """Return parameters and optax state with their shardings; none if no parameter is placed."""
+    """Return all variables of both states with their shardings; none if no parameter is placed.
+
+    ``state`` is optax's state of the parameters.
+    """
     # optax's state repeats the tree of parameters, so its paths end in theirs: ("0", "mu", "over",
     # "kernel"). An array of its parameter's shape is sharded alike. All others are replicated.
     flat = dict(nnx.to_flat_state(parameters))
@@ -175,7 +183,3 @@ def _placed_kind(kind: type[nnx.Variable]) -> type[nnx.Variable]:
 
 def _kind(variable: PlacedVariable) -> type[nnx.Variable]:
     return type(variable).__bases__[1]
-
-
-def _is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)

@@ -1,6 +1,7 @@
-"""Values that processes exchange or compare; a single process needs no collectives.
+"""Host values that processes gather and compare, and errors that they raise together.
 
-All processes must call the functions that gather or that raise together, in the same order.
+Functions that gather or raise together are collectives: all processes must call them in the same
+order. A single process sends nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ _BYTES_AT_ONCE = 1 << 24
 
 
 def require_same(what: str, facts: Mapping[str, str]) -> None:
-    """Raise a ValueError in all processes if their ``facts``, by name, about ``what`` differ."""
+    """Raise a ValueError in all processes if a fact differs between two of them.
+
+    ``facts`` maps the name of each fact to its text. The message calls the subject ``what``, such
+    as "model".
+    """
     if jax.process_count() == 1:
         return
     texts = gather_texts(json.dumps(dict(facts)))
@@ -46,7 +51,7 @@ def require_same(what: str, facts: Mapping[str, str]) -> None:
 
 @losses_first()
 def gather_texts(text: str) -> list[str]:
-    """Return the texts of all processes."""
+    """Gather a text from each process; the result is ordered by process."""
     # Gathers need one shape in all processes, so lengths travel first.
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = gather_numbers([data.size])[:, 0]
@@ -58,37 +63,48 @@ def gather_texts(text: str) -> list[str]:
 
 @losses_first()
 def gather_numbers(numbers: Sequence[int]) -> np.ndarray:
-    """Return the int32 numbers of all processes, ``[processes, n]``."""
+    """Gather ``n`` int32 numbers from each process: ``[processes, n]``."""
     gathered = multihost_utils.process_allgather(np.asarray(numbers, np.int32))
     return np.asarray(gathered).reshape(jax.process_count(), -1)
 
 
-def on_host(array: Array | np.ndarray) -> np.ndarray:
-    """Return the rows of an array that this process's devices store, in order, on the host."""
-    if isinstance(array, np.ndarray) or array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array)
+def on_host(value: Any) -> np.ndarray:
+    """Copy an array to the host.
+
+    Of an array that is sharded over several processes, only this process's rows are copied. A
+    random key becomes the array of its words.
+    """
+    if _is_key(value):
+        value = jax.random.key_data(value)
+    is_array = isinstance(value, jax.Array)
+    if not is_array or value.is_fully_addressable or value.is_fully_replicated:
+        return np.asarray(value)
     # By start: several devices may hold the same part.
-    parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
+    parts = {shard.index[0].start or 0: shard.data for shard in value.addressable_shards}
     return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
 
 
 @losses_first()
 def of_all_processes(values: np.ndarray) -> np.ndarray:
-    """Return the values of all processes, ``[processes, ...]``; their shapes must be equal."""
+    """Gather an array of one shape from each process: ``[processes, ...]``."""
     if jax.process_count() == 1:
         return values[None]
     return np.asarray(multihost_utils.process_allgather(values)).reshape(-1, *values.shape)
 
 
 def gather_ids(ids: np.ndarray) -> list[np.ndarray]:
-    """Return the 64-bit ids of each process, ``[n]`` with an ``n`` of its own."""
+    """Gather 64-bit ids, ``[n]``, of which each process may have another number.
+
+    The result is ordered by process.
+    """
     return gather_id_lists([ids])[0]
 
 
 def gather_id_lists(lists: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-    """Return the ids of each process, for each list: ``result[list][process]``, int64 ``[n]``.
+    """Gather several lists of int64 ids, ``[n]`` each: ``result[list][process]``.
 
-    All processes pass the same number of lists. One that failed calls `fail_together` instead.
+    All processes pass the same number of lists. A process that has failed calls `fail_together`
+    instead.
     """
     if jax.process_count() == 1:
         return [[ids] for ids in lists]
@@ -109,9 +125,10 @@ def gather_id_lists(lists: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
 
 
 def gather_rows(rows: np.ndarray, error: Exception | None = None) -> list[np.ndarray]:
-    """Return the rows of each process, ``[n, ...]`` with an ``n`` of its own.
+    """Gather rows, ``[n, ...]``, of which each process may have another number.
 
-    If a process passes an error, its rows don't matter, and all processes raise.
+    The result is ordered by process. A process that has failed passes its ``error`` and any rows;
+    then all processes raise.
     """
     if jax.process_count() == 1:
         raise_together(error)
@@ -134,12 +151,15 @@ def gather_rows(rows: np.ndarray, error: Exception | None = None) -> list[np.nda
 def gather_flags(
     flags: Sequence[np.ndarray], owners: Sequence[np.ndarray], error: Exception | None = None
 ) -> list[np.ndarray]:
-    """Join the flags that processes own, for each list: bool ``[n]`` in every process.
+    """Gather lists of flags, where each flag is known to one process, its owner.
 
     Args:
-        flags: For each list the flags that this process owns, bool ``[m]``, in order.
-        owners: For each list the process that owns each flag, int ``[n]``.
-        error: As for `gather_rows`.
+        flags: For each list, the flags of this process, bool ``[m]``, in the order of the list.
+        owners: For each list, the owner of each flag, int ``[n]``.
+        error: Error of this process, which all processes then raise.
+
+    Returns:
+        Each whole list, bool ``[n]``.
     """
     if jax.process_count() == 1:
         raise_together(error)
@@ -164,9 +184,9 @@ def gather_flags(
 
 
 def fail_together(error: Exception, num_lists: int) -> NoReturn:
-    """Raise an error here and in the processes that call `gather_id_lists` meanwhile.
+    """Raise an error in this process, and in those that call `gather_id_lists` meanwhile.
 
-    They gather ``num_lists`` lists.
+    ``num_lists`` is the number of lists that they gather.
     """
     if jax.process_count() > 1:
         # Takes part in their first gather, that of sizes, which also says that a process failed.
@@ -175,11 +195,11 @@ def fail_together(error: Exception, num_lists: int) -> NoReturn:
 
 
 def raise_together(error: Exception | None, kinds: Sequence[type[Exception]] = ()) -> None:
-    """Raise in all processes if one of them has an error.
+    """Raise an exception in all processes if one of them passes an error.
 
-    The other processes raise the first type of ``kinds`` that the error is an instance of, else a
-    RuntimeError, so subclasses come first in ``kinds``. If several processes have an error, each
-    raises its own without ``kinds``; with ``kinds`` all raise that of the first process.
+    A process without an error raises the first type of ``kinds`` that matches the error, else a
+    RuntimeError. If several processes pass errors, each raises its own; with ``kinds``, all raise
+    that of the first process.
     """
     if jax.process_count() > 1:
         _gather_sizes([], error, kinds)
@@ -227,7 +247,7 @@ def on_process_zero(
 def _gather_sizes(
     sizes: Sequence[int], error: Exception | None = None, kinds: Sequence[type[Exception]] = ()
 ) -> np.ndarray:
-    """Return the sizes of all processes, ``[processes, n]``; raise as `raise_together` does."""
+    """Gather ``n`` sizes from each process, ``[processes, n]``; raise as `raise_together` does."""
     # The flag of an error rides with the sizes, so that success costs one gather.
     gathered = gather_numbers([error is not None, *sizes])
     if not gathered[:, 0].any():
@@ -247,33 +267,25 @@ def _gather_sizes(
 
 def fingerprint(value: Any) -> str:
     """Return the type, shape and checksum of an array, to compare it between processes."""
-    host = _on_host(value)
+    host = on_host(value)
     return f"{host.dtype}{list(host.shape)} of checksum {zlib.crc32(host.tobytes()):08x}"
 
 
 def on_every_device(value: Any, mesh: Mesh) -> Array:
-    """Replicate a value, which every process has, on all devices of a mesh."""
+    """Replicate a value on all devices of a mesh; every process must pass the same value."""
     return put_on_mesh(value, NamedSharding(mesh, PartitionSpec()))
 
 
 def put_on_mesh(value: Any, sharding: NamedSharding) -> Array:
-    """Shard a value, which every process has whole, over the devices of a mesh."""
+    """Shard a whole value over the devices of a mesh; every process must pass the same value."""
     if jax.process_count() == 1:
         return jax.device_put(value, sharding)
     # jax.device_put would first compare the value between all processes.
-    host = _on_host(value)
+    host = on_host(value)
     placed = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
     if _is_key(value):
         return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(value))
     return placed
-
-
-def _on_host(value: Any) -> np.ndarray:
-    if _is_key(value):
-        value = jax.random.key_data(value)
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        value = value.addressable_data(0)
-    return np.asarray(value)
 
 
 def _is_key(value: Any) -> bool:

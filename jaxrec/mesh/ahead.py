@@ -1,10 +1,10 @@
 """Routes, embeddings and capacities of batches, computed ahead of their steps.
 
-The capacity of a message between two devices begins at 1.25 even shares of a device's lookups
-(`DEFAULT_CAPACITY_FACTOR`). A batch with many repeated ids needs less, since each row travels once.
-A batch with uneven owners needs more, and an exchange of rows then takes several rounds. Either
-costs time only: the exchange is exact at any capacity. Capacity factors come from a ladder, so that
-few programs compile.
+A message between two devices holds `DEFAULT_CAPACITY_FACTOR` = 1.25 even shares of a device's
+lookups at first. A batch with many repeated ids needs less, since each row travels once. A batch
+whose rows lie mostly on one owner needs more, and then takes several rounds. The results are exact
+at any capacity; a bad one costs time alone. Capacity factors come from a ladder, so that few
+programs compile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxrec.embed.row_gradients import Routes
 from jaxrec.embed.taps import (
     Ahead,
     AheadVariable,
@@ -37,13 +36,19 @@ from jaxrec.mesh.store import mesh_stores
 
 @dataclasses.dataclass(eq=False)
 class LookupProbe(Probe):
-    """Looks embeddings up along the calls' ``routed`` routes, and records both in ``calls``."""
+    """Probe whose lookups take given routes, and record routes and embeddings.
+
+    Attributes:
+        routed: Routes of the calls, in order. Calls past the last one are routed now.
+        calls: Routes and embeddings of the calls so far.
+    """
 
     routed: Sequence[Ahead] = ()
     calls: list[Ahead] = dataclasses.field(default_factory=list)
 
     def lookup(self, tables, features, **options):
-        routes = _routes_of(self.routed, len(self.calls))
+        call = len(self.calls)
+        routes = self.routed[call].routes if call < len(self.routed) else None
         activations, residuals = tables.lookup(features, routes=routes, **options)
         self.calls.append(Ahead(residuals.routes, activations))
         return activations
@@ -51,7 +56,7 @@ class LookupProbe(Probe):
 
 @dataclasses.dataclass(eq=False)
 class RouteProbe(Probe):
-    """Records the routes of each call; the calls return zeros without a lookup."""
+    """Probe that records the route of each call in ``calls``; the calls return zeros."""
 
     calls: list[Ahead] = dataclasses.field(default_factory=list)
 
@@ -61,14 +66,10 @@ class RouteProbe(Probe):
         return jax.tree.map(zeros_like, shapes)
 
 
-def _routes_of(routed: Sequence[Ahead], call: int) -> Routes | None:
-    return routed[call].routes if call < len(routed) else None
-
-
 def lookup_ahead(
     evaluate: Callable[[nnx.Module], Any], model: nnx.Module
 ) -> dict[str, list[Ahead]]:
-    """Return the embeddings of each collection's calls in one evaluation, by collection path.
+    """Evaluate the model once; return the embeddings of each collection's calls, by its path.
 
     The calls take the routes that `use_ahead` gave the model. The model does not change.
     """
@@ -77,7 +78,7 @@ def lookup_ahead(
 
 
 def route_ahead(evaluate: Callable[[nnx.Module], Any], model: nnx.Module) -> dict[str, list[Ahead]]:
-    """Return the routes of each collection's calls in one evaluation, by collection path.
+    """Evaluate the model once; return the routes of each collection's calls, by its path.
 
     The model does not change.
     """
@@ -86,10 +87,10 @@ def route_ahead(evaluate: Callable[[nnx.Module], Any], model: nnx.Module) -> dic
 
 
 def changes_ids(model: nnx.Module) -> bool:
-    """Return whether calls of the model change which ids it looks up for a batch.
+    """Return whether a step may change the ids that the model looks up for the next batch.
 
-    A module that computes ids from variables which its calls change sets ``changes_ids = True``, as
-    maps of managed collisions and pools of ids do.
+    A module says so with ``changes_ids = True`` if it computes ids from variables that its calls
+    change. Maps of managed collisions and pools of ids do.
     """
     # Routes of such a model would be those of the ids before the step in between.
     return any(getattr(module, "changes_ids", False) for _, module in nnx.iter_modules(model))
@@ -100,7 +101,7 @@ def _probe(
     model: nnx.Module,
     make_probe: Callable[[TappedModule], LookupProbe | RouteProbe],
 ) -> dict[str, list[Ahead]]:
-    # The copy has variables of its own. With the model's, batch normalization would update its
+    # The copy has its own variables. With the model's, batch normalization would update its
     # statistics once here and again in the step.
     copy = nnx.merge(*nnx.split(model), copy=True)
     probes = {path: make_probe(module) for path, module in tapped_modules(copy).items()}
@@ -111,12 +112,13 @@ def _probe(
 
 
 def _contents(module: TappedModule) -> list[Ahead]:
+    """Return what `use_ahead` gave a collection for each of its calls."""
     return [variable.get_value() or Ahead(None) for variable in module.ahead]
 
 
 @contextlib.contextmanager
 def use_ahead(model: nnx.Module, ahead: Mapping[str, Sequence[Ahead]]) -> Iterator[None]:
-    """Within this context, a differentiated loss takes routes and embeddings from ``ahead``.
+    """Within this context, a differentiated loss uses these routes and embeddings.
 
     ``ahead`` maps each collection's path to one `Ahead` for each of its calls, in order.
     """
@@ -133,9 +135,10 @@ def use_ahead(model: nnx.Module, ahead: Mapping[str, Sequence[Ahead]]) -> Iterat
 
 @contextlib.contextmanager
 def use_routes(model: nnx.Module, ahead: Mapping[str, Sequence[Ahead]]) -> Iterator[None]:
-    """Within this context, lookups that are not differentiated take the routes of ``ahead``.
+    """Within this context, lookups that are not differentiated use these routes.
 
-    ``ahead`` is as for `use_ahead`; its embeddings are not used.
+    ``ahead`` maps each collection's path to one `Ahead` for each of its calls, in order. Only the
+    routes are used.
     """
     for path, module in tapped_modules(model).items():
         module.probe = LookupProbe(ahead[path])
@@ -146,8 +149,8 @@ def use_routes(model: nnx.Module, ahead: Mapping[str, Sequence[Ahead]]) -> Itera
             module.probe = None
 
 
-# The ladder has the powers of 2 ** (1 / 4), so a capacity is less than a fifth above the demand and
-# its margin.
+# The ladder's steps are powers of 2 ** (1 / 4). So a capacity is less than a fifth larger than the
+# demand with its margin.
 _STEPS_PER_DOUBLING = 4
 # Safety margin over the measured demand.
 _MARGIN = 1.05
@@ -160,9 +163,10 @@ GroupPath: TypeAlias = tuple[str, str]
 
 
 def measure_demand(ahead: Mapping[str, list[Ahead]]) -> dict[GroupPath, Float[Array, ""]]:
-    """Return the largest demand of each group over all calls, from the result of `route_ahead`.
+    """Return the capacity factor that each group needs, the largest over all calls.
 
-    Groups whose exchange has no capacity are missing. The demand is the same on all devices.
+    ``ahead`` is the result of `route_ahead`. Groups whose exchange has no capacity are missing. All
+    devices get equal numbers.
     """
     demands: dict[GroupPath, Array] = {}
     for path, calls in ahead.items():
@@ -177,7 +181,7 @@ def measure_demand(ahead: Mapping[str, list[Ahead]]) -> dict[GroupPath, Float[Ar
 
 
 def capacity_factor(demand: float) -> float:
-    """Return the smallest capacity factor of the ladder that holds a demand with its margin."""
+    """Return the smallest capacity factor on the ladder that holds a demand and its margin."""
     # Without the 1e-9, rounding would lift a demand that is on the ladder to the next step.
     steps = math.log2(max(demand, 1e-3) * _MARGIN) * _STEPS_PER_DOUBLING
     return 2.0 ** (math.ceil(steps - 1e-9) / _STEPS_PER_DOUBLING)
@@ -185,10 +189,10 @@ def capacity_factor(demand: float) -> float:
 
 @dataclasses.dataclass
 class Capacities:
-    """Chooses the capacity factors of a model's exchanges, batch by batch.
+    """Choice of the capacity factors of a model's exchanges, batch by batch.
 
     A factor grows as soon as a batch needs more. It shrinks when `WINDOW` batches in a row needed
-    less. It is written to `MeshStore.capacity_factors` of the model's tables.
+    less. `observe` writes it to `MeshStore.capacity_factors` of the model's tables.
     """
 
     # All processes see the same demands, so they choose alike without a collective.
@@ -199,19 +203,20 @@ class Capacities:
         self._seen: dict[GroupPath, collections.deque[float]] = {}
 
     def observe(self, demands: Mapping[GroupPath, float | np.ndarray | Array]) -> bool:
-        """Record a batch's demands; return whether a factor changed, which compiles a program."""
-        changed: dict[GroupPath, float] = {}
+        """Record a batch's demands; return whether a factor changed.
+
+        A changed factor compiles a new program.
+        """
+        factors, changed = capacity_factors(self.model), {}
         for group, demand in demands.items():
             seen = self._seen.setdefault(group, collections.deque(maxlen=WINDOW))
             seen.append(float(demand))
-            wanted, factor = capacity_factor(max(seen)), self._factor(group)
+            wanted = capacity_factor(max(seen))
+            factor = factors.get(group, DEFAULT_CAPACITY_FACTOR)
             if seen[-1] > factor or (len(seen) == WINDOW and wanted < factor):
                 changed[group] = wanted
         set_capacity_factors(self.model, changed)
         return bool(changed)
-
-    def _factor(self, group: GroupPath) -> float:
-        return capacity_factors(self.model).get(group, DEFAULT_CAPACITY_FACTOR)
 
 
 def capacity_factors(model: nnx.Module) -> dict[GroupPath, float]:
@@ -224,7 +229,10 @@ def capacity_factors(model: nnx.Module) -> dict[GroupPath, float]:
 
 
 def set_capacity_factors(model: nnx.Module, factors: Mapping[GroupPath, float]) -> None:
-    """Set the capacity factors of some groups, in place; a changed one compiles a new program."""
+    """Set the capacity factors of some groups, in place.
+
+    A changed factor compiles a new program.
+    """
     for path, module in tapped_modules(model).items():
         of_module = {name: factor for (at, name), factor in factors.items() if at == path}
         if of_module:
@@ -235,7 +243,7 @@ def set_capacity_factors(model: nnx.Module, factors: Mapping[GroupPath, float]) 
 
 
 def describe_capacities(model: nnx.Module) -> list[dict[str, Any]]:
-    """Return the capacity factors of a model's tables as JSON, for `restore_capacities`."""
+    """Return a model's capacity factors in a form that JSON can hold, for `restore_capacities`."""
     # A factor is a ratio to an even share, so it holds for one number of devices and one exchange.
     # Both are part of the description.
     return [
@@ -255,7 +263,7 @@ def describe_capacities(model: nnx.Module) -> list[dict[str, Any]]:
 def restore_capacities(model: nnx.Module, described: Iterable[Mapping[str, Any]]) -> None:
     """Set the capacity factors that `describe_capacities` returned, in place.
 
-    Groups whose number of devices or exchange differs from the described one keep their factors.
+    A group with another exchange, or on another number of devices, keeps its factor.
     """
     known = {
         tuple(each[key] for key in ("collection", "group", "devices", "exchange")): each["factor"]

@@ -1,6 +1,6 @@
 """Host batches on a mesh: `shard_batch` cuts a batch by samples and pads each device's part.
 
-All devices must have equal shapes. So a key's capacity is that of the fullest device, and several
+All devices must have equal shapes. So the fullest device decides a key's capacity, and several
 processes have to agree on it.
 """
 
@@ -90,23 +90,26 @@ def shard_batch(
     )
     names = [f"batch{jax.tree_util.keystr(path)}" for path, _ in leaves]
     is_wide = id_bits_of({"id_bits": id_bits}) == 64
-    cuts = [_cut(leaf, mesh, name, is_wide) for name, (_, leaf) in zip(names, leaves, strict=True)]
-    of_names = dict(zip(names, cuts, strict=True))
-    check_call("batches", "shard_batch", lambda: _facts(of_names) | {"capacities": str(capacities)})
-    sizes = iter(_agree(of_names) if capacities is None else _fit(of_names, capacities))
+    checked = {
+        name: _cut(leaf, mesh, name, is_wide) for name, (_, leaf) in zip(names, leaves, strict=True)
+    }
+    check_call("batches", "shard_batch", lambda: _facts(checked) | {"capacities": str(capacities)})
+    cuts = {name: leaf for name, leaf in checked.items() if isinstance(leaf, _Cut)}
+    if capacities is None:
+        sizes = iter(_agree(checked, list(cuts.values())))
+    else:
+        sizes = iter(_fit(cuts, capacities))
+    padded = {name: cut.padded([next(sizes) for _ in cut.demand]) for name, cut in cuts.items()}
     sharding = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
-    placed = []
-    for cut in cuts:
-        host = cut if isinstance(cut, np.ndarray) else cut.padded([next(sizes) for _ in cut.demand])
-        placed.append(
-            jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), host)
-        )
-    return jax.tree.unflatten(tree, placed)
+    return jax.tree.map(
+        lambda x: jax.make_array_from_process_local_data(sharding, x),
+        jax.tree.unflatten(tree, (checked | padded).values()),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Column:
-    """One key's ids and bags, device by device.
+    """Ids and bags of one key, device by device.
 
     Attributes:
         ids: The ids of all devices, one after the other, without padding.
@@ -132,7 +135,7 @@ class _Column:
 
     @property
     def of_samples(self) -> Int[np.ndarray, "devices samples"]:
-        """Number of ids of each sample; ``[devices, 0]`` if every sample has its own bag."""
+        """Number of ids of each sample; ``[devices, 0]`` if samples share no bags."""
         if self.inverse is None:
             return np.zeros((len(self.lengths), 0), np.int64)
         return np.take_along_axis(self.lengths.astype(np.int64), self.inverse, axis=1)
@@ -140,7 +143,18 @@ class _Column:
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """A `KeyedJaggedArray` cut by samples, before its devices' parts are padded."""
+    """A `KeyedJaggedArray` cut by samples, before each device's part is padded.
+
+    Attributes:
+        keys: Keys of the batch.
+        columns: Ids and bags of each key.
+        devices: Number of devices of this process.
+        samples: Number of samples of a device.
+        slot_keys: `KeyedJaggedArray.slot_keys`.
+        is_wide: Whether ids have 64 bits.
+        all_devices: Number of devices of the mesh.
+        memory: Capacities that the batch's `jaxrec.Packer` remembers; None: it has no packer.
+    """
 
     keys: tuple[str, ...]
     columns: tuple[_Column, ...]
@@ -153,7 +167,7 @@ class _Cut:
 
     @property
     def demand(self) -> tuple[int, ...]:
-        """`_Column.demand` of each key, joined: three numbers a key."""
+        """The three numbers of `_Column.demand`, key after key."""
         return tuple(itertools.chain.from_iterable(column.demand for column in self.columns))
 
     @property
@@ -163,28 +177,26 @@ class _Cut:
 
     @property
     def kind(self) -> str:
-        """Description that must be the same in all processes."""
+        """Description of the batch, which must be the same in all processes."""
         kind = ", ".join(sorted({column.ids.dtype.name for column in self.columns}))
         weighted = any(column.weights is not None for column in self.columns)
+        packer = ""
+        if self.memory is not None:
+            sizes = self.memory.sizes(self.keys, self.samples, self.all_devices)
+            packer = f", a Packer with sizes {sizes}"
         return (
             f"{self.samples} samples a device of {kind} ids"
             f"{' with weights' if weighted else ''}"
             f"{' and inverse_indices' if self.is_shared else ''}, "
             f"keys {', '.join(self.keys)}"
             f"{', slots of ' + ', '.join(self.slot_keys) if self.slot_keys else ''}"
-            f"{'' if self.memory is None else f', a Packer with sizes {self._remembered}'}"
+            f"{packer}"
         )
 
-    @property
-    def _remembered(self) -> tuple[tuple[int, ...], ...]:
-        if self.memory is None:
-            return ()
-        return self.memory.sizes(self.keys, self.samples, self.all_devices)
-
     def sizes(self, demand: Sequence[int]) -> list[int]:
-        """Return the capacity, the number of bags and the sample capacity of each key, joined.
+        """Return three sizes, key after key: the capacity, number of bags and sample capacity.
 
-        ``demand`` is the maximum of each number of `demand` over all processes.
+        ``demand`` has the numbers of `_Cut.demand`, each the largest of all processes.
         """
         ids, bags, of_samples = demand[::3], list(demand[1::3]), demand[2::3]
         # No device uses more bags than it has samples.
@@ -207,7 +219,7 @@ class _Cut:
     def _fitting(
         self, memory: CapacityMemory, ids: Sequence[int], of_samples: Sequence[int]
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the capacities and the sample capacities that a packer remembers."""
+        """Return each key's capacity and sample capacity, from the memory of a packer."""
         # The memory expects a bag for each sample; where samples share bags, empty ones fill up.
         missing = [self.samples - column.lengths.shape[1] for column in self.columns]
         of_bags = [
@@ -227,7 +239,7 @@ class _Cut:
         )
 
     def padded(self, sizes: Sequence[int]) -> KeyedJaggedArray:
-        """Return the batch padded to `sizes`, with an axis over the devices in front."""
+        """Pad each device's part to `sizes`; arrays get an axis over the devices in front."""
         capacities, strides = tuple(sizes[::3]), tuple(sizes[1::3])
         values = _fill([column.ids for column in self.columns], self.columns, capacities)
         lengths = np.zeros((self.devices, sum(strides)), np.int32)
@@ -257,7 +269,7 @@ class _Cut:
 
 
 def _cut(leaf: Any, mesh: Mesh, name: str, is_wide: bool) -> _Cut | np.ndarray:
-    """Return a leaf of a batch, cut by samples if it is ragged."""
+    """Check a leaf of a batch, and cut it by samples if it is ragged."""
     devices = len(mesh.local_devices)
     if not isinstance(leaf, KeyedJaggedArray):
         array = numbers(name, leaf)
@@ -298,6 +310,7 @@ def _cut(leaf: Any, mesh: Mesh, name: str, is_wide: bool) -> _Cut | np.ndarray:
 
 
 def _column(batch: KeyedJaggedArray, key: int, devices: int) -> _Column:
+    """Cut the ids and bags of one key, given by its number, into equal parts for the devices."""
     first_id, first_bag = sum(batch.capacities[:key]), sum(batch.strides[:key])
     lengths = np.asarray(batch.lengths)[first_bag : first_bag + batch.strides[key]]
     ids = slice(first_id, first_id + int(lengths.sum()))
@@ -330,9 +343,9 @@ def _column(batch: KeyedJaggedArray, key: int, devices: int) -> _Column:
 def _fill(
     arrays: Sequence[np.ndarray | None], columns: Sequence[_Column], capacities: Sequence[int]
 ) -> np.ndarray:
-    """Copy each key's flat ids or weights to its segment of ``[devices, sum(capacities)]``.
+    """Copy each key's flat ids or weights to its columns of ``[devices, sum(capacities)]``.
 
-    A segment has the key's capacity; zeros follow each device's elements.
+    A key has as many columns as its capacity. Zeros follow the elements of each device.
     """
     present = [array for array in arrays if array is not None]
     devices = columns[0].lengths.shape[0]
@@ -355,52 +368,48 @@ def _check_divides(samples: int, devices: int, name: str) -> None:
         )
 
 
-def _fit(cuts: dict[str, _Cut | np.ndarray], capacities: Mapping[str, int]) -> list[int]:
-    """Return the sizes for given capacities, in the order of the cuts."""
+def _fit(cuts: Mapping[str, _Cut], capacities: Mapping[str, int]) -> list[int]:
+    """Return `_Cut.sizes` of all cuts in turn, with the given capacities."""
     sizes = []
     for name, cut in cuts.items():
-        if not isinstance(cut, _Cut):
-            continue
         for key, column in zip(cut.keys, cut.columns, strict=True):
-            needed = int(column.lengths.sum(axis=1).max())
-            whole_number(f"capacities, key {key!r}", capacities.get(key, 0))
-            if needed > capacities.get(key, 0):
+            needed, capacity = int(column.lengths.sum(axis=1).max()), capacities.get(key, 0)
+            whole_number(f"capacities, key {key!r}", capacity)
+            if needed > capacity:
                 raise ValueError(
                     f"{name}: a device has {needed} ids of key {key!r}, but its capacity is "
-                    f"{capacities.get(key, 0)}"
+                    f"{capacity}"
                 )
             # A device uses at most one bag per sample. Processes would have to agree on the
             # samples' number of ids, so with several it is the largest possible.
             alone = jax.process_count() == 1
             of_samples = column.demand[2] if alone or not cut.is_shared else INT32_BOUND - 1
-            capacity = capacities[key]
             sizes += [capacity, cut.samples, sample_capacity(capacity, of_samples, cut.samples)]
     return sizes
 
 
-def _facts(cuts: dict[str, _Cut | np.ndarray]) -> dict[str, str]:
-    """Return descriptions of the batch that must be the same in all processes."""
+def _facts(leaves: Mapping[str, _Cut | np.ndarray]) -> dict[str, str]:
+    """Describe each leaf of a batch; the descriptions must be the same in all processes."""
     return {
-        name: cut.kind if isinstance(cut, _Cut) else f"{cut.dtype}{list(cut.shape)}"
-        for name, cut in cuts.items()
+        name: leaf.kind if isinstance(leaf, _Cut) else f"{leaf.dtype}{list(leaf.shape)}"
+        for name, leaf in leaves.items()
     }
 
 
-def _agree(cuts: dict[str, _Cut | np.ndarray]) -> list[int]:
-    """Return the sizes that all processes need, in the order of the cuts."""
-    ragged = [cut for cut in cuts.values() if isinstance(cut, _Cut)]
-    demand = [number for cut in ragged for number in cut.demand]
+def _agree(leaves: Mapping[str, _Cut | np.ndarray], cuts: Sequence[_Cut]) -> list[int]:
+    """Return `_Cut.sizes` of all cuts in turn, which hold the demand of all processes."""
+    demand = [number for cut in cuts for number in cut.demand]
     if jax.process_count() > 1:
-        demand = _most(demand, _facts(cuts))
+        demand = _most(demand, _facts(leaves))
     numbers = iter(demand)
-    sizes: list[int] = []
-    for cut in ragged:
-        sizes += cut.sizes([next(numbers) for _ in cut.demand])
-    return sizes
+    return [size for cut in cuts for size in cut.sizes([next(numbers) for _ in cut.demand])]
 
 
 def _most(numbers: Sequence[int], facts: Mapping[str, str] | None = None) -> list[int]:
-    """Return the maximum of each number over all processes, which must have equal ``facts``."""
+    """Return the maximum of each number over all processes.
+
+    Raises a ValueError in all processes if their ``facts`` differ.
+    """
     if jax.process_count() == 1:
         return list(numbers)
     # A checksum of the facts goes first, so that equal batches need no gather of the facts. All

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxrec.mesh.processes import NoteBoard
+from jaxrec.mesh.processes import NoteBoard, who_has
 
 logger = logging.getLogger(__name__)
 
@@ -25,14 +25,20 @@ _numbers = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class _Progress:
-    """Progress of a process: its number of batches so far, and how they ended, if they did."""
+    """Report of a process on its batches, for the other processes.
+
+    Attributes:
+        count: Number of batches so far.
+        is_at_end: Whether there are no more.
+        error: Error that ended them, or "".
+    """
 
     count: int = 0
     is_at_end: bool = False
     error: str = ""
 
     def has_answered(self, index: int) -> bool:
-        """Return whether the process has said if it has a batch ``index``."""
+        """Return whether the process has told if it has batch ``index``, counted from 0."""
         return self.count > index or self.is_at_end or bool(self.error)
 
 
@@ -76,7 +82,7 @@ def even_batches(
 
 
 class EvenBatches(Iterator[Any]):
-    """The iterator that `even_batches` returns; without a ``board`` there is one process."""
+    """The iterator that `even_batches` returns; a single process has no ``board``."""
 
     def __init__(
         self, batches: Iterable[Any], empty: Callable[[Any], Any] | None, board: NoteBoard | None
@@ -85,7 +91,7 @@ class EvenBatches(Iterator[Any]):
         self._source = iter(batches)
         self._index = 0
         self._mine, self._last = _Progress(), None
-        self._are_known = 0  # number of batches that all processes are known to have
+        self._known_count = 0  # number of batches that all processes are known to have
         self._was_told = False
         self._stopped = threading.Event()
 
@@ -117,7 +123,10 @@ class EvenBatches(Iterator[Any]):
             self._source.close()
 
     def _read(self, board: NoteBoard) -> tuple[bool, Any]:
-        """Read a batch of this process, and tell the others; return whether it has one."""
+        """Read the next batch and tell the other processes.
+
+        Returns ``(True, batch)``, or ``(False, None)`` if there are no more.
+        """
         if self._mine.is_at_end:
             return False, None
         try:
@@ -144,7 +153,7 @@ class EvenBatches(Iterator[Any]):
     def _tell(
         self, board: NoteBoard, progress: _Progress, error: BaseException | None = None
     ) -> None:
-        """Tell the other processes the progress of this one, and raise its error."""
+        """Write this process's progress to the board, then raise its error if there is one."""
         if error is not None:
             progress = dataclasses.replace(progress, error=f"{type(error).__name__}: {error}")
         self._mine = progress
@@ -153,9 +162,9 @@ class EvenBatches(Iterator[Any]):
             raise error
 
     def _agree(self, board: NoteBoard) -> bool:
-        """Return whether all processes go on with the batch of this index."""
+        """Wait for the other processes; return whether all go on with this batch."""
         # A process that reads ahead has told of later batches, which need no further read of notes.
-        if self._index < self._are_known:
+        if self._index < self._known_count:
             return True
         of_all = self._wait(board)
         if of_all is None:
@@ -163,7 +172,7 @@ class EvenBatches(Iterator[Any]):
         for process, progress in of_all.items():
             if progress.error and progress.count <= self._index:
                 raise RuntimeError(f"process {process} cannot go on: {progress.error}")
-        self._are_known = min(progress.count for progress in of_all.values())
+        self._known_count = min(progress.count for progress in of_all.values())
         ended = [p for p, progress in of_all.items() if progress.count <= self._index]
         if not ended:
             return True
@@ -171,7 +180,10 @@ class EvenBatches(Iterator[Any]):
         return self._empty is not None and len(ended) < len(of_all)
 
     def _wait(self, board: NoteBoard) -> dict[int, _Progress] | None:
-        """Wait until all processes say whether they have this batch; None: interrupted."""
+        """Wait until each process tells if it has this batch; return all progress by process.
+
+        Returns None if `interrupt` ended the wait.
+        """
         seconds = _FIRST_WAIT
         while True:
             notes = {p: _Progress(**json.loads(note)) for p, note in board.read().items()}
@@ -189,13 +201,8 @@ class EvenBatches(Iterator[Any]):
         self._was_told = True
         if board.process != 0:
             return
-        who = f"process {ended[0]} has" if len(ended) == 1 else f"processes {_listed(ended)} have"
         count = f"{self._index} batch{'' if self._index == 1 else 'es'}"
         then = "all stop after these"
         if self._empty is not None:
             then = "empty ones stand in until all have ended"
-        logger.warning("%s only %s, and others more: %s", who, count, then)
-
-
-def _listed(processes: list[int]) -> str:
-    return f"{', '.join(map(str, processes[:-1]))} and {processes[-1]}"
+        logger.warning("%s only %s, and others more: %s", who_has(ended), count, then)

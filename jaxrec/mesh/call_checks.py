@@ -1,8 +1,8 @@
 """A debugging check that all processes make the same calls in the same order.
 
-Processes that call different programs, or one program with batches of different shapes, wait for
-each other in different collectives, and hang silently. If the environment variable `SWITCH` is set,
-processes compare each call first.
+If processes call different programs, or one program with batches of different shapes, they wait in
+different collectives, and the job hangs without an error. With the environment variable `SWITCH`
+set, processes compare each call before they make it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxrec.mesh.processes import NoteBoard
+from jaxrec.mesh.processes import NoteBoard, who_has
 from jaxrec.mesh.store import mesh_stores
 from jaxrec.ragged import KeyedJaggedArray
 
@@ -32,9 +32,9 @@ class CallMismatchError(RuntimeError):
 
 
 class CallSequence:
-    """One sequence of calls of this process, each compared with that of the other processes.
+    """Sequence of calls in which the n-th call of all processes must be the same.
 
-    The note of a process on ``board`` is its last call. A process waits ``seconds`` for the others.
+    Each process writes its last call to ``board``, and waits ``seconds`` for the others.
     """
 
     def __init__(self, board: NoteBoard, seconds: float) -> None:
@@ -42,9 +42,9 @@ class CallSequence:
         self._number = 0
 
     def compare(self, call: str, facts: Mapping[str, str]) -> None:
-        """Compare the next call and its ``facts`` with those of all processes.
+        """Compare the next call of this process, and its ``facts``, with the other processes'.
 
-        If a process makes another call, or none in time, all raise a CallMismatchError.
+        All raise a CallMismatchError if one of them makes another call, or none in time.
         """
         self._number += 1
         self._board.write(json.dumps({"number": self._number, "facts": {"call": call, **facts}}))
@@ -57,12 +57,12 @@ class CallSequence:
             others = [p for p, each in sorted(of_call.items()) if each.get(name) != first]
             if others:
                 raise CallMismatchError(
-                    f"call {self._number} differs between processes: {_who([one])} {name!r}: "
-                    f"{first}; {_who(others)} {name!r}: {of_call[others[0]].get(name)}"
+                    f"call {self._number} differs between processes: {who_has([one])} {name!r}: "
+                    f"{first}; {who_has(others)} {name!r}: {of_call[others[0]].get(name)}"
                 )
 
     def _wait(self, call: str) -> dict[int, dict[str, Any]]:
-        """Wait until all processes have made this call; return their notes."""
+        """Wait until all processes have made this call; return the note of each."""
         end = time.monotonic() + self._seconds
         while True:
             notes = {process: json.loads(note) for process, note in self._board.read().items()}
@@ -77,8 +77,8 @@ class CallSequence:
                 last = notes.get(late[0], {"number": 0, "facts": {"call": "none"}})
                 raise CallMismatchError(
                     f"process {self._board.process} is at call {self._number}, {call}; "
-                    f"{_who(late)} not come there in {self._seconds:g} s: the last call of process "
-                    f"{late[0]} is {last['number']}, {last['facts']['call']}"
+                    f"{who_has(late)} not come there in {self._seconds:g} s: the last call of "
+                    f"process {late[0]} is {last['number']}, {last['facts']['call']}"
                 )
             time.sleep(_POLL)
 
@@ -87,11 +87,12 @@ _sequences: dict[str, CallSequence] = {}
 
 
 def check_call(sequence: str, call: str, facts: Callable[[], Mapping[str, str]]) -> None:
-    """Compare a call with those of the other processes if `SWITCH` is set.
+    """Compare the next call of a sequence with the other processes' if `SWITCH` is set.
 
-    ``facts`` returns what must be the same in all processes.
+    ``facts`` returns descriptions, by name, that must be the same in all processes.
     """
-    # Calls of one thread have an order, those of two threads have none: each is a sequence.
+    # Calls of one thread have an order and those of two threads have none, so each thread has a
+    # sequence.
     text = os.environ.get(SWITCH)
     if not text or jax.process_count() == 1:
         return
@@ -105,7 +106,7 @@ def check_call(sequence: str, call: str, facts: Callable[[], Mapping[str, str]])
 
 
 def batch_facts(batch: Any) -> dict[str, str]:
-    """Return the names, shapes and types of a batch's arrays."""
+    """Describe the shape and type of each leaf of a batch, by its path."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(
         batch, is_leaf=lambda leaf: isinstance(leaf, KeyedJaggedArray)
     )
@@ -113,7 +114,7 @@ def batch_facts(batch: Any) -> dict[str, str]:
 
 
 def table_facts(model: Any) -> dict[str, str]:
-    """Return a model's tables over a mesh, and the capacity factors of their exchanges."""
+    """Describe a model's tables over a mesh, and their capacity factors, by collection."""
     if not isinstance(model, nnx.Module):
         return {}
     return {
@@ -132,9 +133,3 @@ def _form(leaf: Any) -> str:
         form = f"{_form(leaf.values)}{weights} of keys {leaf.keys}, capacities {leaf.capacities}"
         return f"{form}, bags {leaf.strides}"
     return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', ()))}"
-
-
-def _who(processes: list[int]) -> str:
-    if len(processes) == 1:
-        return f"process {processes[0]} has"
-    return f"processes {', '.join(map(str, processes[:-1]))} and {processes[-1]} have"

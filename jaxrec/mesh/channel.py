@@ -1,7 +1,8 @@
 """Channels: collectives between the devices of a mesh, called inside `jax.shard_map`.
 
-An exchange reaches other devices through a `Channel` alone. So what a platform needs stays in this
-file: `RaggedChannel` for GPUs and TPUs, `SimulatedChannel` for simulated CPU devices.
+An exchange reaches other devices through a `Channel` alone. So the differences between platforms
+stay in this file: `RaggedChannel` is for GPUs and TPUs, `SimulatedChannel` for simulated CPU
+devices.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxrec.mesh.precision import ExchangePrecision, Format, decode, encode
@@ -26,10 +27,10 @@ _RAGGED_PLATFORMS = ("gpu", "tpu")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ListLengths:
-    """Lengths of the lists that a device exchanges with each device.
+    """Lengths of the lists that a device sends to each device, and receives from it.
 
     Attributes:
-        sent: Length of the list for each device. Padding follows in the list.
+        sent: Length of the list for each device, without its padding.
         received: Length of the list from each device.
     """
 
@@ -38,19 +39,24 @@ class ListLengths:
 
     @property
     def reversed(self) -> ListLengths:
-        """Lengths of the answers, which have an entry for each entry of the lists."""
+        """Lengths of the answers to the lists, one answer for each element."""
         return ListLengths(self.received, self.sent)
 
 
 class Turns:
-    """Order of the exchanges of one program: each runs as soon as its data is ready."""
+    """Order of one program's exchanges. Here each may run as soon as its data is ready."""
 
     def run(
         self, exchange: Callable[..., Any], awaited: Any, *args: Any, floats: bool = True
     ) -> Any:
-        """Return ``exchange(awaited, *args)``, where all communication depends on ``awaited``.
+        """Return ``exchange(awaited, *args)``. Subclasses make it wait for earlier exchanges.
 
-        If ``floats`` is False, it depends on the integer leaves of ``awaited`` alone.
+        Args:
+            exchange: A function that communicates.
+            awaited: Arrays that all of its communication depends on.
+            *args: Its other arguments.
+            floats: Whether the communication depends on float arrays of ``awaited``; False: on the
+                integer arrays alone.
         """
         return exchange(awaited, *args)
 
@@ -74,16 +80,16 @@ class Channel:
 
     @property
     def sent(self) -> dict[str, int]:
-        """Keyword arguments of a kernel that writes a message: ``parts_out``, or none."""
+        """Keyword arguments of a kernel whose result is sent: ``parts_out``, or none."""
         return {}
 
     @property
     def received(self) -> dict[str, int]:
-        """Keyword arguments of a kernel that reads a message: ``parts_in``, or none."""
+        """Keyword arguments of a kernel that reads a received array: ``parts_in``, or none."""
         return {}
 
     def split(self, values: Array) -> list[Array]:
-        """Split received values into the arrays that they came in."""
+        """Split a received array into the parts that arrived separately."""
         return [values]
 
     @property
@@ -114,9 +120,9 @@ class Channel:
         return dataclasses.replace(self, axes=axes)
 
     def send(self, values: Array, lengths: ListLengths | None = None) -> Array:
-        """Send ``values[d]`` to device ``d``, ``[devices, n, ...]``; ``result[d]`` comes from it.
+        """Send ``values[d]`` to device ``d``; ``result[d]`` comes from it. ``[devices, n, ...]``.
 
-        Elements of a list past its length may be lost. Without ``lengths`` all ``n`` arrive.
+        With ``lengths``, elements of ``values[d]`` past its length may be lost.
         """
 
         def move(bits: Array) -> Array:
@@ -141,10 +147,17 @@ class Channel:
         *more: Int32[Array, "devices _"],
         fill: int,
     ) -> tuple[Int32[Array, "devices n"], ListLengths, list[Int32[Array, "devices _"]]]:
-        """Send each device its list, padded with ``fill``, and its line of each array in ``more``.
+        """Send each device a list of integers, padded with ``fill``, and lines of other arrays.
+
+        Args:
+            lists: List for each device.
+            lengths: Length of each list.
+            *more: Arrays of which each device gets its line.
+            fill: Padding of the lists.
 
         Returns:
-            The received lists, padded with ``fill``; the lengths of both; the received ``more``.
+            The received lists, padded with ``fill``; the lengths of sent and received lists; and
+            the received lines of each array in ``more``.
         """
         lists, received, *rest = self.send_together(lists, lengths[:, None], *more)
         return lists, ListLengths(lengths, received[:, 0]), rest
@@ -152,19 +165,19 @@ class Channel:
     def send_rows(
         self, rows: Float[Array, "devices n dim"], lengths: ListLengths | None = None
     ) -> Float[Array, "devices n dim"]:
-        """Send rows of tables, encoded as `precision` says."""
+        """Send table rows in the format `ExchangePrecision.forward`."""
         return self._send_as(rows, self.precision.forward, lengths)
 
     def send_gradients(
         self, rows: Float[Array, "devices n dim"], lengths: ListLengths | None = None
     ) -> Float[Array, "devices n dim"]:
-        """Send gradients, encoded as `precision` says."""
+        """Send gradients in the format `ExchangePrecision.backward`."""
         # Scaled on the way only: small gradients would be zero in float16.
         scale = self.precision.loss_scale
         return self._send_as(rows * scale, self.precision.backward, lengths) / scale
 
     def sum_rows(self, rows: Float[Array, "devices n dim"]) -> Float[Array, "n dim"]:
-        """Return the sum over all devices of the rows that they have for this device."""
+        """Send ``rows[d]`` to device ``d``; return the sum of the rows that this device gets."""
         if self.precision.forward == "float32":
             return jax.lax.psum_scatter(rows, self.axes)
         # A collective cannot add encoded values; sending them one by one moves as many bytes.
@@ -175,7 +188,7 @@ class Channel:
         return _as_bits(lambda bits: jax.lax.all_gather(bits, self.axes, tiled=True), values)
 
     def gather_gradients(self, rows: Float[Array, "n dim"]) -> Float[Array, "all dim"]:
-        """Return the gradients of all devices, joined along the first axis; encoded on the way."""
+        """Return the gradients of all devices, joined; they travel as in `send_gradients`."""
         scale = self.precision.loss_scale
         parts = encode(rows * scale, self.precision.backward)
         gathered = tuple(self.gather(part) for part in parts)
@@ -221,6 +234,16 @@ class RaggedChannel(Channel):
         return _as_bits(move, values)
 
 
+def on_each_device(
+    function: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """Return `jax.shard_map` of a function, without JAX's check that replicated results agree."""
+    # JAX cannot know that replicated tables get equal updates on all devices.
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
 def check_ragged(mesh: Mesh) -> None:
     """Raise a ValueError if XLA has no ragged all-to-all for a mesh's devices."""
     platform = mesh.devices.flat[0].platform
@@ -231,9 +254,9 @@ def check_ragged(mesh: Mesh) -> None:
 
 
 def _as_bits(move: Callable[[Array], Array], values: Array) -> Array:
-    """Return ``move(values)``, with narrow floats moved as integers."""
-    # Where a device has no arithmetic for a narrow float, XLA widens it, and would send the wide
-    # one.
+    """Apply a collective to values; it gets 8-bit and 16-bit floats as unsigned integers."""
+    # Where a device has no arithmetic for a narrow float, XLA computes in a wider type, and would
+    # send that.
     if values.dtype.itemsize >= 4 or not jnp.issubdtype(values.dtype, jnp.floating):
         return move(values)
     unsigned = {1: jnp.uint8, 2: jnp.uint16}[values.dtype.itemsize]
@@ -245,7 +268,7 @@ def _as_bits(move: Callable[[Array], Array], values: Array) -> Array:
 def _send_encoded(
     rows: Array, lengths: ListLengths | None, channel: Channel, format: Format
 ) -> Array:
-    """Send rows in a format; the derivative is that of sending them unchanged."""
+    """Send rows in a format; the derivative ignores the rounding."""
     # A packed format has several arrays, such as codes and scales; each is sent.
     parts = encode(rows, format)
     return decode(tuple(channel.send(part, lengths) for part in parts), format)
@@ -267,7 +290,7 @@ _send_encoded.defvjp(_send_encoded_forward, _send_encoded_backward)
 
 
 def run_if(flag: Bool[Array, ""], body: Callable[[Any], Any], carried: Any) -> Any:
-    """Return ``body(carried)`` if the flag holds, else ``carried``; in place."""
+    """Return ``body(carried)`` if the flag holds, else ``carried``, without a copy of it."""
     # A loop of at most one turn. jax.lax.cond would copy the carried tables.
 
     def once(state: Any) -> Any:
@@ -277,7 +300,7 @@ def run_if(flag: Bool[Array, ""], body: Callable[[Any], Any], carried: Any) -> A
 
 
 class OneByOne(Turns):
-    """Order in which each exchange depends on the result of the one before it."""
+    """Order of one program's exchanges in which each waits for the one before it."""
 
     # XLA removes a jax.lax.optimization_barrier before it schedules, so the dependence is
     # arithmetic: each input is combined with a number from the last result. The number never
@@ -309,8 +332,8 @@ class OneByOne(Turns):
 
 
 def _negative(values: Shaped[Array, "..."]) -> Int32[Array, ""]:
-    """Return a negative number that depends on the values."""
-    # It differs with the value's bits, so XLA cannot fold it; one element is enough to wait for.
+    """Return a negative number, which the compiler cannot know before it has the values."""
+    # One element is enough to wait for. The number differs with its bits, so XLA cannot fold it.
     value = jax.lax.stop_gradient(values[(0,) * values.ndim])
     if jnp.issubdtype(value.dtype, jnp.floating):
         value = jax.lax.bitcast_convert_type(value.astype(jnp.float32), jnp.int32)

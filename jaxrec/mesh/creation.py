@@ -1,7 +1,6 @@
-"""New tables on a mesh, and tables moved to one.
+"""Tables on a mesh: new ones, and tables that move there.
 
-With several processes all call these functions with the same arguments, and each fills its own
-devices.
+With several processes, all call these functions with the same arguments. Each fills its devices.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.row_keys import KeyWords
 from jaxrec.embed.store import TableStore
 from jaxrec.mesh.agree import fingerprint, on_every_device, require_same
+from jaxrec.mesh.channel import on_each_device
 from jaxrec.mesh.layout import MeshLayout, layout_mesh
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.mesh.placement import Placement
@@ -31,9 +31,10 @@ from jaxrec.mesh.tables import ShardedTables
 
 
 def mesh_shape(mesh: Mesh, replica_axis: str | None = None) -> MeshShape:
-    """Return the hosts and devices of a mesh, or of one replica of the sharded tables.
+    """Return the numbers of hosts and devices of a mesh, or of one replica on it.
 
-    The last axis numbers the devices of a host, the others number the hosts.
+    The last axis numbers the devices of a host. The others number the hosts, except for
+    ``replica_axis``, along which the replicas of the tables lie.
     """
     if replica_axis is not None and replica_axis not in mesh.axis_names:
         raise ValueError(
@@ -72,14 +73,10 @@ def init_on_mesh(
             if config.name not in placed.tables:
                 continue
             sharding = sharded.sharding(placed)
+            ranges = over_devices(_ranges(placed, config), sharding)
+            rows, dim = sharded.rows[placed.name], config.embedding_dim
             sharded.rows[placed.name] = _fill_shards(
-                sharded.rows[placed.name],
-                of_table,
-                scale,
-                over_devices(_ranges(placed, config), sharding),
-                draw,
-                config.embedding_dim,
-                sharding,
+                rows, of_table, scale, ranges, draw, dim, sharding
             )
     return sharded
 
@@ -108,15 +105,15 @@ def layout_on_mesh(
     mesh: Mesh,
     replica_axis: str | None = None,
 ) -> MeshLayout:
-    """Return the layout that tables would have on a mesh; they may be on another mesh now."""
+    """Return the layout that tables will have on a mesh. They may be on another mesh now."""
     whole = tables.layout if tables.devices.mesh is None else tables.layout.whole
     return layout_mesh(whole, placements, mesh_shape(mesh, replica_axis))
 
 
 def _ranges(placed: PlacedGroup, config: TableConfig) -> np.ndarray:
-    """Return the arguments of `fill_rows` for each device's shards, ``[devices, shards, 6]``.
+    """Return `place_of` each device's shards of a table, ``[devices, shards, 6]``.
 
-    Devices with fewer shards have empty ones.
+    Zeros, which are empty shards, follow on devices with fewer shards.
     """
     of_device: list[list[np.ndarray]] = [[] for _ in range(placed.num_devices)]
     shards = [shard for shard in placed.shards if shard.table == config.name]
@@ -139,7 +136,10 @@ def _fill_shards(
     dim: int,
     sharding: NamedSharding,
 ) -> Float[TableArray, "rows width"]:
-    """Fill each device's shards of a table; ``ranges`` is the result of `_ranges`."""
+    """Write the first values of a table into the shards of each device.
+
+    ``ranges`` is the result of `_ranges`, ``draw`` and ``scale`` that of `draw_and_scale`.
+    """
 
     def on_device(array, key, scale, ranges):
         def fill(shard, array):
@@ -149,10 +149,6 @@ def _fill_shards(
         return jax.lax.fori_loop(0, ranges.shape[1], fill, array)
 
     everywhere = PartitionSpec()
-    return jax.shard_map(
-        on_device,
-        mesh=sharding.mesh,
-        in_specs=(sharding.spec, everywhere, everywhere, sharding.spec),
-        out_specs=sharding.spec,
-        check_vma=False,
-    )(array, key, scale, ranges)
+    in_specs = sharding.spec, everywhere, everywhere, sharding.spec
+    fill_all = on_each_device(on_device, sharding.mesh, in_specs, sharding.spec)
+    return fill_all(array, key, scale, ranges)

@@ -31,7 +31,9 @@ from jaxrec.mesh.precision import DenseFormat, ExchangePrecision
 
 @dataclasses.dataclass(frozen=True)
 class Gathered(DensePlacement):
-    """A sharded array that a read gathers, and whose gradient is summed and sharded like it.
+    """Placement of a sharded parameter that a layer reads whole.
+
+    A read gathers the array. Its gradient is summed over devices and sharded like the array.
 
     Attributes:
         ndim: Number of axes of the array.
@@ -44,14 +46,18 @@ class Gathered(DensePlacement):
     def read(self, array: Array) -> Array:
         if array.ndim != self.ndim:  # within nnx.scan or nnx.vmap over one of its axes
             return put(array, self.replicated)
-        if self.format == "float32":
-            return _gather(array, self)
-        return _gather_in_format(array, self)
+        return _gather(array, self)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather(array: Array, placement: Gathered) -> Array:
-    return put(array, placement.replicated)
+    """Gather an array; in a narrow format each device keeps the gradient of its own samples."""
+    # JAX calls such arrays reduced and their gradients unreduced, and has them for Explicit axes
+    # alone. With other axes XLA adds the gradients up, in their own type, before we see them.
+    if placement.format == "float32" or not isinstance(array, jax.core.Tracer):
+        return put(array, placement.replicated)
+    mesh = placement.sharding.mesh
+    return put(array, NamedSharding(mesh, PartitionSpec(reduced=set(mesh.axis_names))))
 
 
 def _gather_forward(array: Array, placement: Gathered) -> tuple[Array, None]:
@@ -59,40 +65,18 @@ def _gather_forward(array: Array, placement: Gathered) -> tuple[Array, None]:
 
 
 def _gather_backward(placement: Gathered, _: None, gradient: Array) -> tuple[Array]:
-    return (put(gradient, placement.sharding),)
+    if placement.format == "float32":
+        return (put(gradient, placement.sharding),)
+    return (_sum_over_devices(gradient, placement),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather_in_format(array: Array, placement: Gathered) -> Array:
-    """Gather an array so that each device keeps the gradient of its own samples."""
-    # JAX calls such arrays reduced and their gradients unreduced, and has them for Explicit axes
-    # alone. With other axes XLA adds the gradients up, in their own type, before we see them.
-    if not isinstance(array, jax.core.Tracer):
-        return put(array, placement.replicated)
-    mesh = placement.sharding.mesh
-    return put(array, NamedSharding(mesh, PartitionSpec(reduced=set(mesh.axis_names))))
-
-
-def _gather_in_format_forward(array: Array, placement: Gathered) -> tuple[Array, None]:
-    return _gather_in_format(array, placement), None
-
-
-def _gather_in_format_backward(
-    placement: Gathered, _: None, gradient: Float[Array, "..."]
-) -> tuple[Array]:
-    return (_sum_over_devices(gradient, placement),)
-
-
-_gather_in_format.defvjp(_gather_in_format_forward, _gather_in_format_backward)
-
-
 def _sum_over_devices(gradient: Float[Array, "..."], placement: Gathered) -> Float[Array, "..."]:
-    """Add the gradients of all devices, which travel in `Gathered.format`, in float32."""
-    # A reduce-scatter by hand: XLA's own would add in the narrow format. Each device sends every
-    # device the part that it adds up. If the array is replicated, the sums then go to all devices.
+    """Add the gradients of all devices in float32; they travel in `Gathered.format`."""
+    # A reduce-scatter by hand: XLA's own would add in the narrow format. Each device adds up one
+    # part, which all others send it. If the array is replicated, the sums then go to all devices.
     mesh, spec = placement.sharding.mesh, placement.sharding.spec
     axes, devices = tuple(mesh.axis_names), mesh.devices.size
     cut = next((i for i, names in enumerate(spec) if names is not None), None)
@@ -156,9 +140,9 @@ def check_dense(dense: Any, mesh: Mesh, format: DenseFormat) -> None:
 
 
 def place_dense(model: nnx.Module, placements: Mapping[str, DensePlacement], mesh: Mesh) -> None:
-    """Put all variables of a model on a mesh, except for tables and pools, in place.
+    """Put a model's variables on a mesh, in place, except for tables and pools.
 
-    Variables without a placement are replicated.
+    ``placements`` are by path. Variables without a placement are replicated.
     """
     state = nnx.state(model, nnx.Not(nnx.Any(TableVariable, RowsVariable)))
     named = {_name(path): variable for path, variable in nnx.to_flat_state(state)}
@@ -184,16 +168,18 @@ def place_dense(model: nnx.Module, placements: Mapping[str, DensePlacement], mes
 def dense_placements(
     model: nnx.Module, dense: DenseName | DenseRule, mesh: Mesh, format: DenseFormat = "float32"
 ) -> dict[str, DensePlacement]:
-    """Return the placements of parameters by path; a parameter without one is replicated.
+    """Return a placement for each dense parameter that is not simply replicated, by path.
 
-    ``format`` is that in which gradients of large parameters travel.
+    ``dense`` is the argument of `jaxrec.shard`; ``format`` is the format in which gradients of
+    large parameters travel.
     """
     placements: dict[str, DensePlacement] = {}
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         name, array = _name(path), variable.get_raw_value()
         if not isinstance(array, jax.Array) or not jnp.issubdtype(array.dtype, jnp.floating):
             continue
-        given = None if isinstance(dense, str) else dense(name, _form(array))
+        shape = jax.ShapeDtypeStruct(array.shape, array.dtype)
+        given = None if isinstance(dense, str) else dense(name, shape)
         if given is not None:
             if any(axis is not None for axis in _checked(name, array, given, mesh)):
                 placements[name] = DensePlacement(NamedSharding(mesh, given))
@@ -210,7 +196,7 @@ def dense_placements(
 
 
 def _fsdp(name: str, array: jax.Array, mesh: Mesh) -> PartitionSpec:
-    """Cut an array over all devices along its largest axis that they divide."""
+    """Cut an array over all devices along its largest divisible axis; return the spec."""
     devices = mesh.devices.size
     if array.size < MIN_SHARDED_SIZE or devices == 1:
         return PartitionSpec()
@@ -228,6 +214,7 @@ def _fsdp(name: str, array: jax.Array, mesh: Mesh) -> PartitionSpec:
 
 
 def _checked(name: str, array: jax.Array, spec: Any, mesh: Mesh) -> PartitionSpec:
+    """Return the spec that a user's function gave for a parameter; raise if it does not fit."""
     if not isinstance(spec, PartitionSpec):
         raise TypeError(
             f"dense= returned {spec!r} for parameter {name!r}; it returns a "
@@ -252,10 +239,6 @@ def _checked(name: str, array: jax.Array, spec: Any, mesh: Mesh) -> PartitionSpe
                 f"{size} does not divide by {parts} devices"
             )
     return spec
-
-
-def _form(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
 def _name(path: tuple[Any, ...]) -> str:

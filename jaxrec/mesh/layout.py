@@ -29,7 +29,7 @@ class MeshLayout:
 
     Attributes:
         whole: The tables as they are on one device.
-        slices: Layout of the column slices. Its outputs follow the order of the tables' outputs.
+        slices: Layout of the column slices. Their outputs are in the order of the tables' outputs.
         groups: Groups of the column slices, with the positions of their rows.
         exchanges: Exchange of each group.
         placements: Placement of each table.
@@ -83,8 +83,7 @@ class MeshLayout:
         return self.whole.bounds
 
     def slice_keys(self) -> dict[str, list[str]]:
-        """Return the keys of the slices' outputs that make up each output, in column order."""
-        # A slice's key is that of the output with its columns behind it: "user[0:32]".
+        """Return the keys of the column slices of each output: ``{"user": ["user[0:]", ...]}``."""
         keys: dict[str, list[str]] = {}
         for output in self.slices.outputs:
             keys.setdefault(output.key[: output.key.rindex("[")], []).append(output.key)
@@ -98,7 +97,7 @@ class MeshLayout:
     def column_slices(
         self, table: str
     ) -> Iterator[tuple[PlacedGroup, tuple[int, int], list[PlacedShard]]]:
-        """Iterate over a table's column slices: their group, columns, and shards by row."""
+        """Iterate over a table's column slices: (group, (first column, after the last), shards)."""
         slices: dict[tuple[int, int], tuple[PlacedGroup, list[PlacedShard]]] = {}
         for group, placed in self.shards(table):
             slices.setdefault(placed.shard.columns, (group, []))[1].append(placed)
@@ -108,14 +107,14 @@ class MeshLayout:
 
 @dataclasses.dataclass(frozen=True)
 class _Slice:
-    """A column slice, as a table of its own.
+    """A column slice of a table, as a table of its own.
 
     Attributes:
-        table: Name of the table.
-        config: Configuration of the slice. Its width is the stored one.
+        table: Name of the whole table.
+        config: Configuration of the slice. Its ``embedding_dim`` is the stored width.
         shards: Shards of the slice, by row.
         exchange: Exchange of the slice.
-        whole_dim: Number of columns of the table.
+        whole_dim: Number of columns of the whole table.
     """
 
     table: str
@@ -170,9 +169,7 @@ def cut_of(
         parts.setdefault(shard.columns, []).append(shard.device)
     hosts = [{device // mesh.devices_per_host for device in part} for part in parts.values()]
     devices = [device for part in parts.values() for device in set(part)]
-    rows: Counter[int] = Counter()
-    for shard in shards:
-        rows[shard.device] += shard.num_rows
+    rows = _count_rows(shards)
     return Cut(
         isinstance(table, EmbeddingBagConfig),
         optimizer,
@@ -186,6 +183,14 @@ def cut_of(
     )
 
 
+def _count_rows(shards: Iterable[Shard]) -> Counter[int]:
+    """Return the number of rows on each device that has some of the shards."""
+    rows: Counter[int] = Counter()
+    for shard in shards:
+        rows[shard.device] += shard.num_rows
+    return rows
+
+
 def is_large(num_rows: int, local_rows: int, mesh: MeshShape) -> bool:
     """Return whether int32 cannot number a table's rows, or the slots of its array.
 
@@ -197,6 +202,7 @@ def is_large(num_rows: int, local_rows: int, mesh: MeshShape) -> bool:
 def _slices(
     table: TableConfig, optimizer: RowOptimizer, placement: Placement, mesh: MeshShape
 ) -> list[_Slice]:
+    """Cut a table into its column slices; raise a ValueError if its placement does not fit."""
     shards = placement.cut(table, mesh)
     by_columns: dict[tuple[int, int], list[Shard]] = {}
     for shard in shards:
@@ -230,9 +236,10 @@ def _slices(
 def slice_widths(
     table: TableConfig, optimizer: RowOptimizer, columns: Iterable[tuple[int, int]]
 ) -> dict[tuple[int, int], int]:
-    """Return the number of stored columns of each column slice, ``(first, after the last)``.
+    """Return the stored width of each column slice.
 
-    It is the slice's own width, or that of the widest slice where slices are updated together.
+    It is the slice's own width, or that of the widest slice if the slices are updated together.
+    ``columns`` has the slices' (first column, column after the last).
     """
     # Slices that are updated together must be one group, and a group has one width. Zeros fill the
     # narrow ones up; packed rows have no place for them (`_check_cut`).
@@ -243,16 +250,16 @@ def slice_widths(
 
 
 def _apart(part: _Slice) -> tuple[Exchange, int | None]:
-    """Return what slices must share to be in one group, beside width, type and optimizer."""
+    """Return a value that must be equal for slices of one group, as width, type and optimizer."""
     optimizer = part.config.optimizer
     joins_slices = optimizer is not None and optimizer.needs_whole_rows
     return part.exchange, part.whole_dim if joins_slices else None
 
 
 def _number_arrays(slices: Mapping[str, _Slice], mesh: MeshShape) -> dict[str, int]:
-    """Return the number of each slice's array among the arrays of slices of its kind.
+    """Give each slice the number of an array, from 0, among the arrays for slices of its kind.
 
-    There are several where int32 cannot number the slots of one.
+    A second array begins where int32 cannot number the slots of one.
     """
     # First fit. Equal slices of a table go into one array together, since they may have to be
     # updated together.
@@ -264,9 +271,7 @@ def _number_arrays(slices: Mapping[str, _Slice], mesh: MeshShape) -> dict[str, i
     filled: dict[Hashable, list[Counter[int]]] = {}
     numbers: dict[str, int] = {}
     for (kind, _), parts in alike.items():
-        rows: Counter[int] = Counter()
-        for shard in (shard for part in parts for shard in part.shards):
-            rows[shard.device] += shard.num_rows
+        rows = _count_rows(shard for part in parts for shard in part.shards)
         # Each device's array is as long as the fullest one, so this bounds the fullest.
         limit = MAX_ROWS // (1 if parts[0].exchange.is_replicated else mesh.num_devices)
         arrays = filled.setdefault(kind, [])
@@ -350,7 +355,7 @@ def _check_together(groups: tuple[PlacedGroup, ...]) -> None:
 
 
 def _place(group: Group, slices: Mapping[str, _Slice], mesh: MeshShape) -> PlacedGroup:
-    """Stack the group's shards in each device's array, in the order of the slices."""
+    """Give a group's shards positions in their devices' arrays, in the order of the slices."""
     first = slices[group.tables[0].name]
     filled = [0] * mesh.num_devices
     shards = []
@@ -411,9 +416,7 @@ def warn_of_unused_memory(layout: MeshLayout) -> None:
 
 def rows_by_device(placed: PlacedGroup) -> list[int]:
     """Return the number of the group's rows on each device."""
-    rows: Counter[int] = Counter()
-    for each in placed.shards:
-        rows[each.shard.device] += each.shard.num_rows
+    rows = _count_rows(each.shard for each in placed.shards)
     return [rows[device] for device in range(placed.num_devices)]
 
 

@@ -1,13 +1,12 @@
-"""Positions of shards in the devices' arrays: rows of a group, slots, and rows of an array.
+"""Positions of shards in the devices' arrays.
 
-A lookup names a row of the group. `PlacedGroup` turns it into a slot, which says the owner and the
+A lookup names a row of the group. `PlacedGroup` turns it into a slot, which tells the owner and the
 row of the owner's array: ``slot = owner * local_rows + local_row``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from jaxrec.embed.layout import Group
 from jaxrec.embed.outputs import of_used_bags
 from jaxrec.mesh.shards import Shard
 from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.ragged.key_segments import starts_of
 from jaxrec.ragged.wide_ids import WideIds, widen
 
 
@@ -81,7 +81,7 @@ class PlacedGroup:
 
     @property
     def without_bound(self) -> PlacedGroup:
-        """The group with ``clip_value`` taken from its optimizer."""
+        """The same group, with an optimizer without ``clip_value``."""
         optimizer = dataclasses.replace(self.group.optimizer, clip_value=None)
         return dataclasses.replace(self, group=dataclasses.replace(self.group, optimizer=optimizer))
 
@@ -102,7 +102,7 @@ class PlacedGroup:
 
     @property
     def padding(self) -> int:
-        """Row that padding looks up: the number of rows."""
+        """Row that lookups of padding name: the number of rows."""
         return self.local_rows if self.is_large else self.group.num_rows
 
     @property
@@ -138,11 +138,11 @@ class PlacedGroup:
     def device_slots(
         self, device: Int32[Array, "..."], local_rows: Int32[Array, "..."]
     ) -> Int32[Array, "..."]:
-        """Return the slots of rows of the devices' arrays."""
+        """Return the slot of each row of a device's array."""
         return local_rows if self.is_large else device * self.local_rows + local_rows
 
     def whole_rows(self, slots: Int32[Array, " n"]) -> Int32[Array, " n"]:
-        """Return a number for each slot's row, equal for all column slices of the row.
+        """Number the rows of slots; all column slices of a row have one number.
 
         On a device the numbers ascend with the slots. Past the last slot it is `group.num_rows`.
         """
@@ -163,7 +163,7 @@ class PlacedGroup:
     def tables_of(
         self, local_rows: Int32[Array, " n"], device: Int32[Array, ""]
     ) -> Int32[Array, " n"]:
-        """Return each row's table, as an index of `tables`; arbitrary for rows of no table."""
+        """Return the index in `tables` of each row's table; arbitrary for padding and bad rows."""
         if len(self.tables) == 1:
             return jnp.zeros_like(local_rows)
         tables = [self.tables.index(shard.table) for shard in self.shards]
@@ -172,10 +172,10 @@ class PlacedGroup:
     def is_column(
         self, local_rows: Int32[Array, " n"], device: Int32[Array, ""]
     ) -> Bool[Array, "n dim"] | None:
-        """Return which columns of each row are not padding; None: all of them.
+        """Return which columns of each row are not padding; None: none of them is.
 
         A row ends with columns of padding if its slice is narrower than the group. The result is
-        arbitrary for rows of no table.
+        arbitrary for padding and bad rows.
         """
         widths = [stop - start for start, stop in (shard.shard.columns for shard in self.shards)]
         if min(widths) == self.group.dim:
@@ -186,7 +186,7 @@ class PlacedGroup:
     def _of_shards(
         self, values: Sequence[int], local_rows: Int32[Array, " n"], device: Int32[Array, ""]
     ) -> Int32[Array, " n"]:
-        """Return the value of each row's shard."""
+        """Return for each row the value of its shard; ``values`` has one for each shard."""
         order = sorted(range(len(self.shards)), key=lambda i: self._slot(self.shards[i]))
         starts = np.array([self._slot(self.shards[i]) for i in order], np.int32)
         slots = device * self.local_rows + local_rows
@@ -194,12 +194,12 @@ class PlacedGroup:
         return jnp.asarray([values[i] for i in order], jnp.int32)[jnp.maximum(index, 0)]
 
     def _slot(self, placed: PlacedShard) -> int:
-        """Return the first slot of a shard."""
+        """Return the slot of a shard's first row."""
         return placed.shard.device * self.local_rows + placed.local_row
 
 
 def flatten_large(features: KeyedJaggedArray, layout: BagLayout, placed: PlacedGroup) -> Lookups:
-    """Return the lookups of a large group; `jaxrec.embed.outputs.flatten` serves other groups."""
+    """Return the flat lookups of a large group; `jaxrec.embed.outputs.flatten` is for others."""
     ids = widen(features.values)
     shards = _shards_by_table(placed)
     owners, rows = [], []
@@ -209,17 +209,24 @@ def flatten_large(features: KeyedJaggedArray, layout: BagLayout, placed: PlacedG
         of_feature = _locate(ids[start : start + capacity], shards[first_row], first_row)
         owners.append(of_feature[0])
         rows.append(of_feature[1])
-    # Rows are those of the owners' arrays by now: no offsets, and bounds of the arrays.
-    local = dataclasses.replace(
-        layout,
-        id_starts=tuple(itertools.accumulate(layout.capacities, initial=0))[:-1],
-        row_offsets=(0,) * layout.num_features,
-        row_counts=(placed.local_rows,) * layout.num_features,
-    )
+    # Rows are those of the owners' arrays by now.
+    local = layout_of_rows(layout, placed.local_rows)
     lengths = jnp.asarray(features.lengths)
     lookups = kernels.flatten_bags(jnp.concatenate(rows), lengths, None, local, placed.local_rows)
     lookups = of_used_bags(lookups, features, layout, placed.group, placed.padding)
     return dataclasses.replace(lookups, owners=jnp.concatenate(owners))
+
+
+def layout_of_rows(layout: BagLayout, num_rows: int) -> BagLayout:
+    """Return the layout of a batch whose ids are rows of one array, feature after feature."""
+    # The ids of this group's features alone are laid end to end, so they begin elsewhere than in
+    # the batch. All features share the array, so rows have no offsets.
+    return dataclasses.replace(
+        layout,
+        id_starts=starts_of(layout.capacities),
+        row_offsets=(0,) * layout.num_features,
+        row_counts=(num_rows,) * layout.num_features,
+    )
 
 
 def _shards_by_table(placed: PlacedGroup) -> dict[int, list[PlacedShard]]:
@@ -233,7 +240,10 @@ def _shards_by_table(placed: PlacedGroup) -> dict[int, list[PlacedShard]]:
 def _locate(
     ids: WideIds, shards: list[PlacedShard], first_row: int
 ) -> tuple[Int32[Array, " n"], Int32[Array, " n"]]:
-    """Return each id's owner and its row there; the row is `BAD_ROW` outside of the table."""
+    """Return each id's owner and its row in the owner's array; `BAD_ROW` for a bad id.
+
+    ``shards`` are those of a column slice, and ``first_row`` is the slice's first row.
+    """
     owner = jnp.zeros(ids.shape, jnp.int32)
     row = jnp.full(ids.shape, kernels.BAD_ROW, jnp.int32)
     # From the last shard to the first: each takes the ids below its end.

@@ -1,4 +1,4 @@
-"""The interface of placements: how a sharding type cuts tables, and what the planner may choose."""
+"""The interface of placements: how a sharding type cuts tables, and its choices for the planner."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Candidate:
         return tuple((device,) for device in self.devices)
 
     def column_counts(self, most: int) -> list[int]:
-        """Return the numbers of equal parts, 2 to ``most``, that the columns divide into."""
+        """Return the numbers of equal parts that the columns divide into, from 2 to ``most``."""
         least = self.min_column_width
         counts = range(2, most + 1)
         return [k for k in counts if self.dim % k == 0 and self.dim // k >= least]
@@ -244,6 +244,7 @@ class Placement(abc.ABC):
         return [mesh.devices_of(host) for host in self._on_mesh(table, mesh.hosts)]
 
     def _on_mesh(self, table: TableConfig, count: int) -> tuple[int, ...]:
+        """Return the places, by default all ``count`` of the mesh; raise if the mesh lacks one."""
         places = self.places or tuple(range(count))
         if missing := [place for place in places if not 0 <= place < count]:
             raise ValueError(
@@ -265,9 +266,9 @@ def cut_evenly(table: TableConfig, owners: Sequence[tuple[int, ...]]) -> tuple[S
 def parts_of(
     owners: Sequence[Owner], count: int, shares: Sequence[float] = ()
 ) -> Iterator[tuple[Owner, tuple[int, int]]]:
-    """Iterate over owners with the range, ``(start, stop)``, of their part of ``count``.
+    """Cut ``range(count)`` into one part for each owner; iterate over (owner, (start, stop)).
 
-    Owners with an empty part are left out. `part_sizes` gives the sizes.
+    Owners with an empty part are left out. The parts have the sizes of `part_sizes`.
     """
     sizes = part_sizes(count, len(owners), shares).tolist()
     bounds = itertools.pairwise(itertools.accumulate(sizes, initial=0))
@@ -277,9 +278,9 @@ def parts_of(
 
 
 def part_sizes(count: int, parts: int, shares: Sequence[float] = ()) -> np.ndarray:
-    """Return the sizes of the parts of ``count``, ``[parts]``, in proportion to ``shares``.
+    """Cut ``count`` into parts in proportion to ``shares``; return their sizes, ``[parts]``.
 
-    Without shares they are equal, except that the first parts may have one more.
+    Without shares, 7 is cut into 3 parts of 3, 2 and 2.
     """
     if not shares:
         size, more = divmod(count, parts)

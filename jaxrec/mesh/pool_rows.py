@@ -12,7 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, DTypeLike, Int32, Shaped
 
-from jaxrec.mesh.channel import Channel
+from jaxrec.mesh.agree import put_on_mesh
+from jaxrec.mesh.channel import Channel, on_each_device
 from jaxrec.mesh.precision import ExchangePrecision
 
 
@@ -59,12 +60,8 @@ class PoolRows(nnx.Module):
         """Put the rows on a mesh, in equal shards; they may be on another mesh now."""
         _check_divides(self.shape[0], mesh)
         rows, sharding = self.rows.get_value(), _sharding(mesh)
-        if rows.is_fully_addressable and jax.process_count() > 1:
-            host = np.asarray(rows)
-            placed = jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-        else:
-            placed = jax.device_put(rows, sharding)
-        self.rows.set_value(placed)
+        put = put_on_mesh if rows.is_fully_addressable else jax.device_put
+        self.rows.set_value(put(rows, sharding))
         self.mesh = mesh
 
     def read(self, index: Any, unpack: Callable[[Array], Any] | None = None) -> Any:
@@ -77,15 +74,15 @@ class PoolRows(nnx.Module):
         index = self._checked(index)
         rows = self.rows.get_value()
         if self.mesh is None:
-            found = _take(rows, index)
-            return found if unpack is None else unpack(found)
+            taken = _take(rows, index)
+            return taken if unpack is None else unpack(taken)
 
         channel = _channel(self.mesh)
 
         def on_device(rows: Array, index: Array) -> Any:
             everywhere = channel.gather(index)
-            found = _take(rows, _local(everywhere, rows.shape[0], channel))
-            by_reader = channel.send(found.reshape(-1, index.shape[0], rows.shape[1]))
+            taken = _take(rows, _local(everywhere, rows.shape[0], channel))
+            by_reader = channel.send(taken.reshape(-1, index.shape[0], rows.shape[1]))
             owner = jnp.clip(index // rows.shape[0], 0, by_reader.shape[0] - 1)
             own = by_reader[owner, jnp.arange(index.shape[0])]
             return own if unpack is None else jax.tree.map(lambda x: x[None], unpack(own))
@@ -119,7 +116,7 @@ class PoolRows(nnx.Module):
         self.rows.set_value(_over_devices(on_device, self.mesh)(rows, index, values))
 
     def _checked(self, index: Any) -> Int32[Array, " batch"]:
-        """Return row indices as int32, -1 for those out of range."""
+        """Return row indices as int32; -1 replaces an index out of range."""
         index = index if isinstance(index, jax.Array) else np.asarray(index)
         if index.ndim != 1 or not jnp.issubdtype(index.dtype, jnp.integer):
             raise TypeError(
@@ -138,7 +135,7 @@ class PoolRows(nnx.Module):
 
 def _over_devices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     over = PartitionSpec(tuple(mesh.axis_names))
-    return jax.shard_map(function, mesh=mesh, in_specs=over, out_specs=over, check_vma=False)
+    return on_each_device(function, mesh, over, over)
 
 
 def _sharding(mesh: Mesh) -> NamedSharding:
@@ -158,13 +155,13 @@ def _check_divides(num_rows: int, mesh: Mesh | None) -> None:
 
 
 def _local(index: Int32[Array, " n"], local_rows: int, channel: Channel) -> Int32[Array, " n"]:
-    """Return indices of this device's rows, -1 for rows of other devices."""
+    """Turn row indices into rows of this device's shard; -1 for rows of other devices."""
     local = index - channel.index.astype(jnp.int32) * local_rows
     return jnp.where((index >= 0) & (local >= 0) & (local < local_rows), local, -1)
 
 
 def _take(rows: Shaped[Array, "rows width"], index: Int32[Array, " n"]) -> Array:
-    """Return some rows; zeros for the index -1."""
+    """Return ``rows[index]``; zeros for the index -1."""
     return rows.at[jnp.where(index < 0, rows.shape[0], index)].get(mode="fill", fill_value=0)
 
 

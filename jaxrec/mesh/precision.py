@@ -62,7 +62,10 @@ class ExchangePrecision:
 
 
 def encoded_bytes(format: Format, width: int, bytes: int) -> int:
-    """Return the bytes of a row in a format, given its columns and its bytes in memory."""
+    """Return the bytes of a row of ``width`` columns in a format.
+
+    ``bytes`` is the size of the row in its own type.
+    """
     match format:
         case "float32":
             return bytes
@@ -75,7 +78,7 @@ def encoded_bytes(format: Format, width: int, bytes: int) -> int:
 
 
 def encode(rows: Float[Array, "*lines dim"], format: Format) -> tuple[Array, ...]:
-    """Return the arrays of rows in a format, such as codes and scales, with the same lines."""
+    """Return rows in a format, as one array or several, such as codes and scales."""
     match format:
         case "float32":
             return (rows,)
@@ -99,7 +102,7 @@ def encode(rows: Float[Array, "*lines dim"], format: Format) -> tuple[Array, ...
 
 
 def decode(parts: tuple[Array, ...], format: Format) -> Float[Array, "*lines dim"]:
-    """Return encoded rows as float32; those of the format "float32" in their own type."""
+    """Return the float32 rows of `encode`'s result. The format "float32" keeps the rows' type."""
     match format:
         case "float32":
             return parts[0]

@@ -35,7 +35,7 @@ _PREFIX = "jaxrec"
 
 
 class NoteBoard:
-    """Notes of all processes on one subject, which all processes read; each process has one."""
+    """Notes of the processes on one subject: each writes its own, and all read them."""
 
     # JAX's coordination service holds the notes. Unlike gathers of arrays, they need neither a
     # device nor an order that all processes share, so any thread may write and read them.
@@ -55,7 +55,7 @@ class NoteBoard:
         self._directory = f"{_PREFIX}/{urllib.parse.quote(subject, safe='')}/"
 
     def write(self, note: str) -> None:
-        """Set the note of this process."""
+        """Replace this process's note."""
         key = f"{self._directory}{self.process}"
         self._client.key_value_set(key, note, allow_overwrite=True)
 
@@ -66,6 +66,13 @@ class NoteBoard:
             with contextlib.suppress(ValueError):
                 notes[int(key.rpartition("/")[2])] = note
         return notes
+
+
+def who_has(processes: list[int]) -> str:
+    """Return the start of a sentence, such as "processes 1, 2 and 5 have"."""
+    if len(processes) == 1:
+        return f"process {processes[0]} has"
+    return f"processes {', '.join(map(str, processes[:-1]))} and {processes[-1]} have"
 
 
 logger = logging.getLogger(__name__)
@@ -88,7 +95,7 @@ _started = threading.Lock()
 
 
 def watch_processes(lost_after: int = LOST_AFTER_SECONDS) -> None:
-    """Watch the other processes of the job, in a thread; a second call does nothing.
+    """Start a thread that ends this process if another one is lost; a second call does nothing.
 
     `jaxrec.mesh.join_processes` and `jaxrec.shard` call it.
     """
@@ -104,7 +111,7 @@ def watch_processes(lost_after: int = LOST_AFTER_SECONDS) -> None:
 
 @contextlib.contextmanager
 def losses_first() -> Iterator[None]:
-    """Delay an error of a collective, so that news of a lost process come first."""
+    """Within this context, delay an error of a collective, so that news of a loss come first."""
     # The collective fails because a process is lost, but its error does not say which. The thread
     # that watches has some seconds to end this process with the name.
     try:
@@ -117,7 +124,7 @@ def losses_first() -> Iterator[None]:
 
 
 class _Lines:
-    """Messages over a connection, each a line of JSON."""
+    """A connection whose messages are lines of JSON."""
 
     def __init__(self, connection: socket.socket, lost_after: int) -> None:
         self.connection = connection
@@ -134,11 +141,11 @@ class _Lines:
                 connection.setsockopt(level, getattr(socket, name), value)
 
     def send(self, *message: Any) -> None:
-        with contextlib.suppress(OSError):  # it is gone, as the next `receive` says
+        with contextlib.suppress(OSError):  # the other end is gone, as the next `receive` says
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[Any] | None:
-        """Wait for bytes and return the complete messages; None: no more can be read."""
+        """Wait for bytes; return the complete messages, or None once the connection has ended."""
         try:
             received = self.connection.recv(_MAX_BYTES)
             *lines, self._received = (self._received + received).split(b"\n")
@@ -171,7 +178,7 @@ class _Center:
             while True:
                 for key, _ in selector.select():
                     if key.data is None:
-                        with contextlib.suppress(OSError):  # it has gone again
+                        with contextlib.suppress(OSError):  # the caller has gone again
                             lines = _Lines(self._server.accept()[0], self._lost_after)
                             selector.register(lines.connection, selectors.EVENT_READ, [lines, None])
                     elif not self._hear(key.data):
@@ -179,7 +186,10 @@ class _Center:
                         key.data[0].connection.close()
 
     def _hear(self, data: list[Any]) -> bool:
-        """Receive messages of a connection; return whether it stays open."""
+        """Receive a connection's messages; return whether it stays open.
+
+        ``data`` is ``[connection, process]``, where the process is None until it is known.
+        """
         lines, process = data
         messages = lines.receive()
         for message in messages or ():
@@ -200,7 +210,7 @@ class _Center:
         return messages is not None
 
     def _number_of(self, message: Any) -> int | None:
-        """Return the number of the process that a first message introduces; None: a stranger."""
+        """Return the process that a connection's first message names; None: it is a stranger."""
         if not isinstance(message, list) or len(message) != 2:
             return None
         token, process = message
@@ -393,7 +403,7 @@ def join_processes(
 def check_processes(
     coordinator: str | None, num_processes: int | None, process_id: int | None
 ) -> None:
-    """Raise a ValueError if the options do not go together."""
+    """Raise a ValueError if the arguments of `join_processes` do not go together."""
     if coordinator is not None and None in (num_processes, process_id):
         raise ValueError("--coordinator needs --num-processes and --process-id")
     if num_processes is not None and num_processes < 1:

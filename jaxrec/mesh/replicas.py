@@ -1,4 +1,4 @@
-"""Replicas of sharded tables, which learn apart for some steps and are then averaged."""
+"""Replicas of sharded tables: each learns from its own samples until all are averaged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxrec.optim import diloco
 
 GroupState: TypeAlias = dict[str, Any]
 ReplicaAxis: TypeAlias = str | Mapping[str, str] | None
-"""Axis of the mesh along which tables have replicas: of all tables, or by table name.
+"""Axis of the mesh along which tables have replicas: one for all tables, or an axis by table name.
 
 None: a single replica.
 """
@@ -117,7 +117,7 @@ def has_replicas(model: nnx.Module) -> bool:
 
 
 def _replace(model: nnx.Module, change: Callable[[MeshStore], MeshStore]) -> None:
-    """Replace the stores that have replicas."""
+    """Apply a change to each store of a model that has replicas, in place."""
     if not has_replicas(model):
         raise ValueError(
             "the model has no tables with replicas over an axis of a mesh; give "
@@ -153,7 +153,10 @@ def _on_replicas(
     tables: MeshStore,
     function: Callable[[str, TableArray, GroupState], tuple[TableArray, GroupState]],
 ) -> MeshStore:
-    """Average replicas, and apply a function to the mean rows and state of each group."""
+    """Average replicas, then replace each group's rows and state by ``function`` of the means.
+
+    The function gets the group's name, rows and state.
+    """
 
     def mean(array: Array) -> Array:
         # The sum over many replicas would be rounded in 16 bits.

@@ -1,8 +1,8 @@
 """Moves of rows between a checkpoint's logical arrays and the shards.
 
-A logical array has the table's rows in order, in equal parts over the devices. A device sends rows
-straight to the device that needs them in the other order. It never holds more than its parts of
-both arrays and the rows of one turn.
+A logical array has the table's rows in order, in equal parts over the devices. Each device sends
+its rows straight to the devices that need them. It never holds more than its parts of both arrays
+and the rows of one turn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, Shaped
 
 from jaxrec.embed.formats import TableArray, as_bits, of_bits
-from jaxrec.mesh.channel import Channel
+from jaxrec.mesh.channel import Channel, on_each_device
 from jaxrec.mesh.placed_group import PlacedGroup, PlacedShard
 from jaxrec.mesh.shard_access import COPY_ELEMENTS, over_devices, owners
 from jaxrec.ragged.capacity import capacity_for
@@ -44,7 +44,7 @@ class Move:
     count: int
 
     def reversed(self) -> Move:
-        """Return the move back."""
+        """Return the move in the other direction."""
         return Move(self.target, self.start, self.source, self.first, self.count)
 
 
@@ -73,14 +73,15 @@ class RowMover:
         num_rows: int | None = None,
         replica: int | None = None,
     ) -> Iterator[Move]:
-        """Iterate over the moves from the shards of a column slice to the logical array.
+        """Iterate over the moves that copy a column slice's shards to the logical array.
 
         Args:
             placed: The group.
             shards: The shards of the slice.
             part: Number of rows of each device's part of the logical array.
             num_rows: Number of rows to move; None: all.
-            replica: Source of the rows of a replicated group; None: each target itself.
+            replica: Device that sends the rows of a replicated group; None: each target copies its
+                own.
         """
         for device, shard in owners(placed, shards):
             first, last = shard.shard.rows
@@ -159,7 +160,20 @@ def _exchange(
     channel: Channel,
     shardings: tuple[NamedSharding, NamedSharding, NamedSharding],
 ) -> Shaped[TableArray, "rows ..."]:
-    """Send up to ``size`` rows from each device to each device, in each of ``num_turns`` turns."""
+    """Send rows between all devices in turns, up to ``size`` rows for each pair in a turn.
+
+    Args:
+        target: Array that gets the rows.
+        source: Array that has the rows.
+        sent: First row of the source's array for each turn and target.
+        received: First row of the target's array, and number of rows, for each turn and source.
+        num_turns: Number of turns; the other ones are padding.
+        size: Largest number of rows in a turn.
+        out_of: Columns of the source, as for `RowMover.move`.
+        into: Columns of the target.
+        channel: Channel between the devices.
+        shardings: Those of the target, of the source, and of ``sent`` and ``received``.
+    """
     of_target, of_source, of_places = shardings
 
     def on_device(target, source, sent, received, num_turns):
@@ -183,16 +197,6 @@ def _exchange(
         moved = jax.lax.fori_loop(0, num_turns, one_turn, as_bits(target))
         return of_bits(moved, target.dtype)
 
-    return jax.shard_map(
-        on_device,
-        mesh=of_target.mesh,
-        in_specs=(
-            of_target.spec,
-            of_source.spec,
-            of_places.spec,
-            of_places.spec,
-            PartitionSpec(),
-        ),
-        out_specs=of_target.spec,
-        check_vma=False,
-    )(target, source, sent, received, num_turns)
+    in_specs = of_target.spec, of_source.spec, of_places.spec, of_places.spec, PartitionSpec()
+    exchange = on_each_device(on_device, of_target.mesh, in_specs, of_target.spec)
+    return exchange(target, source, sent, received, num_turns)

@@ -14,6 +14,7 @@ import functools
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import jax
@@ -23,17 +24,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxrec import optim
-from jaxrec.embed import (
-    EmbeddingBagConfig,
-    apply_gradients,
-    init_tables,
-    lookup,
-)
+from jaxrec.embed import EmbeddingBagConfig, apply_gradients, init_tables, lookup
 from jaxrec.embed.layout import layout_tables
 from jaxrec.embed.store import TableStore
 from jaxrec.mesh import sharding_types as placements
 from jaxrec.mesh.agree import gather_numbers
 from jaxrec.mesh.batch import shard_batch
+from jaxrec.mesh.channel import on_each_device
 from jaxrec.mesh.creation import init_on_mesh, mesh_shape
 from jaxrec.mesh.placement import Placement
 from jaxrec.mesh.processes import check_processes, join_processes
@@ -43,13 +40,8 @@ from jaxrec.ragged import KeyedJaggedArray
 
 TYPES = (
     *("data_parallel", "table_wise", "row_wise:rows", "row_wise:pooled", "column_wise"),
-    *(
-        "table_row_wise:rows",
-        "table_row_wise:pooled",
-        "table_column_wise",
-        "grid:rows",
-        "grid:pooled",
-    ),
+    *("table_row_wise:rows", "table_row_wise:pooled", "table_column_wise"),
+    *("grid:rows", "grid:pooled"),
 )
 
 
@@ -93,7 +85,7 @@ class Checked:
     """Result of the check of a sharding type.
 
     Attributes:
-        kind: The type.
+        kind: The sharding type, with its exchange after a colon.
         deviation: Largest difference from the run on one device, over the allowed difference.
         sent_bytes: Bytes that leave a device in a step.
         collectives: Number of collectives of each kind in a step.
@@ -115,7 +107,7 @@ class Checked:
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A collective of some size: bytes that leave each device, and the time it takes."""
+    """Time of a collective, and the bytes that leave each device in it."""
 
     kind: str
     sent_bytes: int
@@ -160,28 +152,22 @@ def _compare(kind: str, configs: list[EmbeddingBagConfig], mesh: Mesh, options: 
         worst = max(worst, deviation(sharded.read(config.name), alone.read(config.name)))
         for name, state in alone.read_state(config.name).items():
             worst = max(worst, deviation(sharded.read_state(config.name)[name], state))
-    found = collectives(step_sharded)
-    kinds = [collective.kind for collective in found]
-    return Checked(
-        kind,
-        worst,
-        sent_bytes(found),
-        {name: kinds.count(name) for name in dict.fromkeys(kinds)},
-        min(times),
-    )
+    of_step = collectives(step_sharded)
+    counts = dict(Counter(collective.kind for collective in of_step))
+    return Checked(kind, worst, sent_bytes(of_step), counts, min(times))
 
 
 def train_step(
     tables: TableStore, features: KeyedJaggedArray, step: Array
 ) -> tuple[TableStore, Array]:
-    """Look up, take the mean of squares as the loss, and update."""
+    """Train a step with the mean of squared embeddings as the loss; return tables and loss."""
     pooled, residuals = lookup(tables, features)
     loss, gradients = jax.value_and_grad(lambda x: jnp.square(x.values).mean())(pooled)
     return apply_gradients(tables, residuals, gradients, step), loss
 
 
 def deviation(got: Array, expected: Array) -> float:
-    """Return the largest difference over its bound of ``1e-6 + 1e-5 * value``; NaN exceeds it."""
+    """Return the largest of all differences divided by ``1e-6 + 1e-5 * |expected|``; NaN is inf."""
     wanted = np.asarray(expected, np.float64)
     over = np.abs(np.asarray(got, np.float64) - wanted) / (1e-6 + 1e-5 * np.abs(wanted))
     return float(np.where(np.isfinite(over), over, np.inf).max(initial=0))
@@ -213,7 +199,7 @@ def make_configs(options: Options, mesh: MeshShape) -> list[EmbeddingBagConfig]:
 
 
 def place(kind: str, configs: list[EmbeddingBagConfig], shape: MeshShape) -> dict[str, Placement]:
-    """Return the placement of each table."""
+    """Return the placement of each table for a sharding type, by name."""
     name, _, exchange = kind.partition(":")
     options = {"exchange": exchange} if exchange else {}
     make = functools.partial(getattr(placements, name), **options)
@@ -238,7 +224,7 @@ def place(kind: str, configs: list[EmbeddingBagConfig], shape: MeshShape) -> dic
 def draw_batch(
     configs: list[EmbeddingBagConfig], samples: int, seed: int
 ) -> tuple[KeyedJaggedArray, KeyedJaggedArray]:
-    """Return a batch of skewed ids, whole and this process's part of it."""
+    """Return a batch of skewed ids, and this process's part of it."""
     rng = np.random.default_rng(seed)
     # Bags have the same lengths in every batch, so that one program serves all.
     bags = np.random.default_rng(0).integers(0, 5, samples)
@@ -273,9 +259,7 @@ def time_collectives(options: Options) -> Iterator[Timed]:
         "psum": (lambda x: jax.lax.psum(x, "data"), everywhere),
     }
     for name, (function, out_specs) in functions.items():
-        on_mesh = jax.shard_map(
-            function, mesh=mesh, in_specs=split, out_specs=out_specs, check_vma=False
-        )
+        on_mesh = on_each_device(function, mesh, split, out_specs)
         for size in options.mebibytes:
             # The size is that of a gather's result, and of the other collectives' arguments.
             lines = 1 if name == "all_gather" else devices
@@ -312,10 +296,10 @@ def main(options: Options) -> int:
         console.print(f"  process {process}: {len(theirs)} {theirs[0].platform} ({kinds})")
 
     table = Table("sharding type", "as on one device", "sent by a device", "in", "step")
-    found = []
+    results = []
     for kind in options.types:
         checked = check(kind, options)
-        found.append(checked)
+        results.append(checked)
         verdict = "yes" if checked.is_good else "FAILED"
         counts = ", ".join(f"{count} {name}" for name, count in checked.collectives.items())
         table.add_row(
@@ -338,7 +322,7 @@ def main(options: Options) -> int:
         )
     console.print(table)
 
-    bad = [checked for checked in found if not checked.is_good]
+    bad = [checked for checked in results if not checked.is_good]
     failures = len(bad)
     if jax.process_count() > 1:
         failures = int(gather_numbers([failures]).max())
@@ -352,9 +336,9 @@ def main(options: Options) -> int:
             flush=True,
         )
     if failures:
-        console.print(f"FAILED: {failures} of {len(found)} sharding types differ")
+        console.print(f"FAILED: {failures} of {len(results)} sharding types differ")
         return 1
-    console.print(f"All {len(found)} sharding types give what one device gives.")
+    console.print(f"All {len(results)} sharding types give what one device gives.")
     return 0
 
 

@@ -1,7 +1,8 @@
-"""Rows of shards between the arrays of a mesh and the host.
+"""Copies of rows between the host and the shards of a mesh.
 
-Rows travel some at a time, so a device holds its shards and one step's rows. With several processes
-all call these functions with the same arguments, and each reads and writes its own devices.
+Rows travel some at a time, so a device needs memory for its shards and for one step's rows. With
+several processes, all call these functions with the same arguments, and each reads and writes its
+devices.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from jaxrec.embed.formats import PackedRows, RowFormat, TableArray, as_bits, of_
 from jaxrec.embed.slots import SlotDevices
 from jaxrec.embed.tables import stored
 from jaxrec.mesh.agree import on_every_device
+from jaxrec.mesh.channel import on_each_device
 from jaxrec.mesh.placed_group import PlacedGroup, PlacedShard
 from jaxrec.ragged.capacity import capacity_for
 
@@ -31,18 +33,18 @@ COPY_ELEMENTS = 1 << 20
 
 
 def first(tree: Any) -> Any:
-    """Drop the axis over the devices, which has length 1 inside of `jax.shard_map`."""
+    """Drop the axis over the devices from all arrays; it has length 1 inside `jax.shard_map`."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
 def stack(tree: Any) -> Any:
-    """Add an axis over the devices: the reverse of `first`."""
+    """Add an axis over the devices to all arrays: the reverse of `first`."""
     return jax.tree.map(lambda x: x[None], tree)
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshSlots(SlotDevices):
-    """The devices of a mesh, each with slots of its own; tables are sharded over ``axes``."""
+    """The devices of the mesh ``over``; tables are sharded along its ``axes``."""
 
     over: Mesh
     axes: tuple[str, ...]
@@ -96,32 +98,31 @@ class MeshSlots(SlotDevices):
         return on_device(per_slot, shared)
 
     def _shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-        return jax.shard_map(
-            function, mesh=self.over, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+        return on_each_device(function, self.over, in_specs, out_specs)
 
 
 def owners(placed: PlacedGroup, shards: list[PlacedShard]) -> Iterator[tuple[int, PlacedShard]]:
-    """Iterate over shards with the device whose part of the group's arrays has them."""
+    """Iterate over (device, shard), where the device's part of the group's arrays has the shard.
+
+    All devices have the shards of a replicated group, and the number is 0.
+    """
     for shard in shards:
         yield 0 if placed.is_replicated else shard.shard.device, shard
 
 
 def over_devices(values: np.ndarray, sharding: NamedSharding) -> Array:
-    """Put host values ``[devices, ...]`` on the devices."""
+    """Put ``values[d]`` of a host array on device ``d``."""
     return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def new_rows(row: Shaped[Array, "*shape"], local_rows: int, sharding: NamedSharding) -> Array:
-    """Return an array with ``local_rows`` equal rows on each device."""
-    return jax.shard_map(
-        lambda row: kernels.new_rows(row, local_rows),
-        mesh=sharding.mesh,
-        in_specs=PartitionSpec(),
-        out_specs=sharding.spec,
-        check_vma=False,
-    )(row)
+    """Repeat a row: return an array with ``local_rows`` equal rows on each device."""
+
+    def on_device(row):
+        return kernels.new_rows(row, local_rows)
+
+    return on_each_device(on_device, sharding.mesh, PartitionSpec(), sharding.spec)(row)
 
 
 def write_shards(
@@ -133,10 +134,16 @@ def write_shards(
     values: TableArray | np.ndarray,
     first: int = 0,
 ) -> TableArray:
-    """Write the shards of a column slice to the group's rows or state, in place.
+    """Write a column slice of a table to the group's rows or to its state, in place.
 
-    ``values`` has the whole table, or its state, from row ``first`` on. ``columns`` are the slice's
-    first column and the column after its last.
+    Args:
+        array: The group's rows, or an array of their state.
+        sharding: Sharding of the array.
+        placed: The group.
+        columns: First column of the slice, and the column after its last.
+        shards: Shards of the slice.
+        values: Array that has the rows or the state of the whole table.
+        first: First row of the table in ``values``.
     """
     # All devices write in one program, each some of its own rows. A device that has no rows left
     # gets a range of 0 rows. Values for the devices of other processes are not read here.
@@ -164,9 +171,10 @@ def write_shards(
 def read_shards(
     array: TableArray, sharding: NamedSharding, placed: PlacedGroup, shards: list[PlacedShard]
 ) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Iterate over the rows of shards: (first row of the table, row after the last, rows).
+    """Read shards some rows at a time; iterate over (first row, row after the last, rows).
 
-    Packed rows come unpacked. If processes share the shards, all processes must iterate.
+    Row numbers are those of the table. Packed rows come unpacked. If several processes have the
+    shards, all processes must iterate.
     """
     whole = stored(array)
     if whole.is_fully_addressable or whole.is_fully_replicated:
@@ -188,10 +196,10 @@ def read_shards(
 
 
 def by_device(devices: np.ndarray, num_devices: int) -> np.ndarray:
-    """Return each device's positions in ``devices``, in order: ``[num_devices, m]``.
+    """Return the positions of each device's number in ``devices``, padded with -1.
 
-    ``m`` is the count of the fullest device; -1 is padding. ``[1, 0, 1]`` gives ``[[1, -1],
-    [0, 2]]``.
+    For 2 devices, ``[1, 0, 1]`` gives ``[[1, -1], [0, 2]]``: ``[num_devices, n]``, where ``n`` is
+    the count of the most frequent number.
     """
     order = np.argsort(devices, kind="stable")
     counts = np.bincount(devices, minlength=num_devices)
@@ -204,7 +212,10 @@ def by_device(devices: np.ndarray, num_devices: int) -> np.ndarray:
 def stored_columns(
     sources: Mapping[tuple[int, int], Array], columns: tuple[int, int], row_format: RowFormat
 ) -> Array | None:
-    """Return columns of a table as they are stored; None if they span several slices."""
+    """Return some columns of a table in its row format; None if no slice has all of them.
+
+    ``sources`` has the stored rows of each column slice of the table.
+    """
     for (start, stop), rows in sources.items():
         if (start, stop) == columns:
             return rows
@@ -215,15 +226,16 @@ def stored_columns(
 
 
 def _rows_at_a_time(array: TableArray) -> int:
+    """Return the number of an array's rows that have `COPY_ELEMENTS` elements, at least 1."""
     return max(1, COPY_ELEMENTS // max(1, int(np.prod(array.shape[1:]))))
 
 
 def _steps(
     placed: PlacedGroup, shards: list[PlacedShard], num_rows: int
 ) -> Iterator[list[tuple[int, int, int, int]]]:
-    """Cut shards into ranges of up to ``num_rows`` rows; each step has one range per device.
+    """Cut shards into ranges of up to ``num_rows`` rows; iterate over steps of one for each device.
 
-    A range is (device, first row of its array, first row of the table, row after the last).
+    A range is (device, first row in its array, first row of the table, row after the last).
     """
     waiting: dict[int, list[tuple[int, int, int, int]]] = {}
     for device, shard in owners(placed, shards):
@@ -237,7 +249,7 @@ def _steps(
 
 
 def _host_rows(values: TableArray | np.ndarray, start: int, stop: int) -> np.ndarray:
-    """Return rows of an array, on the host."""
+    """Copy the rows ``start`` to ``stop`` of an array to the host."""
     if isinstance(values, jax.Array):
         if values.is_fully_replicated:
             values = values.addressable_data(0)
@@ -265,7 +277,7 @@ def _write_rows(
     ranges: Int32[Array, "devices 2"],
     sharding: NamedSharding,
 ) -> Shaped[TableArray, "rows ..."]:
-    """Write each device's part to its range, given as first row and number of rows."""
+    """Write ``parts[d]`` to the array of device ``d``; its range is (first row, number of rows)."""
 
     def on_device(array, parts, ranges):
         (part,), ((start, count),) = parts, ranges
@@ -275,13 +287,8 @@ def _write_rows(
         written = as_bits(array).at[rows].set(as_bits(part), mode="drop")
         return of_bits(written, array.dtype)
 
-    return jax.shard_map(
-        on_device,
-        mesh=sharding.mesh,
-        in_specs=(sharding.spec,) * 3,
-        out_specs=sharding.spec,
-        check_vma=False,
-    )(array, parts, ranges)
+    write = on_each_device(on_device, sharding.mesh, sharding.spec, sharding.spec)
+    return write(array, parts, ranges)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -291,7 +298,10 @@ def _send_rows(
     size: int,
     sharding: NamedSharding,
 ) -> Shaped[Array, "size ..."]:
-    """Return ``size`` rows of one device's array, from a row on, on every device."""
+    """Return ``size`` rows of one device's array on every device.
+
+    ``place`` is the number of the device and the first of the rows in its array.
+    """
     # A sum in which all other devices give zeros: a broadcast whose sender is an argument, so one
     # program serves all senders.
     axes = sharding.spec[0]
@@ -302,10 +312,6 @@ def _send_rows(
         is_mine = jax.lax.axis_index(axes) == device
         return jax.lax.psum(jnp.where(is_mine, rows, jnp.zeros_like(rows)), axes)
 
-    return jax.shard_map(
-        on_device,
-        mesh=sharding.mesh,
-        in_specs=(sharding.spec, PartitionSpec()),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )(array, place)
+    everywhere = PartitionSpec()
+    send = on_each_device(on_device, sharding.mesh, (sharding.spec, everywhere), everywhere)
+    return send(array, place)

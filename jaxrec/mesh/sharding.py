@@ -1,4 +1,4 @@
-"""Models on a mesh: `shard` moves a model there, as a plan says, or makes it there."""
+"""Models on a mesh: `shard` moves a model to the places that a plan names, or makes it there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from jaxtyping import Array
 from jaxrec.embed.collection import Collection
 from jaxrec.embed.functional import default_store
 from jaxrec.embed.layout import TableLayout
-from jaxrec.embed.store import TableStore
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.mesh.agree import require_same
 from jaxrec.mesh.channel import check_ragged
@@ -189,6 +188,7 @@ def shard(
 
 
 def _check_arguments(model: Any, plan: Any, mesh: Any, replica_axis: ReplicaAxis) -> None:
+    """Raise an error if an argument of `shard` has a wrong type, or the plan does not fit them."""
     if not isinstance(model, nnx.Module) and not callable(model):
         raise TypeError(f"a model is an nnx.Module, or a function that makes one, got {model!r}")
     if not isinstance(plan, Plan):
@@ -224,6 +224,7 @@ def _check_caches(
     caches: Sequence[tuple[str, Any]],
     replica_axis: ReplicaAxis,
 ) -> None:
+    """Raise an error if the model is made already, or if a table with a cache has replicas."""
     if isinstance(model, nnx.Module):
         name, cache = caches[0]
         raise TypeError(
@@ -251,17 +252,16 @@ def _move_tables(
     mesh: Mesh,
     replica_axis: ReplicaAxis,
 ) -> None:
-    stores = [(each, each.tables.get_value()) for each in collections]
-    for _, tables in stores:
+    """Move the tables of collections to a mesh, in place."""
+    moves = []
+    for collection in collections:
+        tables = collection.tables.get_value()
         # All errors come before the first table moves, so that a failed call changes no table.
         if (reason := tables.placed.refuse_shard()) is not None:
             raise TypeError(reason)
-        layout_on_mesh(tables.placed, placements, mesh, _axis_of(tables.placed, replica_axis))
-    for collection, tables in stores:
-        axis = _axis_of(tables.placed, replica_axis)
+        axis = replica_axis_of(tables.placed.configs, replica_axis)
+        layout_on_mesh(tables.placed, placements, mesh, axis)
+        moves.append((collection, tables, axis))
+    for collection, tables, axis in moves:
         placed = shard_tables(tables.placed, placements, mesh, axis)
         collection.tables.set_value(tables.with_placed(placed))
-
-
-def _axis_of(tables: TableStore, replica_axis: ReplicaAxis) -> str | None:
-    return replica_axis_of(tables.configs, replica_axis)

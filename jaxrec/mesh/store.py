@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from jaxrec.embed.checkpoint_view import LogicalTable, part_rows
-from jaxrec.embed.config import TableConfig
+from jaxrec.embed.config import TableConfig, find_config
 from jaxrec.embed.formats import PackedRows, TableArray, as_table, is_packed
 from jaxrec.embed.formats.floats import PlainRows
 from jaxrec.embed.layout import Group
@@ -26,7 +26,7 @@ from jaxrec.embed.store import TableStore, check_state
 from jaxrec.embed.tables import Tables, read_slots, stored, write_slots
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.mesh.agree import require_same
-from jaxrec.mesh.channel import Channel, RaggedChannel, SimulatedChannel
+from jaxrec.mesh.channel import Channel, RaggedChannel, SimulatedChannel, on_each_device
 from jaxrec.mesh.exchange import DEFAULT_CAPACITY_FACTOR
 from jaxrec.mesh.layout import MeshLayout, warn_of_unused_memory
 from jaxrec.mesh.placed_group import PlacedGroup
@@ -48,7 +48,7 @@ Store = TypeVar("Store", bound="MeshStore")
 
 @dataclasses.dataclass(frozen=True)
 class MeshStore(TableStore):
-    """A store of tables over a mesh, without lookups and the training step (`ShardedTables`).
+    """A store of tables over a mesh: placement, reads and writes. `ShardedTables` adds training.
 
     Attributes:
         rows: Rows of each group: ``[num_devices * local_rows, dim]``, sharded along the first axis
@@ -87,7 +87,7 @@ class MeshStore(TableStore):
 
     def capacity(self, placed: PlacedGroup, lookups: int) -> int:
         """Return the capacity of a message between two devices, in rows or ids."""
-        # A device never requests more from one owner than all its lookups.
+        # A device never requests more of one owner than all its lookups.
         factor = dict(self.capacity_factors).get(placed.name, DEFAULT_CAPACITY_FACTOR)
         return max(1, min(lookups, math.ceil(lookups / placed.num_devices * factor)))
 
@@ -142,17 +142,14 @@ class MeshStore(TableStore):
         return NamedSharding(self.mesh, self.spec(placed))
 
     def specs(self) -> dict[str, PartitionSpec]:
-        """Return `spec` of each group."""
+        """Return the partition spec of each group's arrays, by the name of the group."""
         return {placed.name: self.spec(placed) for placed in self.layout.groups}
 
     def shard_map(
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any
     ) -> Callable[..., Any]:
-        """Return `jax.shard_map` of a function over the mesh."""
-        # Without check_vma: JAX cannot know that replicated tables get equal updates everywhere.
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+        """Return a function that runs on each device's parts of its arguments."""
+        return on_each_device(function, self.mesh, in_specs, out_specs)
 
     # Rows.
 
@@ -208,29 +205,24 @@ class MeshStore(TableStore):
     # Whole tables, copied over the host shard by shard.
 
     def read(self, name: str) -> Float[Array, "num_embeddings embedding_dim"]:
-        config = self._config(name)
+        config = find_config(self.configs, name)
         shape = config.num_embeddings, config.embedding_dim
         return self._read(name, lambda placed: self.rows[placed.name], shape)
 
     def write(
         self: Store, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
     ) -> Store:
-        rows = dict(self.rows)
-        for placed, _, _ in self.layout.column_slices(name):
-            self._check_shape(name, rows[placed.name], values, f"table {name!r}")
-        self._config(name).check_rows(f"table {name!r}, ", values)
-        for placed, columns, shards in self.layout.column_slices(name):
-            rows[placed.name] = write_shards(
-                rows[placed.name], self.sharding(placed), placed, columns, shards, values
-            )
-        return dataclasses.replace(self, rows=rows)
+        placed, _ = self.layout.shards(name)[0]
+        self._check_shape(name, self.rows[placed.name], values, f"table {name!r}")
+        find_config(self.configs, name).check_rows(f"table {name!r}, ", values)
+        return self._written(name, values, {})
 
     def stored_slices(self, name: str) -> dict[tuple[int, int], Array]:
         """Return a table's rows as they are stored, ``[rows, width]``, by column slice.
 
         The keys are ``(first column, column after the last)``; rows of packed formats stay packed.
         """
-        config, slices = self._config(name), {}
+        config, slices = find_config(self.configs, name), {}
         for placed, columns, shards in self.layout.column_slices(name):
             array = stored(self.rows[placed.name])
             width = config.row_format.width(columns[1] - columns[0])
@@ -256,7 +248,7 @@ class MeshStore(TableStore):
         return dataclasses.replace(self, rows=new)
 
     def read_state(self, name: str) -> dict[str, Array]:
-        config = self._config(name)
+        config = find_config(self.configs, name)
         placed, _ = self.layout.shards(name)[0]
 
         def read(key: str, array: TableArray) -> Array:
@@ -267,24 +259,18 @@ class MeshStore(TableStore):
         return {key: read(key, array) for key, array in self.state[placed.name].items()}
 
     def write_state(self: Store, name: str, state: Mapping[str, Array | np.ndarray]) -> Store:
-        new = {group: dict(arrays) for group, arrays in self.state.items()}
-        slices = list(self.layout.column_slices(name))
-        for placed, _, _ in slices:
-            arrays = new[placed.name]
-            check_state(name, arrays, state)
-            for key, array in arrays.items():
-                self._check_shape(name, array, state[key], f"state {key!r} of table {name!r}")
-        for placed, columns, shards in slices:
-            arrays, sharding = new[placed.name], self.sharding(placed)
-            for key in arrays:
-                arrays[key] = write_shards(
-                    arrays[key], sharding, placed, columns, shards, state[key]
-                )
-        return dataclasses.replace(self, state=new)
+        # All of a table's slices have state of the same names and numbers of axes.
+        placed, _ = self.layout.shards(name)[0]
+        arrays = self.state[placed.name]
+        check_state(name, arrays, state)
+        for key, array in arrays.items():
+            self._check_shape(name, array, state[key], f"state {key!r} of table {name!r}")
+        return self._written(name, None, {key: state[key] for key in arrays})
 
     def _read(
         self, name: str, array_of: Callable[[PlacedGroup], TableArray], shape: tuple[int, ...]
     ) -> Array:
+        """Join a table's rows or state, of ``shape``, from the arrays of its slices' groups."""
         whole: np.ndarray | None = None
         for placed, columns, shards in self.layout.column_slices(name):
             array = array_of(placed)
@@ -295,14 +281,11 @@ class MeshStore(TableStore):
                 target[start:stop] = rows if rows.ndim == 1 else rows[:, : target.shape[1]]
         return jnp.asarray(whole)
 
-    def _config(self, name: str) -> TableConfig:
-        group, index = self.layout.whole.find(name)
-        return group.tables[index]
-
     def _check_shape(
         self, name: str, array: TableArray, values: Array | np.ndarray, what: str
     ) -> None:
-        config = self._config(name)
+        """Raise a ValueError if ``values`` of a table have not the shape that ``array`` needs."""
+        config = find_config(self.configs, name)
         expected = (config.num_embeddings, config.embedding_dim)[: array.ndim]
         if np.shape(values) != expected:
             raise ValueError(f"{what} has shape {expected}, got {np.shape(values)}")
@@ -390,20 +373,21 @@ class MeshStore(TableStore):
         return tables
 
     def _shares_devices(self, other: MeshStore) -> bool:
+        """Return whether neither store has replicas, and both have the same devices in order."""
         devices = [list(store.mesh.devices.flat) for store in (self, other)]
         return (self.replica_axis, other.replica_axis) == (None, None) and devices[0] == devices[1]
 
     def _moved(self: Store, other: MeshStore, config: TableConfig) -> Store:
-        """Copy a table from a store on the same devices, in the layout that checkpoints have."""
+        """Copy a table from a store on the same devices, through its `checkpoint_view`."""
         shapes = self.checkpoint_shapes(config.name)
         shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
         logical = jax.device_put(other.checkpoint_view(config.name), shardings)
         return self.from_checkpoint(config.name, logical, config.num_embeddings)
 
     def _copied(self: Store, other: TableStore, config: TableConfig) -> Store:
-        """Copy a packed table from another store."""
-        # Rows are copied as stored: packing them again would round them again. A column slice keeps
-        # the scale of the whole row. Only a slice of several of the other's slices is packed anew.
+        """Copy a packed table from another store, as it is stored if that is possible."""
+        # Packing rows again would round them again. A column slice keeps the scale of the whole
+        # row. Only a slice that joins several slices of the other store is packed anew.
         name, placed = config.name, other.placed
         sources: dict[tuple[int, int], Array] = {}
         if isinstance(placed, MeshStore):
@@ -424,9 +408,16 @@ class MeshStore(TableStore):
         return tables.write_state(name, other.read_state(name))
 
     def _written(
-        self: Store, name: str, rows: TableArray, state: dict[str, TableArray], start: int
+        self: Store,
+        name: str,
+        rows: TableArray | np.ndarray | None,
+        state: Mapping[str, TableArray | np.ndarray],
+        first: int = 0,
     ) -> Store:
-        """Copy a table from the arrays of one device, where it begins at row ``start``."""
+        """Return these tables with new rows (None: as before) and some new state of one table.
+
+        The table begins at row ``first`` of the given arrays.
+        """
         new, new_state = dict(self.rows), {key: dict(x) for key, x in self.state.items()}
         for placed, columns, shards in self.layout.column_slices(name):
             write = functools.partial(
@@ -435,19 +426,20 @@ class MeshStore(TableStore):
                 placed=placed,
                 columns=columns,
                 shards=shards,
-                first=start,
+                first=first,
             )
-            new[placed.name] = write(new[placed.name], values=rows)
+            if rows is not None:
+                new[placed.name] = write(new[placed.name], values=rows)
+            of_group = new_state[placed.name]
             for key, array in state.items():
-                of_group = new_state[placed.name]
                 of_group[key] = write(of_group[key], values=array)
         return dataclasses.replace(self, rows=new, state=new_state)
 
-    # Checkpoints. The logical arrays have rows in table order, evenly over the devices, whatever
-    # the placement. Rows move between them and the shards from device to device.
+    # Checkpoints. The logical arrays have rows in table order, evenly over the devices, at any
+    # placement. Rows move between them and the shards from device to device.
 
     def checkpoint_shapes(self, name: str) -> LogicalTable:
-        config, mover = self._config(name), self._mover
+        config, mover = find_config(self.configs, name), self._mover
         padded_rows = mover.devices * part_rows(config.num_embeddings, mover.devices)
         placed, _ = self.layout.shards(name)[0]
 
@@ -477,7 +469,7 @@ class MeshStore(TableStore):
     def from_checkpoint(self: Store, name: str, logical: LogicalTable, num_rows: int) -> Store:
         rows = dict(self.rows)
         state = {group: dict(arrays) for group, arrays in self.state.items()}
-        self._config(name).check_rows(f"table {name!r}, saved ", logical.rows)
+        find_config(self.configs, name).check_rows(f"table {name!r}, saved ", logical.rows)
         mover = self._mover
         part = logical.rows.shape[0] // mover.devices
         for placed, columns, shards in self.layout.column_slices(name):

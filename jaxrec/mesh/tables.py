@@ -54,7 +54,12 @@ from jaxrec.ragged.wide_ids import WideIds
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GroupRoute:
-    """Flat lookups of one group in this device's batch, without weights, and their route."""
+    """Flat lookups of one group in this device's batch, without weights, and their route.
+
+    Attributes:
+        lookups: The lookups.
+        route: Result of `Exchange.route` for them.
+    """
 
     lookups: Lookups
     route: Any
@@ -215,28 +220,26 @@ class ShardedTables(MeshStore):
     # The methods below run on each device, inside `jax.shard_map`.
 
     def _routes(self, features: KeyedJaggedArray, turns: Turns) -> Routes:
+        """Route the lookups of each group, in turn."""
+
+        def route(
+            placed: PlacedGroup, exchange: Exchange, lengths: Int32[Array, " all_bags"]
+        ) -> GroupRoute:
+            batch = dataclasses.replace(features, lengths=lengths)
+            layout = placed.group.bags(batch)
+            if placed.is_large:
+                lookups = flatten_large(batch, layout, placed)
+            else:
+                lookups = flatten(batch, None, layout, placed.group)
+            return GroupRoute(
+                lookups, self._route_lookups(placed, exchange, batch, lookups, layout)
+            )
+
         # Each route waits for `lengths`, of which all of a group's lookups are made.
         return {
-            placed.name: turns.run(
-                functools.partial(self._route, placed, exchange, features), features.lengths
-            )
+            placed.name: turns.run(functools.partial(route, placed, exchange), features.lengths)
             for placed, exchange in self.layout
         }
-
-    def _route(
-        self,
-        placed: PlacedGroup,
-        exchange: Exchange,
-        features: KeyedJaggedArray,
-        lengths: Int32[Array, " all_bags"],
-    ) -> GroupRoute:
-        features = dataclasses.replace(features, lengths=lengths)
-        layout = placed.group.bags(features)
-        if placed.is_large:
-            lookups = flatten_large(features, layout, placed)
-        else:
-            lookups = flatten(features, None, layout, placed.group)
-        return GroupRoute(lookups, self._route_lookups(placed, exchange, features, lookups, layout))
 
     def _route_lookups(
         self,
@@ -246,6 +249,7 @@ class ShardedTables(MeshStore):
         lookups: Lookups,
         layout: BagLayout,
     ) -> Any:
+        """Return the result of `Exchange.route`."""
         request = Request.of(features, lookups, None, layout)
         capacity = self.capacity(placed, lookups.rows.size)
         return exchange.route(placed, request, self.channel_of(placed), capacity)
@@ -263,20 +267,25 @@ class ShardedTables(MeshStore):
         slices, weights = self.layout.slices, lookup_weights(features, is_weighted)
         layouts = {group.name: group.bags(features) for group in slices.groups}
         looked_up, lookups = {}, {}
-        for placed, exchange in self.layout:
-            name, layout = placed.name, layouts[placed.name]
-            lookups[name] = routes[name].lookups
-            request = Request.of(features, lookups[name], weights, layout)
-            awaited = request, routes[name].route
+
+        def fetch(
+            placed: PlacedGroup, exchange: Exchange, awaited: tuple[Request, Any], table: TableArray
+        ) -> Any:
+            (request, route), channel = awaited, self.channel_of(placed)
             if not slices.is_pooled:
-                fetch = functools.partial(self._fetch, placed, exchange)
-                looked_up[name] = turns.run(fetch, awaited, rows[name])
-                continue
+                return exchange.rows(placed, table, request, route, channel)
             # Shared bags are pooled in float32, so that the gradients of their samples are added
             # in float32.
-            wide = "float32" if shares_bags(features, layout) else dtype
-            pool = functools.partial(self._pool, placed, exchange, wide)
-            looked_up[name], lookups[name] = turns.run(pool, awaited, rows[name])
+            wide = "float32" if shares_bags(features, request.layout) else dtype
+            return exchange.pool(placed, table, request, route, channel, wide)
+
+        for placed, exchange in self.layout:
+            name, fetch_group = placed.name, functools.partial(fetch, placed, exchange)
+            lookups[name] = routes[name].lookups
+            request = Request.of(features, lookups[name], weights, layouts[name])
+            looked_up[name] = turns.run(fetch_group, (request, routes[name].route), rows[name])
+            if slices.is_pooled:
+                looked_up[name], lookups[name] = looked_up[name]
         if slices.is_pooled:
             return join_pooled(slices, features, layouts, looked_up, lookups, dtype, routes=routes)
         outputs, residuals = split_rows(
@@ -287,26 +296,6 @@ class ShardedTables(MeshStore):
             for key, keys in self.layout.slice_keys().items()
         }
         return joined, residuals
-
-    def _pool(
-        self,
-        placed: PlacedGroup,
-        exchange: Exchange,
-        dtype: DTypeLike,
-        awaited: tuple[Request, Any],
-        table: Float[TableArray, "local_rows dim"],
-    ) -> tuple[Float[Array, "bags dim"], Lookups]:
-        request, route = awaited
-        return exchange.pool(placed, table, request, route, self.channel_of(placed), dtype)
-
-    def _fetch(
-        self,
-        placed: PlacedGroup,
-        exchange: Exchange,
-        awaited: tuple[Request, Any],
-        table: Float[TableArray, "local_rows dim"],
-    ) -> Float[Array, "lookups dim"]:
-        return exchange.rows(placed, table, *awaited, self.channel_of(placed))
 
     def _send(
         self, placed: PlacedGroup, exchange: Exchange, gradient: RowGradients, turns: Turns
@@ -324,10 +313,10 @@ class ShardedTables(MeshStore):
     def _merge(
         self, placed: PlacedGroup, exchange: Exchange, parts: Sequence[RowGradients], turns: Turns
     ) -> tuple[PlacedGroup, RowGradients]:
-        """Return the merged gradient of a group's lookups, and the group.
+        """Merge the gradients of a group's calls; return the group and the gradient.
 
-        If the elements of gradients had to be bounded here, the optimizer of the returned group
-        bounds them no more.
+        If gradients are bounded by element here, the optimizer of the returned group has no
+        ``clip_value``.
         """
         optimizer, scale = placed.group.optimizer, 1
         if self.num_replicas > 1 and not placed.is_replicated:
@@ -360,6 +349,7 @@ class ShardedTables(MeshStore):
         state: dict[str, TableArray],
         step: Step,
     ) -> tuple[TableArray, dict[str, TableArray]]:
+        """Run `Exchange.update`; return the group's new rows and state."""
         capacity = self.capacity(placed, gradient.lookups.rows.size)
         channel = self.channel_of(placed)
         return exchange.update(placed, table, state, gradient, step, channel, capacity)
@@ -376,7 +366,7 @@ class ShardedTables(MeshStore):
         )
 
     def _split_columns(self, cotangents: dict[str, Array]) -> dict[str, Array]:
-        """Split the columns of each output into the outputs of its column slices."""
+        """Split the gradient of each output into those of its column slices' outputs."""
         slices = self.layout.slices
         dims = dict(zip(slices.output_keys, slices.output_dims, strict=True))
         split: dict[str, Array] = {}

@@ -41,7 +41,7 @@ from jaxrec.mesh.exchange.owner_features import (
     send_scales,
 )
 from jaxrec.mesh.exchange.rows import RowsRoute, fetch_rows, route_rows
-from jaxrec.mesh.placed_group import PlacedGroup
+from jaxrec.mesh.placed_group import PlacedGroup, layout_of_rows
 from jaxrec.mesh.shard_access import first, stack
 from jaxrec.mesh.tables import ShardedTables
 from jaxrec.optim.hyperparameters import Step
@@ -56,8 +56,8 @@ class TowerRoute:
     """Route of one group's lookups at a tower.
 
     Attributes:
-        received: Lookups of this host's tables, from this device's peers.
-        of_rows: Route of these lookups to the rows, on the devices of the host.
+        received: Lookups of this host's tables that this device received from its peers.
+        of_rows: Route of these lookups to the rows' owners on this host.
     """
 
     received: BagsRoute
@@ -65,18 +65,18 @@ class TowerRoute:
 
     @property
     def demand(self) -> Float[Array, "..."]:
-        """`RowsRoute.demand` within the host."""
+        """Capacity factor that the batch needs within the host; see `RowsRoute.demand`."""
         return self.of_rows.demand
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TowerTables(ShardedTables):
-    """Sharded tables, each on one host, that are looked up there.
+    """Sharded tables, each on one host, whose lookups run there.
 
-    `lookup` gives ``[devices * hosts * batch, columns]``, where ``batch`` is the number of samples
-    of a device. On each device these are the samples of its peers, host by host. A sample's line
-    has the embeddings of the host's tables; `columns` says where.
+    `lookup` returns ``[devices * hosts * batch, columns]``, where a device has ``batch`` samples.
+    Each device gets a line for each sample of its peers, host by host. The line has the embeddings
+    of the host's tables, at the columns that `columns` returns.
     """
 
     @classmethod
@@ -124,7 +124,7 @@ class TowerTables(ShardedTables):
         return self.layout.mesh.hosts
 
     def columns(self) -> dict[tuple[str, str], tuple[int, slice]]:
-        """Return the host and the columns of each table and feature in the host's embeddings."""
+        """Return the host of each (table, feature), and its columns in the host's embeddings."""
         # Hosts run one program, so each group has as many columns as its fullest host.
         columns, start = {}, 0
         for placed in self.layout.groups:
@@ -216,6 +216,7 @@ class TowerTables(ShardedTables):
         request: Request,
         route: TowerRoute,
     ) -> tuple[Float[Array, "samples columns"], Lookups]:
+        """Pool one group's rows for the peers' samples; return them, and the peers' lookups."""
         dim, num_rows = placed.group.dim, placed.group.num_rows
         owned = self._owned(placed, request.layout)
         scales = send_scales(owned, request.scales, request.layout, self.across)
@@ -223,8 +224,7 @@ class TowerTables(ShardedTables):
         on_host = HostGroup.of(placed, self.channel)
         rows, index = fetch_rows(on_host, table, route.of_rows, self.within)
 
-        received = owned.received(num_rows)
-        layout = dataclasses.replace(received, row_counts=(len(rows),) * received.num_features)
+        layout = layout_of_rows(owned.received(num_rows), len(rows))
         lengths, float32 = route.received.lengths, jnp.dtype("float32")
         bags = pool(rows, index, lengths, scales, layout, float32, **self.within.received)
         # Bags are ordered by sender, column and sample; a line has a sample's columns.
@@ -234,6 +234,7 @@ class TowerTables(ShardedTables):
     def _row_gradients(
         self, residuals: Residuals, values: Float[Array, "samples columns"]
     ) -> dict[str, RowGradients]:
+        """Cut a device's gradient into the groups' columns, in the order of the peers' lookups."""
         residuals, gradients, start = first(residuals), {}, 0
         for placed, layout in zip(self.layout.groups, residuals.layouts, strict=True):
             name, dim = placed.name, placed.group.dim
@@ -268,7 +269,7 @@ class TowerTables(ShardedTables):
     def _on_host(
         self, placed: PlacedGroup, gradient: RowGradients
     ) -> tuple[HostGroup, RowGradients]:
-        """Return the group as this device's host sees it, and a gradient with its route there."""
+        """Return the group as this device's host sees it, and the gradient with a route there."""
         if gradient.route is None:
             route = self._route_rows(placed, gradient.lookups)
             gradient = dataclasses.replace(gradient, route=route)
@@ -280,7 +281,7 @@ class TowerTables(ShardedTables):
         return OwnerFeatures.of(features, layout.capacities, layout.strides)
 
     def _features_of_hosts(self, placed: PlacedGroup) -> list[list[int]]:
-        """Return the features of each host's tables, by number."""
+        """Return, for each host, the positions of the group's features that read its tables."""
         devices = self.layout.mesh.devices_per_host
         host_of = {each.first_row: each.shard.device // devices for each in placed.shards}
         features: list[list[int]] = [[] for _ in range(self.num_hosts)]
@@ -290,7 +291,7 @@ class TowerTables(ShardedTables):
 
 
 def towers_of(store: TableStore) -> TowerTables | None:
-    """Return a store's tables if they are `TowerTables`, else None."""
+    """Return a store's `TowerTables`, or None if its tables are of another class."""
     return store.placed if isinstance(store.placed, TowerTables) else None
 
 
@@ -340,10 +341,5 @@ def run_towers(
             for (host, _), start, shape in zip(towers, starts, shapes, strict=True)
         ]
 
-    return jax.shard_map(
-        on_device,
-        mesh=tables.mesh,
-        in_specs=(over_devices, PartitionSpec()),
-        out_specs=over_devices,
-        check_vma=False,
-    )(embeddings, parameters)
+    run = tables.shard_map(on_device, (over_devices, PartitionSpec()), over_devices)
+    return run(embeddings, parameters)

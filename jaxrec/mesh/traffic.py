@@ -56,7 +56,7 @@ class Collective:
         return round(self.result_bytes * _SENT[self.kind](self.devices))
 
     def sent_between_hosts(self, devices_per_host: int) -> int:
-        """Return the bytes that leave a device for another host, the mean over devices.
+        """Return the bytes that a device sends to other hosts, as a mean over devices.
 
         Devices are numbered host by host.
         """

@@ -17,11 +17,11 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 
 def non_negative(owner: Any, *names: str) -> None:
     """Require numbers in [0, inf) in these fields of ``owner``."""
-    _check_numbers(owner, names, lambda value: value >= 0, "a number >= 0")
+    _check(owner, names, lambda value: value >= 0, "a number >= 0")
 
 
 def schedule(owner: Any, name: str) -> None:
-    """Require a function whose value depends on the step."""
+    """Require a function of the step, whose value depends on it, in this field of ``owner``."""
     function = getattr(owner, name)
     if function.__class__.__module__.startswith("jaxrec."):
         return
@@ -48,32 +48,34 @@ def schedule(owner: Any, name: str) -> None:
 
 def non_positive(owner: Any, *names: str) -> None:
     """Require numbers in (-inf, 0] in these fields of ``owner``."""
-    _check_numbers(owner, names, lambda value: value <= 0, "a number <= 0")
+    _check(owner, names, lambda value: value <= 0, "a number <= 0")
 
 
 def positive(owner: Any, *names: str) -> None:
     """Require positive, normal float32 numbers in these fields of ``owner``."""
-    _check_numbers(owner, names, lambda value: value >= _SMALLEST, "a number > 0")
+    _check(owner, names, lambda value: value >= _SMALLEST, "a number > 0")
 
 
 def fraction(owner: Any, *names: str) -> None:
     """Require numbers in [0, 1) in these fields of ``owner``."""
-    _check_numbers(owner, names, lambda value: 0 <= value < 1, "a number in [0, 1)")
+    _check(owner, names, lambda value: 0 <= value < 1, "a number in [0, 1)")
 
 
 def share(owner: Any, *names: str) -> None:
     """Require numbers in [0, 1] in these fields of ``owner``."""
-    _check_numbers(owner, names, lambda value: 0 <= value <= 1, "a number in [0, 1]")
+    _check(owner, names, lambda value: 0 <= value <= 1, "a number in [0, 1]")
 
 
 def count(owner: Any, *names: str) -> None:
     """Require integers in [1, 2**31) in these fields of ``owner``."""
-    _check_integers(owner, names, 1)
+    wanted = "an integer in [1, 2**31)"
+    _check(owner, names, lambda value: 1 <= value < 2**31, wanted, numbers.Integral)
 
 
 def whole(owner: Any, *names: str) -> None:
     """Require integers in [0, 2**31) in these fields of ``owner``."""
-    _check_integers(owner, names, 0)
+    wanted = "an integer in [0, 2**31)"
+    _check(owner, names, lambda value: 0 <= value < 2**31, wanted, numbers.Integral)
 
 
 def one_of(owner: Any, name: str, allowed: Collection[str]) -> None:
@@ -90,22 +92,19 @@ def boolean(owner: Any, *names: str) -> None:
             raise _error(owner, name, "True or False")
 
 
-def _check_numbers(
-    owner: Any, names: tuple[str, ...], holds: Callable[[Any], Any], wanted: str
+def _check(
+    owner: Any,
+    names: tuple[str, ...],
+    holds: Callable[[Any], Any],
+    wanted: str,
+    kind: type = numbers.Real,
 ) -> None:
+    """Raise a ValueError if a field is not a number of this kind for which ``holds`` is true."""
     for name in names:
         value = getattr(owner, name)
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
         if not (is_number and abs(value) <= _LARGEST and holds(value)):
             raise _error(owner, name, wanted)
-
-
-def _check_integers(owner: Any, names: tuple[str, ...], least: int) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        if not (is_int and least <= value < 2**31):
-            raise _error(owner, name, f"an integer in [{least}, 2**31)")
 
 
 def _error(owner: Any, name: str, wanted: str) -> ValueError:

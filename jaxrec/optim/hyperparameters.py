@@ -75,7 +75,7 @@ def check_weight_decay(owner: Any) -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class UpdateStep:
-    """An update's number, 0 at the first, and its values of hyperparameters by name."""
+    """Number of an update, 0 at the first, and the values of hyperparameters in it, by name."""
 
     count: Int[Array, ""]
     values: dict[str, Float[Array, ""]]
@@ -85,7 +85,7 @@ Step: TypeAlias = UpdateStep | Int[Array, ""]
 
 
 def as_step(step: Any) -> Step:
-    """Return a step with its number as int32."""
+    """Convert the number of a step to int32; ``step`` is that number, or an `UpdateStep`."""
     # Values of hyperparameters travel with the step number. So functions that pass a step on, down
     # to the kernels, need no argument for them.
     if isinstance(step, UpdateStep):
@@ -116,7 +116,10 @@ def resolve(optimizer: Any, step: Step) -> tuple[Any, Int[Array, ""]]:
 
 
 def numbers_of_step(optimizer: Any, count: Int[Array, ""]) -> list[Float[Array, ""]]:
-    """Return the learning rates and hyperparameters of a row optimizer that `resolve` returned."""
+    """Return the numbers of a row optimizer that change from step to step, for update ``count``.
+
+    They are learning rates and hyperparameters; the optimizer is a result of `resolve`.
+    """
     numbers: list[Float[Array, ""]] = []
 
     def collect(name: str, value: Any) -> Any:
@@ -130,7 +133,7 @@ def numbers_of_step(optimizer: Any, count: Int[Array, ""]) -> list[Float[Array, 
 
 
 def with_numbers(optimizer: Any, numbers: Iterable[Float[Array, ""] | float]) -> Any:
-    """Put numbers in the order of `numbers_of_step` into the fields that they came from."""
+    """Return a row optimizer with other numbers in the fields that `numbers_of_step` lists."""
     # A Pallas kernel cannot close over arrays, nor trace any schedule. It loads the numbers from an
     # array and puts them in here.
     following = iter(numbers)

@@ -1,4 +1,4 @@
-"""Sums over rows, and norms, of rows that may be padded or cut by columns."""
+"""Norms of rows, and sums over their columns, where rows may be padded or cut by columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 
 @dataclasses.dataclass(frozen=True)
 class CutRows:
-    """How to sum over rows of which `update` sees only some columns, or padding too.
+    """Description of rows of which `update` gets some columns only, or columns of padding too.
 
     Attributes:
         dim: Columns of the whole row.

@@ -64,7 +64,7 @@ def to_device(array: Any) -> Array:
 
 
 def require_one_batch(lengths: AnyArray, operation: str) -> None:
-    """Refuse a batch over a mesh, whose lengths are ``[devices, bags]``."""
+    """Raise a ValueError for a batch over a mesh, whose lengths are ``[devices, bags]``."""
     if lengths.ndim > 1:
         raise ValueError(
             f"{operation} needs one batch, and this one lies over a mesh: it has a batch for each "

@@ -29,9 +29,9 @@ def named_columns(data: Any) -> dict[str, Any]:
 def from_arrow(
     feature: str, array: Any, weights: Any | None = None, *, id_bits: int = 32
 ) -> Column:
-    """Return the column of an Arrow array of ids or of lists of ids; see `from_arrow` of batches.
+    """Make a column of an Arrow array of ids, one for each sample, or of lists of ids.
 
-    With 64 bits strings and binary values stay in Arrow.
+    With 64 bits, strings and binary values stay in Arrow.
     """
     # A null row is an empty bag. A null inside a list is refused: it could mean a missing id or an
     # id to ignore, and Arrow does not tell which.
@@ -47,7 +47,10 @@ def from_arrow(
 def _flat(
     feature: str, array: pa.Array | pa.ChunkedArray, wanted: str, accepts: Any
 ) -> tuple[Any, np.ndarray]:
-    """Return the values (strings stay in Arrow) and the lengths."""
+    """Return the values of all samples, and the number of values of each sample.
+
+    ``accepts`` tells whether values may have an Arrow type; errors call such values ``wanted``.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -86,7 +89,7 @@ def _unboxed(array: pa.Array) -> Any:
 def map_values(
     array: Any, function: Callable[[Any], np.ndarray], *, accepts_nulls: bool = False
 ) -> Any:
-    """Replace the values of an Arrow column by numbers; chunks, lists and null lists stay.
+    """Replace the values of an Arrow column by numbers; keep its chunks, lists and null lists.
 
     ``function`` takes an Arrow array of values and returns one number for each.
     """
@@ -175,7 +178,7 @@ def _element(kind: pa.DataType) -> pa.DataType:
 
 
 def _decoded(array: pa.Array) -> pa.Array:
-    """Return an array in a type from which Arrow can drop nulls, and integers as plain integers."""
+    """Cast an array to a type whose nulls Arrow can drop; dictionaries of integers to integers."""
     import pyarrow as pa
 
     # `drop_null` keeps the nulls of views. In a dictionary it sees null codes, but not codes of a

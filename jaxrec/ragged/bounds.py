@@ -19,7 +19,12 @@ BAD_ID = -1  # an id of no table: its embedding is NaN
 
 
 class BadIds(NamedTuple):
-    """Ids of one feature outside their table: ascending positions, and an error for the first."""
+    """Ids of one feature outside their table.
+
+    Attributes:
+        positions: Their positions in the column, ascending.
+        message: Error message for the first of them.
+    """
 
     positions: np.ndarray
     message: str

@@ -130,7 +130,7 @@ def _dealt(
     buckets: Int[Array, " capacity"],
     num_buckets: int,
 ) -> Bucketized:
-    """Sort ids by bucket; they are numbered within their buckets already."""
+    """Sort a batch by bucket; ``ids`` are already numbered within their buckets."""
     capacity, bags = ids.shape[0], lengths.shape[0]
     offsets = complete_cumsum(jnp.asarray(lengths).astype(jnp.int32))
     is_padding = jnp.arange(capacity) >= offsets[-1]
@@ -153,7 +153,7 @@ def _dealt(
 def _feature_of_each(
     lengths: Int[AnyArray, " bags"], strides: Sequence[int] | None, features: int, capacity: int
 ) -> Int32[Array, " {capacity}"]:
-    """Return the feature of each position; that of the last feature at padding."""
+    """Return the number of the feature that each position belongs to; padding gets the last."""
     strides = bags_per_key(features, lengths.shape[0], strides)
     ends = complete_cumsum(jnp.asarray(lengths).astype(jnp.int32))[np.cumsum((0, *strides))]
     return jnp.minimum(segment_ids(ends, capacity), features - 1)

@@ -198,7 +198,10 @@ class CapacityMemory:
         last: Sequence[int],
         count: int,
     ) -> list[int]:
-        """Return a new size, after ``count`` sizes of which the ``last`` is too small."""
+        """Return the next size of a kind of batch, after ``count`` sizes that are too small.
+
+        ``last`` is the largest of them; the other arguments are those of `fit`.
+        """
         deviations = _FIRST_DEVIATIONS + _MORE_DEVIATIONS * count
         headroom = min(1.0, _FIRST_HEADROOM * 4 ** (count - 1)) if count else 0.0
         size = []
@@ -269,7 +272,7 @@ class CapacityMemory:
 
 
 def checked_capacities(capacities: Any) -> dict[str, int]:
-    """Return capacities by name, checked."""
+    """Return capacities by name; raise an error if one is not an integer of 0 or more."""
     checked = {
         key: whole_number(f"the capacity of feature {key!r}", capacity)
         for key, capacity in by_name("capacities", capacities).items()

@@ -120,7 +120,7 @@ def lengths_of_offsets(
 
 
 def bags_per_key(num_keys: int, bags: int, strides: Sequence[int] | None) -> tuple[int, ...]:
-    """Return ``strides``, checked; None: every key has ``bags // num_keys`` bags."""
+    """Return the number of bags of each key: ``strides``, checked. None: the same for all keys."""
     if strides is None:
         if bags % num_keys if num_keys else bags:
             raise ValueError(
@@ -140,7 +140,7 @@ def bags_per_key(num_keys: int, bags: int, strides: Sequence[int] | None) -> tup
 
 
 def _ids(where: str, array: Any, id_bits: int) -> np.ndarray:
-    """Return ``array`` as `integers`, or ids of any type as a NumPy array."""
+    """Return ids on the host: integers, or with ``id_bits=64`` values of any type."""
     if id_bits == 32:
         return integers(where, "id", array)
     found = concrete(where, array)
@@ -222,14 +222,14 @@ def numbers(where: str, array: Any) -> np.ndarray:
 
 
 def whole_number(name: str, value: Any) -> int:
-    """Return ``value`` as an int."""
+    """Return ``value`` as an int; raise a TypeError if it is not an integer."""
     if not is_integer(type(value)):
         raise TypeError(f"{name}: {value!r} is not an integer")
     return int(value)
 
 
 def feature_names(keys: Any) -> tuple[str, ...]:
-    """Return ``keys`` as names of features."""
+    """Return ``keys`` as a tuple; raise a TypeError if they are not names of features."""
     if isinstance(keys, str):
         raise TypeError(f"keys is the string {keys!r}; expected a sequence of names, [{keys!r}]")
     if not isinstance(keys, Iterable):
@@ -241,7 +241,7 @@ def feature_names(keys: Any) -> tuple[str, ...]:
 
 
 def by_name(name: str, data: Any) -> dict[str, Any]:
-    """Return a mapping by the names of features as a dictionary; an empty one for None."""
+    """Return a mapping as a dictionary, None as an empty one; raise a TypeError for others."""
     if not isinstance(data, Mapping | None):
         raise TypeError(
             f"{name} is {data!r:.60} ({type(data).__name__}); expected a mapping by the names of "
@@ -266,7 +266,7 @@ def sample_of(lengths: np.ndarray, position: int) -> int:
 
 
 def check_weight_lengths(feature: str, lengths: np.ndarray, of_weights: np.ndarray) -> None:
-    """Require weights nested like the ids."""
+    """Raise a ValueError if a sample has more or fewer weights than ids."""
     if of_weights.size != lengths.size:
         raise ValueError(
             f"feature {feature!r} has {lengths.size} samples but weights for {of_weights.size}"

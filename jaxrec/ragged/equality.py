@@ -1,4 +1,4 @@
-"""Equality of ragged arrays by their rows, whatever their padding."""
+"""Equality of ragged arrays by their rows, without their padding."""
 
 from __future__ import annotations
 
@@ -79,6 +79,7 @@ def _static_difference(first: Any, second: Any) -> bool:
 
 
 def _column_shape(column: JaggedArray) -> tuple[Any, ...]:
+    """Return the static properties that equal columns have in common."""
     batch_axes = column.lengths.ndim - 1
     element = column.values.shape[batch_axes + 1 :]
     inverse, are_slots = None, False
@@ -92,24 +93,21 @@ def _compare(first: Any, second: Any) -> Any:
     """Return whether arrays without a static difference hold the same rows."""
     if isinstance(first, JaggedArray):
         return _equal_columns(first, second)
-    xp = namespace(first.values, second.values)
-    parts = []
-    for key in first.keys:
-        if isinstance(first, KeyedArray):
-            parts.append((first[key] == second[key]).all())
-            continue
-        parts.append(_equal_columns(first[key], second[key]))
+    is_dense, xp = isinstance(first, KeyedArray), namespace(first.values, second.values)
+    pairs = [(first[key], second[key]) for key in first.keys]
+    parts = [(a == b).all() if is_dense else _equal_columns(a, b) for a, b in pairs]
     return xp.stack([xp.asarray(part) for part in parts]).all() if parts else np.True_
 
 
 def _equal_numbers(one: Any, other: Any) -> Any:
-    """Return which numbers are equal."""
+    """Compare two arrays of numbers, or of wide ids, element by element."""
     if isinstance(other, WideIds):
         return other.is_equal(one)
     return one.is_equal(other) if isinstance(one, WideIds) else one == other
 
 
 def _equal_columns(first: JaggedArray, second: JaggedArray) -> Any:
+    """Return whether two columns hold the same rows, weights and inverse indices."""
     xp = namespace(first.values, first.lengths, second.values, second.lengths)
     axis = first.lengths.ndim - 1
     capacity = min(first.values.shape[axis], second.values.shape[axis])

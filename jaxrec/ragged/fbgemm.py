@@ -82,7 +82,6 @@ def jagged_to_padded_dense(
         exists = exists[..., None] & (within < ends - starts)
         rows = jnp.where(exists, starts + within, 0)
     # A position past the end reads the padding value, and sends no gradient to a real element.
-    # A position past the end reads the padding value, and sends no gradient to a real element.
     places = jnp.where(exists, rows, values.shape[0])
     return take(to_device(values), places, fill_value=padding_value)
 
@@ -116,8 +115,6 @@ def dense_to_jagged(
             f"{len(levels)} levels of offsets need a dense array of {len(levels) + 1} axes or "
             f"more, [batch, *lengths], got shape {tuple(dense.shape)}"
         )
-    # From the innermost level outwards, since only there the capacity is static: an element knows
-    # its row, that row its place in the row around it, and so on up to the batch.
     # From the innermost level outwards, since only there the capacity is static: an element knows
     # its row, that row its place in the row around it, and so on up to the batch.
     rows, index = segment_ids(levels[-1], capacity), [offsets_range(levels[-1], capacity)]
@@ -206,10 +203,19 @@ def jagged_slice(
     out_lengths = jnp.minimum(lengths - starts, max_length)
     out_offsets = complete_cumsum(out_lengths)
     firsts = jnp.asarray(complete_cumsum(lengths)[:-1] + starts)
-    source = take(firsts, segment_ids(out_offsets, capacity))
-    source = source + offsets_range(out_offsets, capacity)
-    source = jnp.where(jnp.arange(capacity) < out_offsets[-1], source, size)
-    return take(to_device(values), source), out_lengths
+    return take(to_device(values), _sources(firsts, out_offsets, capacity, size)), out_lengths
+
+
+def _sources(
+    firsts: Int[Array, " rows"], offsets: Offsets, capacity: int, padding: int | Int[Array, ""]
+) -> Int32[Array, " {capacity}"]:
+    """Return where each element of copied rows comes from; ``padding`` past the last offset.
+
+    ``firsts`` are the positions of the rows' first elements in the source, ``offsets`` those of the
+    rows in the copy.
+    """
+    source = take(firsts, segment_ids(offsets, capacity)) + offsets_range(offsets, capacity)
+    return jnp.where(jnp.arange(capacity) < offsets[-1], source, padding)
 
 
 def jagged_1d_to_truncated_values(
@@ -258,10 +264,8 @@ def jagged_index_select(
         ("values",), out_lengths[None], None if capacity is None else [capacity]
     )
     out_offsets = complete_cumsum(out_lengths)
-    starts = take(jnp.asarray(complete_cumsum(bags)), indices)
-    source = take(starts, segment_ids(out_offsets, capacity))
-    source = source + offsets_range(out_offsets, capacity)
-    source = jnp.where(jnp.arange(capacity) < out_offsets[-1], source, values.shape[0])
+    firsts = take(jnp.asarray(complete_cumsum(bags)), indices)
+    source = _sources(firsts, out_offsets, capacity, values.shape[0])
     return take(to_device(values), source), out_lengths
 
 
@@ -292,9 +296,8 @@ def expand_into_jagged_permute(
         input; ``input_offsets[-1]``, the number of elements, at padding.
     """
     starts = jnp.asarray(input_offsets).astype(jnp.int32)
-    source = take(take(starts, jnp.asarray(permute)), segment_ids(output_offsets, capacity))
-    source = source + offsets_range(output_offsets, capacity)
-    return jnp.where(jnp.arange(capacity) < output_offsets[-1], source, starts[-1])
+    firsts = take(starts, jnp.asarray(permute))
+    return _sources(firsts, output_offsets, capacity, starts[-1])
 
 
 def permute_sparse_data(

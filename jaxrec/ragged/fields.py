@@ -1,4 +1,4 @@
-"""Checks of the fields that `KeyedJaggedArray`'s constructor takes, and fields made from others."""
+"""Fields of a `KeyedJaggedArray`: checks for its constructor, and fields of joined batches."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ def checked_fields(
     for name, sizes in (("capacities", capacities), ("sample_capacities", sample_capacities)):
         if len(sizes) != len(keys) and (sizes or name == "capacities"):
             raise ValueError(f"{len(sizes)} {name} for {len(keys)} keys {keys}")
-    # Raw ids and wide ids know their own type; `_array` would make int32 of them.
     # Raw ids and wide ids know their own type; `_array` would make int32 of them.
     if not (is_raw(values) or isinstance(values, WideIds)):
         values = _array("values", "value", values, _numbers)
@@ -120,7 +119,7 @@ def column_facts(
 ) -> tuple[AnyArray | None, tuple[str, ...], tuple[int, ...]]:
     """Return ``inverse_indices``, ``slot_keys`` and ``sample_capacities`` of a batch of columns.
 
-    With ``has_inverse`` the user gives the first, and the columns' own are left out.
+    With ``has_inverse`` the user gives ``inverse_indices``, and those of the columns are left out.
     """
     known = {key: column for key, column in columns.items() if isinstance(column, BatchColumn)}
     slot_keys = tuple(key for key, column in known.items() if column.are_slots)
@@ -149,7 +148,7 @@ def with_raw_ids(feature: str, column: JaggedArray) -> JaggedArray:
 
 
 def joined(batches: Sequence[Any]) -> Packed:
-    """Return the fields of `KeyedJaggedArray.concat`."""
+    """Join the fields of batches of the same samples; raise a ValueError if they do not fit."""
     keys = _chain(batch.keys for batch in batches)
     for first, second in itertools.combinations(batches, 2):
         if shared := sorted(set(first.keys) & set(second.keys)):
@@ -246,7 +245,7 @@ def _checked_on_host(fields: Packed) -> Packed:
 
 
 def _known_lengths(fields: Packed) -> np.ndarray | None:
-    """Return the lengths in NumPy if they can check values or weights in NumPy, else None."""
+    """Return the lengths on the host if values or weights can be checked with them, else None."""
     lengths = fields.lengths
     if isinstance(lengths, np.ndarray):
         return lengths
@@ -260,7 +259,7 @@ def _known_lengths(fields: Packed) -> np.ndarray | None:
 
 
 def _is_sound(fields: Packed, lengths: np.ndarray) -> bool:
-    """Return whether one check of all keys shows that `_check_each_key` would pass."""
+    """Return whether one check of all keys proves that `_check_each_key` would pass."""
     # False proves nothing. Weights, raw ids and keys without bags are left to the other check, and
     # a bad id may lie in the padding, which may hold anything.
     values, capacities = fields.values, fields.capacities
@@ -299,7 +298,7 @@ def _check_each_key(fields: Packed, lengths: np.ndarray) -> None:
 
 
 def _checked_slot_keys(slot_keys: Any, keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the slot keys in the order of the keys."""
+    """Return the slot keys in the order of the keys; raise an error if one is not a key."""
     if isinstance(slot_keys, str):
         raise TypeError(f"slot_keys is the string {slot_keys!r}; expected a sequence of keys")
     if unknown := [key for key in slot_keys if key not in keys]:
@@ -308,7 +307,7 @@ def _checked_slot_keys(slot_keys: Any, keys: tuple[str, ...]) -> tuple[str, ...]
 
 
 def _count(key: str, lengths: np.ndarray, capacity: int) -> int:
-    """Return the number of ids of a key."""
+    """Return the number of ids of a key; raise a ValueError if lengths are bad or exceed it."""
     if lengths.size == 0:
         return 0
     if lengths.min() < 0:
@@ -329,7 +328,7 @@ def _numbers(where: str, what: str, array: Any) -> np.ndarray:
 
 
 def _narrow(values: np.ndarray, is_checked: bool) -> np.ndarray:
-    """Return values in 32 bits at most; ``is_checked``: all ids outside the padding fit."""
+    """Cast values to at most 32 bits. With ``is_checked``, all ids outside the padding fit."""
     if values.dtype.kind not in "iuO":
         return values.astype(np.float32) if values.dtype == np.float64 else values
     if not (is_checked and values.dtype.kind in "iu") and values.dtype != np.int32 and values.size:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import GetAttrKey
 from jaxtyping import Array, Int, Int32, Shaped
 
 from jaxrec.ragged import nested, printing
@@ -20,7 +19,7 @@ from jaxrec.ragged.columns import floats
 from jaxrec.ragged.fbgemm import dense_to_jagged, jagged_to_padded_dense
 from jaxrec.ragged.offsets import complete_cumsum, segment_ids
 from jaxrec.ragged.packing import id_bits_of
-from jaxrec.ragged.raw_ids import as_raw, is_raw
+from jaxrec.ragged.raw_ids import as_raw, register_ragged
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -203,6 +202,7 @@ class JaggedArray:
         return self._padded(self._given_weights(), length, padding_value)
 
     def _padded(self, values: Any, length: int | None, padding_value: Any) -> Array:
+        """Return values or weights as a dense array, padded or cut at the rows' ends."""
         size = self._static_length(length)
 
         def pad(lengths: Array, values: Array) -> Array:
@@ -227,26 +227,7 @@ class JaggedArray:
         return printing.jagged(self)
 
 
-def _flatten(column: JaggedArray) -> tuple[tuple[Any, ...], bool]:
-    # Raw ids change the tree structure, as in `KeyedJaggedArray`.
-    return (column.values, column.lengths, column.weights), is_raw(column.values)
-
-
-def _unflatten(has_raw_ids: bool, arrays: Iterable[Any]) -> JaggedArray:
-    values, *others = arrays
-    return JaggedArray(as_raw(values) if has_raw_ids else values, *others)
-
-
-_PATHS = tuple(map(GetAttrKey, ("values", "lengths", "weights")))
-
-# Registered by hand: `register_dataclass` has no way to add whether ids are raw to the structure.
-# Registered by hand: `register_dataclass` has no way to add whether ids are raw to the structure.
-jax.tree_util.register_pytree_with_keys(
-    JaggedArray,
-    lambda column: (tuple(zip(_PATHS, _flatten(column)[0], strict=True)), is_raw(column.values)),
-    _unflatten,
-    _flatten,
-)
+register_ragged(JaggedArray, ("values", "lengths", "weights"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -267,26 +248,8 @@ class BatchColumn(JaggedArray):
     are_slots: bool = False
 
 
-def _flatten_of_batch(column: BatchColumn) -> tuple[tuple[Any, ...], tuple[int, bool, bool]]:
-    arrays = (column.values, column.lengths, column.weights, column.inverse_indices)
-    return arrays, (column.sample_capacity, column.are_slots, is_raw(column.values))
-
-
-def _unflatten_of_batch(static: tuple[int, bool, bool], arrays: Iterable[Any]) -> BatchColumn:
-    sample_capacity, are_slots, has_raw_ids = static
-    values, lengths, weights, inverse_indices = arrays
-    values = as_raw(values) if has_raw_ids else values
-    return BatchColumn(values, lengths, weights, inverse_indices, sample_capacity, are_slots)
-
-
-_BATCH_PATHS = (*_PATHS, GetAttrKey("inverse_indices"))
-
-
-def _flatten_with_paths(column: BatchColumn) -> tuple[tuple[Any, ...], tuple[int, bool, bool]]:
-    arrays, static = _flatten_of_batch(column)
-    return tuple(zip(_BATCH_PATHS, arrays, strict=True)), static
-
-
-jax.tree_util.register_pytree_with_keys(
-    BatchColumn, _flatten_with_paths, _unflatten_of_batch, _flatten_of_batch
+register_ragged(
+    BatchColumn,
+    ("values", "lengths", "weights", "inverse_indices"),
+    ("sample_capacity", "are_slots"),
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -56,6 +56,11 @@ def refit(array: Any, capacities: Sequence[int], wanted: Sequence[int]) -> Any:
     return like(concatenate(parts, array.dtype), array)
 
 
+def starts_of(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Return the first position of each segment: segments of sizes 2 and 3 begin at 0 and 2."""
+    return tuple(itertools.accumulate(sizes, initial=0))[:-1]
+
+
 def take_segments(
     array: Shaped[Array, "n ..."],
     starts: Sequence[int],
@@ -63,7 +68,11 @@ def take_segments(
     sizes: Sequence[int] | None = None,
     fill: int = 0,
 ) -> Shaped[Array, "total ..."]:
-    """Return segments of an array end to end, each padded with ``fill`` from a count to a size."""
+    """Join segments of an array, each padded with ``fill``.
+
+    Segment ``i`` has the ``counts[i]`` elements from ``starts[i]`` on, and takes ``sizes[i]``
+    positions of the result.
+    """
     # One gather, however many segments: a program with a slice and a pad for each of a hundred
     # features takes seconds to compile.
     sizes = counts if sizes is None else sizes

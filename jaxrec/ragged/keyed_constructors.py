@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, Unpack
 
 from jaxrec.ragged import arrow, columns, nested
 from jaxrec.ragged.capacity import CapacityMemory
-from jaxrec.ragged.packing import PackOptions, id_bits_of, pack
+from jaxrec.ragged.packing import Packed, PackOptions, id_bits_of, pack
 
 Batch = TypeVar("Batch", bound="KeyedConstructors")
 
@@ -88,12 +88,7 @@ class KeyedConstructors:
                 'item': [[1099511627776, -7], []],
             })
         """
-        id_bits = id_bits_of(options)
-        ragged = [
-            nested.from_lists(key, rows, column_weights, id_bits=id_bits)
-            for key, rows, column_weights in _with_weights(data, weights)
-        ]
-        return cls._of(*pack(tuple(data), ragged, **options))
+        return cls._of(*_packed(nested.from_lists, data, weights, options))
 
     @classmethod
     def from_dense(
@@ -114,12 +109,7 @@ class KeyedConstructors:
             >>> KeyedJaggedArray.from_dense({"f": np.array([[1, 2], [3, 4]])}).lengths
             array([2, 2], dtype=int32)
         """
-        id_bits = id_bits_of(options)
-        dense = [
-            columns.from_dense(key, array, column_weights, id_bits=id_bits)
-            for key, array, column_weights in _with_weights(data, weights)
-        ]
-        return cls._of(*pack(tuple(data), dense, **options))
+        return cls._of(*_packed(columns.from_dense, data, weights, options))
 
     @classmethod
     def from_arrow(
@@ -141,14 +131,9 @@ class KeyedConstructors:
             >>> KeyedJaggedArray.from_arrow(pa.table({"f": [[1, 2], None]}))["f"].to_lists()
             [[1, 2], []]
         """
-        id_bits = id_bits_of(options)
         data = arrow.named_columns(data)
         weights = None if weights is None else arrow.named_columns(weights)
-        flat = [
-            arrow.from_arrow(key, array, column_weights, id_bits=id_bits)
-            for key, array, column_weights in _with_weights(data, weights)
-        ]
-        return cls._of(*pack(tuple(data), flat, **options))
+        return cls._of(*_packed(arrow.from_arrow, data, weights, options))
 
     @classmethod
     def from_lengths(
@@ -204,9 +189,13 @@ class KeyedConstructors:
     from_offsets_sync = from_offsets
 
 
-def _with_weights(data: Any, weights: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each feature with its data and weights; None without weights."""
+def _packed(
+    to_column: Callable[..., columns.Column], data: Any, weights: Any, options: PackOptions
+) -> Packed:
+    """Pack features; ``to_column`` makes a column of the data and weights of each."""
+    id_bits = id_bits_of(options)
     data, weights = columns.by_name("data", data), columns.by_name("weights", weights)
     if unknown := [key for key in weights if key not in data]:
         raise ValueError(f"weights name {unknown}, but the features are {list(data)}")
-    return ((key, rows, weights.get(key)) for key, rows in data.items())
+    by_key = [to_column(key, data[key], weights.get(key), id_bits=id_bits) for key in data]
+    return pack(tuple(data), by_key, **options)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
 import numpy as np
-from jax.tree_util import GetAttrKey
 from jaxtyping import Array, Int32, Num
 
 from jaxrec.ragged import columns, printing
@@ -33,7 +32,7 @@ from jaxrec.ragged.packing import (
     pinned_capacities,
     pinned_sample_capacities,
 )
-from jaxrec.ragged.raw_ids import as_raw, is_raw
+from jaxrec.ragged.raw_ids import as_raw, is_raw, register_ragged
 from jaxrec.ragged.shared_bags import expand
 
 
@@ -446,26 +445,10 @@ class KeyedJaggedArray(KeyedConstructors):
         return printing.keyed_jagged(self)
 
 
-def _flatten(batch: KeyedJaggedArray) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    arrays = (batch.values, batch.lengths, batch.weights, batch.inverse_indices)
-    static = (batch.keys, batch.capacities, batch.strides, batch.slot_keys, batch.sample_capacities)
-    # Batches with raw ids have another tree structure. When jit finds a structure and shapes in its
-    # cache it does not ask the arrays, and so would take raw ids for int32 ones.
-    return arrays, (static, is_raw(batch.values))
-
-
-def _unflatten(static: tuple[Any, ...], arrays: Iterable[Any]) -> KeyedJaggedArray:
-    fields, has_raw_ids = static
-    values, *others = arrays
-    return KeyedJaggedArray._of(as_raw(values) if has_raw_ids else values, *others, *fields)
-
-
-_PATHS = tuple(map(GetAttrKey, ("values", "lengths", "weights", "inverse_indices")))
-
-# register_dataclass would rebuild batches through the constructor, with all its checks.
-jax.tree_util.register_pytree_with_keys(
+# By `_of`: the constructor would check the batch.
+register_ragged(
     KeyedJaggedArray,
-    lambda batch: (tuple(zip(_PATHS, _flatten(batch)[0], strict=True)), _flatten(batch)[1]),
-    _unflatten,
-    _flatten,
+    ("values", "lengths", "weights", "inverse_indices"),
+    ("keys", "capacities", "strides", "slot_keys", "sample_capacities"),
+    make=KeyedJaggedArray._of,
 )

@@ -27,9 +27,9 @@ def from_lists(feature: str, rows: Any, weights: Any | None = None, *, id_bits: 
 
 
 def flat_elements(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Concatenate rows of numbers or of equal arrays: ``[elements, ...]``, and ``[rows]`` int64.
+    """Concatenate rows of numbers or of arrays of one shape; return the array, and rows' lengths.
 
-    Elements have at most 32 bits.
+    The elements of the array have at most 32 bits.
     """
     if bare := [index for index, row in enumerate(rows) if not hasattr(row, "__len__")]:
         raise TypeError(f"row {bare[0]} is {_shown(rows[bare[0]])}; expected a list of elements")
@@ -69,7 +69,7 @@ def to_lists(values: np.ndarray, lengths: np.ndarray) -> list[list[Any]]:
 
 
 def _flat(feature: str, what: str, rows: Any, id_bits: int = 32) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lengths and the concatenation of rows."""
+    """Concatenate rows of ids or of weights (``what``); return the rows' lengths, and the array."""
     if isinstance(rows, str | bytes | Mapping) or not hasattr(rows, "__len__"):
         raise TypeError(f"feature {feature!r} is {_shown(rows)}; expected a list of lists")
     # `map` collects the types in C, and Python looks at each distinct type once. A Python loop over

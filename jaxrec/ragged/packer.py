@@ -187,7 +187,14 @@ def fitted(
     lengths: Sequence[np.ndarray] | None = None,
     first: Sequence[int] | None = None,
 ) -> KeyedJaggedArray:
-    """Return a host batch in the capacities that `CapacityMemory.fit` chooses."""
+    """Change a host batch to the capacities that a memory chooses for it.
+
+    Args:
+        batch: The batch.
+        memory: The memory, which the batch then carries.
+        lengths: Bag lengths of each key, without those of padding samples; None: the batch's.
+        first: Capacities if the memory knows no batch of this kind; None: computed.
+    """
     if lengths is None:
         lengths = np.split(np.asarray(batch.lengths), np.cumsum(batch.strides)[:-1])
     inverse = None if batch.inverse_indices is None else np.asarray(batch.inverse_indices)

@@ -67,7 +67,7 @@ class PackOptions(TypedDict, total=False):
 
 
 def id_bits_of(options: PackOptions) -> int:
-    """Return the option ``id_bits``, checked."""
+    """Return the option ``id_bits``; raise a ValueError if it is neither 32 nor 64."""
     id_bits = options.get("id_bits", 32)
     if id_bits not in (32, 64):
         raise ValueError(f"id_bits is {id_bits!r}; expected 32 or 64")
@@ -129,10 +129,15 @@ def pack(
         of_samples = pinned_sample_capacities(
             keys, lengths, inverse_indices, strides, capacities, sample_capacities
         )
+    weights = None
+    if any(weighted):
+        each = zip(keys, columns, strict=True)
+        narrow = [as_float32(key, column.weights, column.lengths) for key, column in each]
+        weights = _padded(narrow, capacities, np.float32)
     return Packed(
         values=as_raw(_padded([column.values for column in columns], capacities, id_type)),
         lengths=lengths,
-        weights=_padded_weights(keys, columns, capacities) if any(weighted) else None,
+        weights=weights,
         inverse_indices=inverse_indices,
         keys=keys,
         capacities=capacities,
@@ -142,7 +147,7 @@ def pack(
 
 
 def _with_bags(column: Column, count: int) -> Column:
-    """Append empty bags until there are ``count``."""
+    """Append empty bags to a column until it has ``count`` bags."""
     missing = max(0, count - column.lengths.size)
     return column._replace(lengths=np.pad(column.lengths, (0, missing)))
 
@@ -233,18 +238,7 @@ def _padded(
     return padded
 
 
-def _padded_weights(
-    keys: Sequence[str], columns: Sequence[Column], capacities: Sequence[int]
-) -> np.ndarray:
-    weights = [
-        as_float32(key, column.weights, column.lengths)
-        for key, column in zip(keys, columns, strict=True)
-        if column.weights is not None
-    ]
-    return _padded(weights, capacities, np.float32)
-
-
-def as_float32(feature: str, weights: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def as_float32(feature: str, weights: Any, lengths: np.ndarray) -> np.ndarray:
     """Return a column's weights as float32; they must be finite."""
     with np.errstate(over="ignore"):
         narrow = weights.astype(np.float32, copy=False)
@@ -264,7 +258,7 @@ def _joined(arrays: Sequence[np.ndarray], dtype: np.typing.DTypeLike) -> np.ndar
 
 
 def checked_inverse(keys: Sequence[str], strides: Sequence[int], inverse: Any) -> np.ndarray:
-    """Return ``inverse_indices``, checked, as ``[keys, batch]`` int32."""
+    """Return ``inverse_indices`` as ``[keys, batch]`` int32; raise if one names no bag."""
     inverse = integers("inverse_indices", "bag number", ordered_inverse(keys, inverse))
     if inverse.ndim != 2 or inverse.shape[0] != len(keys):
         raise ValueError(
@@ -281,7 +275,7 @@ def checked_inverse(keys: Sequence[str], strides: Sequence[int], inverse: Any) -
 
 
 def check_indices(indices: Int[AnyArray, " selected"], count: int) -> None:
-    """Refuse indices outside ``[0, count)``; traced ones pass."""
+    """Raise an IndexError for indices outside ``[0, count)``; traced ones pass."""
     if isinstance(indices, jax.core.Tracer):
         return
     indices = np.asarray(indices)

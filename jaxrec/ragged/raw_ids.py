@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+import jax
 import numpy as np
 from jax.experimental.hijax import register_hitype
+from jax.tree_util import GetAttrKey
 
 RESERVED = -1  # the bits of 2**64 - 1 too; many pipelines pad with it
 _MESSAGE = (
@@ -36,7 +40,7 @@ class RawIds(np.ndarray):
 
 
 def refuse(where: str = "values") -> NoReturn:
-    """Refuse raw ids in the array named ``where``, with a hint where they belong."""
+    """Raise a ValueError for raw ids in the array named ``where``; it says where they belong."""
     raise ValueError(f"{where}: {_MESSAGE}")
 
 
@@ -58,5 +62,41 @@ def as_raw(array: Any) -> Any:
 
 
 def like(array: Any, *sources: Any) -> Any:
-    """Return NumPy's result as raw ids if one of its sources is."""
+    """Return an array as raw ids if one of the arrays that it was computed from holds raw ids."""
     return as_raw(array) if any(map(is_raw, sources)) else array
+
+
+def register_ragged(
+    kind: type,
+    arrays: tuple[str, ...],
+    static: tuple[str, ...] = (),
+    make: Callable[..., Any] | None = None,
+) -> None:
+    """Register a class as a pytree; its ``values`` may hold raw ids.
+
+    Args:
+        kind: The class.
+        arrays: Names of the fields that are leaves, ``values`` first.
+        static: Names of the fields that are part of the tree structure.
+        make: Function that makes an object of all fields, in order; None: the class.
+    """
+    get_arrays, paths = operator.attrgetter(*arrays), tuple(map(GetAttrKey, arrays))
+    get_static = operator.attrgetter(*static) if static else lambda _: ()
+    make = make or kind
+
+    # Batches with raw ids have another tree structure. When jit finds a structure and shapes in its
+    # cache it does not ask the arrays, and so would take raw ids for int32 ones. And arrays lose
+    # their subclass on the way.
+    def flatten(ragged: Any) -> tuple[tuple[Any, ...], tuple[Any, bool]]:
+        return get_arrays(ragged), (get_static(ragged), is_raw(ragged.values))
+
+    def flatten_with_paths(ragged: Any) -> tuple[tuple[Any, ...], tuple[Any, bool]]:
+        leaves, structure = flatten(ragged)
+        return tuple(zip(paths, leaves, strict=True)), structure
+
+    def unflatten(structure: tuple[Any, bool], leaves: Iterable[Any]) -> Any:
+        fields, has_raw_ids = structure
+        values, *others = leaves
+        return make(as_raw(values) if has_raw_ids else values, *others, *fields)
+
+    jax.tree_util.register_pytree_with_keys(kind, flatten_with_paths, unflatten, flatten)

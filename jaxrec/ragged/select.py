@@ -168,6 +168,7 @@ def jagged_unique_indices(
 
 
 def _check_groups(features: KeyedJaggedArray, groups: Sequence[Sequence[str]]) -> None:
+    """Raise an error if not every key of a batch is in exactly one group."""
     if not all(groups):
         raise ValueError(f"jagged_unique_indices: a group has at least one key, got {groups}")
     named = [key for group in groups for key in group]
@@ -183,7 +184,7 @@ def _check_groups(features: KeyedJaggedArray, groups: Sequence[Sequence[str]]) -
 def _in_batch_order(
     features: KeyedJaggedArray, by_group: KeyedJaggedArray, inverse: Int32[Array, " capacity"]
 ) -> Int32[Array, " capacity"]:
-    """Return ``inverse``, which follows the keys of ``by_group``, in the order of the batch."""
+    """Reorder ``inverse`` from the key order of ``by_group`` to that of the batch."""
     capacities = by_group.capacities
     starts = dict(zip(by_group.keys, np.cumsum((0, *capacities))[:-1].tolist(), strict=True))
     parts = [

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 from jaxtyping import Int32
 
-from jaxrec.ragged.arrays import AnyArray, namespace, take
+from jaxrec.ragged.arrays import AnyArray, each_device, namespace, take
 from jaxrec.ragged.bounds import BAD_ID, INT32_BOUND
 from jaxrec.ragged.columns import integers
 from jaxrec.ragged.offsets import bag_ids, bag_starts
@@ -107,7 +106,7 @@ def expand(batch: Any) -> Any:
     find = _sample_ids_on_host if on_host and batch.lengths.ndim == 1 else sample_ids
     xp = np if find is _sample_ids_on_host else jnp
 
-    def of_batch(values: Any, lengths: Any, weights: Any, inverse: Any) -> tuple[Any, ...]:
+    def of_batch(lengths: Any, values: Any, weights: Any, inverse: Any) -> tuple[Any, ...]:
         found = find(lengths, inverse, batch.strides, batch.capacities, capacities)
 
         def pick(array: Any, lost: float) -> Any:
@@ -121,8 +120,8 @@ def expand(batch: Any) -> Any:
         ids = jax.tree.map(functools.partial(pick, lost=BAD_ID), values)
         return ids, found.lengths, None if weights is None else pick(weights, np.nan)
 
-    arrays = batch.values, batch.lengths, batch.weights, batch.inverse_indices
-    values, lengths, weights = on_each_device(of_batch, batch.lengths, arrays)
+    arrays = batch.lengths, batch.values, batch.weights, batch.inverse_indices
+    values, lengths, weights = each_device(of_batch, *arrays)
     return batch._with(
         values=values,
         lengths=lengths,
@@ -131,27 +130,6 @@ def expand(batch: Any) -> Any:
         capacities=capacities,
         strides=(batch.batch_size,) * len(batch.keys),
         sample_capacities=(),
-    )
-
-
-def on_each_device(function: Callable[..., Any], lengths: AnyArray, arrays: Sequence[Any]) -> Any:
-    """Apply a function of one batch's arrays to a batch that may lie over a mesh.
-
-    ``lengths`` are the batch's: two axes, ``[devices, bags]``, mean that it lies over a mesh.
-    """
-    if lengths.ndim == 1:
-        return function(*arrays)
-    by_device = jax.vmap(function)
-    sharding = jax.typeof(jnp.asarray(lengths)).sharding
-    if not sharding.mesh.explicit_axes:
-        return by_device(*arrays)
-    # Over Explicit axes JAX refuses a gather along a sharded axis, since it cannot tell how the
-    # result is sharded. In `shard_map` each device gathers from its own batch.
-    placed: Any = lengths
-    mesh = sharding.mesh if isinstance(lengths, jax.core.Tracer) else placed.sharding.mesh
-    spec = PartitionSpec(sharding.spec[0])
-    return jax.shard_map(by_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(
-        *arrays
     )
 
 
@@ -168,7 +146,7 @@ def known_capacities(batch: Any) -> tuple[int, ...]:
 
 
 def with_known_capacities(batch: Any) -> Any:
-    """Set a batch's `known_capacities` if its samples share bags."""
+    """Return the batch with its `known_capacities` as sample capacities, if samples share bags."""
     if batch.inverse_indices is None or batch.sample_capacities:
         return batch
     return batch._with(sample_capacities=known_capacities(batch))

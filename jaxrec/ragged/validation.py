@@ -84,7 +84,7 @@ def _checked_bounds(bounds: Mapping[str, int] | None, names: Sequence[str]) -> d
 
 
 def _on_host(batch: Ragged) -> Ragged:
-    """Copy a batch to the host."""
+    """Copy a batch to the host; raise a TypeError if it is traced."""
     for leaf in jax.tree.leaves(batch):
         if isinstance(leaf, jax.core.Tracer):
             raise TypeError("validate needs the numbers of a batch: call it outside of jax.jit")
@@ -102,6 +102,7 @@ def _parts(batch: KeyedJaggedArray) -> Iterator[tuple[int | None, KeyedJaggedArr
 
 
 def _check_shapes(batch: KeyedJaggedArray) -> None:
+    """Raise a ValueError if the arrays of a batch have not the shapes of its static fields."""
     _check_array("lengths", batch.lengths, "[sum(strides)], or [devices, sum(strides)]", 1, 2)
     axes = batch.lengths.shape[:-1]
     wanted = {
@@ -115,7 +116,7 @@ def _check_shapes(batch: KeyedJaggedArray) -> None:
 
 
 def _check_array(what: str, array: Any, shape: str, *num_axes: int) -> None:
-    """Require integers, and a number of axes among ``num_axes``."""
+    """Raise an error if an array has no integers, or a number of axes not in ``num_axes``."""
     if array.dtype.kind not in "iu":
         raise TypeError(f"{what} are integers, got {array.dtype}")
     if array.ndim not in num_axes:
@@ -125,7 +126,7 @@ def _check_array(what: str, array: Any, shape: str, *num_axes: int) -> None:
 def _check_column(
     label: str, name: str, column: JaggedArray, bound: int | None, *, are_ids: bool
 ) -> None:
-    """Check one column; messages begin with ``label``."""
+    """Check the lengths, ids and weights of one column; messages begin with ``label``."""
     # int64, and lengths before their sums: damaged int32 lengths could sum to something harmless.
     lengths, capacity = np.asarray(column.lengths, np.int64), column.values.shape[0]
     if (lengths < 0).any():

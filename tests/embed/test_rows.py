@@ -68,6 +68,23 @@ def test_rows_and_state(placement, optimizer, monkeypatch):
     assert_tables(collection, tables)
 
 
+@pytest.mark.parametrize("placement", ["one_device", "row_wise"])
+def test_tables_of_one_group_are_given_different_arrays(placement):
+    collection, tables = make_collection(placement, "adam")
+    ids, rng = np.array([5, 0, 33]), np.random.default_rng(1)
+    new = {
+        name: {key: rng.normal(size=tables[name][key][ids].shape) for key in keys}
+        for name, keys in {"user": ["first_moment", "second_moment"], "item": ["rows"]}.items()
+    }
+    requests = [TableRows(name, ids) for name in new]
+    store = row_access.write(collection.tables.get_value(), requests, list(new.values()))
+    collection.tables.set_value(store)
+    for name, arrays in new.items():
+        for key, array in arrays.items():
+            tables[name][key][ids] = array
+    assert_tables(collection, tables)
+
+
 @pytest.fixture(scope="module")
 def many():
     """Collections on one device and on eight, with their tables in NumPy."""

@@ -41,7 +41,7 @@ class RowFormat(abc.ABC):
     def take_columns(
         self, packed: Shaped[Array, "n width"], dim: int, columns: tuple[int, int]
     ) -> Shaped[Array, "n part_width"] | None:
-        """Return columns ``[first, stop)`` of stored rows in stored form; None: pack them anew."""
+        """Cut columns ``[first, stop)`` out of stored rows; None: the bytes cannot be cut there."""
         # The slice keeps the scale of the whole row, so that it unpacks to the same numbers.
         # Packing the floats would take a scale of the slice, and may round them again.
         return None
@@ -49,9 +49,10 @@ class RowFormat(abc.ABC):
     def pack_at_random(
         self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"]
     ) -> Shaped[Array, "n width"]:
-        """Return the stored form of float32 rows, rounded at random with the rows as mean; traced.
+        """Return the stored form of float32 rows, elements rounded up or down at random; traced.
 
-        ``noise`` has 32 random bits for each element. Formats for inference raise a TypeError.
+        ``noise`` has 32 random bits for each element. On average an element does not change.
+        Formats for inference raise a TypeError.
         """
         # Formats of tables that are trained implement this. For them, `pack(unpack(packed, dim))`
         # is `packed`, whether `pack` or `pack_at_random` made it. Checkpoints, row stores and

@@ -153,14 +153,6 @@ class ScaledFloat8Rows(RowFormat):
     def width(self, dim: int) -> int:
         return dim + 4 * self.num_blocks(dim)
 
-    def pack(self, rows: Float[Array, "n dim"]) -> UInt8[Array, "n width"]:
-        return self._pack(rows.astype(jnp.float32), None)
-
-    def pack_at_random(
-        self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"]
-    ) -> Shaped[Array, "n width"]:
-        return self._pack(rows, noise)
-
     def unpack(self, packed: UInt8[Array, "n width"], dim: int) -> Float[Array, "n dim"]:
         blocks = self.num_blocks(dim)
         trailer = packed[:, dim:].reshape(packed.shape[0], blocks, 4)
@@ -183,12 +175,12 @@ class ScaledFloat8Rows(RowFormat):
         scales = packed[:, dim:].reshape(packed.shape[0], -1, 4)[:, np.array(blocks)]
         return jnp.concatenate([packed[:, first:stop], scales.reshape(packed.shape[0], -1)], axis=1)
 
-    def _pack(
-        self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"] | None
+    def pack(
+        self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"] | None = None
     ) -> UInt8[Array, "n width"]:
         n, dim = rows.shape
         grid = _grid(self.code)
-        rows = self._blocks(rows)
+        rows = self._blocks(rows.astype(jnp.float32))
         noise = None if noise is None else self._blocks(noise)
         sizes = jnp.abs(rows)
         largest = jnp.max(sizes, axis=1, keepdims=True)
@@ -209,8 +201,10 @@ class ScaledFloat8Rows(RowFormat):
         stored = _encode(codes, self.code).reshape(n, -1)[:, :dim]
         return jnp.concatenate([stored, as_bytes(scale).reshape(n, -1)], axis=1)
 
+    pack_at_random = pack
+
     def _blocks(self, rows: Shaped[Array, "n dim"]) -> Shaped[Array, "blocks size"]:
-        """Return all rows' blocks, ``[n * blocks, size]``; each row's last is padded with zeros."""
+        """Cut rows into the blocks that share a scale; zeros fill up each row's last block."""
         n, dim = rows.shape
         blocks = self.num_blocks(dim)
         size = dim if self.block is None or blocks == 1 else self.block

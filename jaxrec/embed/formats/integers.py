@@ -148,26 +148,20 @@ class Fused8Rows(RowFormat):
 
 @dataclasses.dataclass(frozen=True)
 class TrainedInt8Rows(Fused8Rows):
-    """Rows of 8-bit integers in the layout of FBGEMM's training tables, packed so that they repack.
+    """Rows of 8-bit integers in the layout of FBGEMM's training tables.
 
-    The row's smallest element is the offset and has the code 0; its largest has the code 255.
+    The row's smallest element is the offset and has the code 0; its largest has the code 255. A row
+    that is unpacked and packed again keeps its bytes.
     """
 
     @property
     def name(self) -> str:
         return "int8"
 
-    def pack(self, rows: Float[Array, "n dim"]) -> UInt8[Array, "n width"]:
-        return self._pack(rows.astype(jnp.float32), None)
-
-    def pack_at_random(
-        self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"]
+    def pack(
+        self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"] | None = None
     ) -> UInt8[Array, "n width"]:
-        return self._pack(rows, noise)
-
-    def _pack(
-        self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"] | None
-    ) -> UInt8[Array, "n width"]:
+        rows = rows.astype(jnp.float32)
         offset = jnp.min(rows, axis=1, keepdims=True)
         # A row that is unpacked and packed again must keep its bytes. So the offset must not become
         # -0.0, and not a subnormal number either, which some devices treat as zero.
@@ -189,3 +183,5 @@ class TrainedInt8Rows(Fused8Rows):
             # We take the one that packing this float again gives.
             codes = jnp.round(((codes * scale + offset) - offset) / scale)
         return jnp.concatenate([codes.astype(jnp.uint8), as_bytes(scale), as_bytes(offset)], axis=1)
+
+    pack_at_random = pack

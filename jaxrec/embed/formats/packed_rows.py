@@ -56,11 +56,11 @@ class PackedRows:
         return self.stored.sharding
 
     def with_stored(self, stored: Shaped[Array, "_rows width"]) -> PackedRows:
-        """Return other stored rows in this format."""
+        """Return packed rows of this format with other stored bytes."""
         return dataclasses.replace(self, stored=stored)
 
     def map_rows(self, function: Callable[[Array], Array]) -> PackedRows:
-        """Apply a function of float rows, ``[n, dim]`` to ``[n, dim]``, block by block; traced."""
+        """Replace rows by ``function(rows)``, ``[n, dim]`` in float32, block by block; traced."""
         num_rows = self.shape[0]
         size = min(num_rows, max(1, _BLOCK_ELEMENTS // self.dim))
 
@@ -103,7 +103,7 @@ class _Access:
 
 @dataclasses.dataclass(frozen=True)
 class _RowsAt:
-    """Some of the rows; keywords are those of `jax.numpy.ndarray.at`."""
+    """Result of ``packed.at[index]``; its methods are those of `jax.numpy.ndarray.at`."""
 
     rows: PackedRows
     index: Int32[Array, "*n"]

@@ -100,7 +100,10 @@ def round_rows(
     dtype: DTypeLike,
     salt: int = 0,
 ) -> Float[Array, "n *dim"]:
-    """Round float32 rows at random to a table's bfloat16 or float16; for float32 do nothing."""
+    """Round float32 rows at random to bfloat16 or float16; return them as they are for float32.
+
+    ``row_ids`` and ``step`` choose the random bits, as for `random_bits`.
+    """
     if jnp.dtype(dtype).itemsize != 2:
         return rows
     noise = random_bits(row_ids, step, rows.shape[1], salt)
@@ -134,5 +137,5 @@ def divide(values: Float[Array, "n 1"], divisor: float) -> Float[Array, "n 1"]:
 
 
 def as_bytes(floats: Shaped[Array, "n 1"]) -> UInt8[Array, "n bytes"]:
-    """Return the bytes of each row's one float."""
+    """Return the bytes of one float for each row, in memory's order."""
     return jax.lax.bitcast_convert_type(floats[:, 0], jnp.uint8)

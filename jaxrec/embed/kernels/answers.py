@@ -1,7 +1,7 @@
-"""A file of answers about kernels: which passed their trial, and which `jaxrec tune` chose.
+"""The file that keeps which kernels passed their trial, and which ones `jaxrec tune` chose.
 
-`Trials` asks whether a kernel computes correctly on the card at hand; `TunedCall` is the fastest
-implementation of calls of one form and about one size.
+`Trials` finds out whether a kernel computes correctly on the card at hand. `TunedCall` is the
+fastest implementation of calls of one form and about one size.
 """
 
 # Both answers hold for one processor or card, its driver, the versions of JAX and jaxrec, and the
@@ -80,14 +80,14 @@ class TunedCall:
         )
 
     def ratio(self, lookups: int, bags: int) -> float:
-        """Return how many times larger or smaller, 1 or more, a call is than the timed one."""
+        """Return how many times larger or smaller a call is than the timed one, 1 or more."""
         sizes = (lookups, self.lookups), (bags, self.bags)
         return math.exp(max(abs(math.log(max(a, 1) / max(b, 1))) for a, b in sizes))
 
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """The answers that hold in one environment: a processor or card, its driver, versions."""
+    """Content of the file: answers for one processor or card, its driver and the versions."""
 
     path: pathlib.Path
     environment: Mapping[str, str]
@@ -121,7 +121,7 @@ class Answers:
         return dataclasses.replace(empty, passed=passed, calls=calls)
 
     def find(self, primitive: str, arguments: Mapping[str, Any]) -> TunedCall | None:
-        """Return the choice for a call's form that is nearest in size; None: none is near."""
+        """Return the choice for calls of this form and about this size; None: there is none."""
         # This runs at every trace of a primitive. The form takes a while, so we look first whether
         # there is any choice for the primitive.
         if not any(call.form.startswith(f"{primitive} ") for call in self.calls):
@@ -144,7 +144,7 @@ class Answers:
         return dataclasses.replace(self, passed=passed, problem=None)
 
     def write(self) -> bool:
-        """Write the file, return whether that was possible. Several processes may write at once."""
+        """Write the file; return whether that was possible. Several processes may do it at once."""
         # Forms that passed since we read the file must not get lost: while `jaxrec tune` runs, its
         # own calls are tried and written by `Trials`.
         passed = {name: {*forms} for name, forms in self._read_again().passed.items()}
@@ -211,7 +211,10 @@ class Trials:
         self._lock = threading.Lock()
 
     def failure(self, form: Form) -> str | None:
-        """Return what is wrong with a form; None: nothing. The first call tries it, and warns."""
+        """Return why the kernel failed the trial of a form; None: it passed.
+
+        The first call for a form runs the trial, and warns of a failure.
+        """
         with self._lock:
             if form not in self._results:
                 self._results[form] = result = self._find(form)
@@ -245,7 +248,7 @@ class Trials:
 
 
 def cache_directory() -> pathlib.Path:
-    """Return the directory of the files."""
+    """Return the directory that has the files of answers."""
     if named := os.environ.get("JAXREC_CACHE_DIR"):
         return pathlib.Path(named)
     import platformdirs  # An import of jaxrec.embed does not need it.
@@ -254,7 +257,7 @@ def cache_directory() -> pathlib.Path:
 
 
 def environment_of(device: Any) -> dict[str, str]:
-    """Return the device, its driver and the versions for which its recorded answers hold."""
+    """Describe the device, its driver and the versions; recorded answers hold for these alone."""
     environment = {
         "device": device.device_kind,
         "platform": device.client.platform_version,  # which names the driver

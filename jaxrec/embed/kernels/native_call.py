@@ -69,7 +69,7 @@ def target_name(primitive: str, version: int | None = None) -> str:
 
 
 def target_symbols(primitive: str) -> dict[str, str]:
-    """Return each version of a primitive's target, with the library's symbol for it."""
+    """Return the library's symbol for each version of a primitive's target, by target."""
     symbol = f"jaxrec_{primitive}"
     newer = range(2, EXPORTED_VERSIONS.get(primitive, 1) + 1)
     return {target_name(primitive, 1): symbol} | {
@@ -78,10 +78,7 @@ def target_symbols(primitive: str) -> dict[str, str]:
 
 
 def exported_targets() -> tuple[str, ...]:
-    """Return the names of the library's functions that exported programs may call.
-
-    Later versions of jaxrec have these functions, too.
-    """
+    """Return the targets that exported programs may call; later versions of jaxrec keep them."""
     return tuple(name for primitive in EXPORTED_VERSIONS for name in target_symbols(primitive))
 
 
@@ -108,10 +105,12 @@ def part_shapes(shape: tuple[int, int], dtype: DTypeLike, count: int) -> list[ja
 
 
 def split_rows(array: Array, count: int) -> list[Array]:
+    """Split an array into ``count`` equal parts along the first axis, as operands of a call."""
     return [array] if count == 1 else jnp.split(array, count)
 
 
 def join_rows(parts: Sequence[Array]) -> Array:
+    """Join the results of a call, which are parts along the first axis."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 

@@ -193,7 +193,10 @@ def _positions_of_pairs(n: int) -> Int[np.ndarray, " pairs"]:
 
 @functools.cache
 def _pairs_of_positions(n: int) -> Int[np.ndarray, " positions"]:
-    """Return the pair at each position of that matrix; on the diagonal the number of pairs."""
+    """Return the pair at each position of the flattened ``[n, n]`` matrix.
+
+    It is the number of pairs on the diagonal, where no pair is.
+    """
     pairs = np.full((n, n), n * (n - 1) // 2, np.int32)
     first, second = np.triu_indices(n, 1)
     pairs[first, second] = pairs[second, first] = np.arange(first.size)
@@ -201,7 +204,7 @@ def _pairs_of_positions(n: int) -> Int[np.ndarray, " positions"]:
 
 
 def _sum_features(bag_lengths: Int32[Array, " bags"], layout: BagLayout) -> Int32[Array, " f"]:
-    """Return the sum of each feature's lengths."""
+    """Return each feature's number of ids, the sum of its bags' lengths."""
     # `jax.ops.segment_sum` would be a scatter, in which all threads of a GPU add to a few numbers,
     # one after the other.
     if len(set(layout.strides)) == 1:
@@ -214,7 +217,7 @@ def _sum_features(bag_lengths: Int32[Array, " bags"], layout: BagLayout) -> Int3
 
 
 def _repeat(counts: RowIndices, size: int) -> Callable[[Array], Array]:
-    """Return a function that repeats each of ``n`` values as often as ``counts`` says."""
+    """Return a function that repeats value ``i`` ``counts[i]`` times, to ``size`` in all."""
     # `jax.numpy.repeat` without its checks of positions, which are in bounds here. Several arrays
     # are repeated by one set of counts, so the positions are computed once.
     starts = jnp.cumsum(counts) - counts
@@ -235,7 +238,7 @@ def _insert(array: Array | np.ndarray, positions: np.ndarray, values: Any) -> Ar
 
 
 def _output_rows(layout: BagLayout) -> np.ndarray:
-    """Return the output row of each bag, bags in feature order."""
+    """Return the row of the output that each bag has, for bags feature after feature."""
     rows = np.arange(layout.num_bags)
     if layout.is_interleaved:
         return rows.reshape(-1, layout.num_features).T.ravel()

@@ -75,7 +75,10 @@ class Implementation:
         return getattr(self.module, "OPTIONS", {}).get(primitive, {})
 
     def refuse(self, primitive: str, arguments: Mapping[str, Any], *, is_named: bool) -> str | None:
-        """Return why a call is not taken; None: it is. ``is_named`` skips the trial."""
+        """Return why the implementation does not take a call; None: it does.
+
+        ``is_named``: the user named the implementation, so that it needs no trial.
+        """
         trials = None
         if self.is_tried and not is_named and (trials := _trials(self)) is None:
             return "there is no NVIDIA GPU here to try it on"
@@ -89,7 +92,7 @@ class Implementation:
         return None if failure is None else f"on this {trials.card.device_kind} {failure}"
 
     def follows(self, call: TunedCall, primitive: str, arguments: Mapping[str, Any]) -> bool:
-        """Return whether a choice that `jaxrec tune` made can still be followed."""
+        """Return whether this implementation takes a call with the options of a recorded choice."""
         values = self.options(primitive)
         is_known = all(value in values.get(name, ()) for name, value in call.options.items())
         return is_known and self.refuse(primitive, arguments, is_named=False) is None
@@ -309,7 +312,7 @@ def _program(
 
 
 def _tuned(primitive: str, arguments: Mapping[str, Any]) -> dict[str, TunedCall]:
-    """Return by platform the choices of `jaxrec tune` for a call that can be followed."""
+    """Return the choices of `jaxrec tune` for a call, by platform, that can still be followed."""
     calls = {}
     for platform in TUNED_PLATFORMS:
         answers = kept_for(platform)

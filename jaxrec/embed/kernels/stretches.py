@@ -50,7 +50,7 @@ def sum_in_chunks(
     dim: int,
     chunk: int = CHUNK,
 ) -> Float[Array, "num_segments dim"]:
-    """Do what `sum_stretches` does without atomics, ``chunk`` positions at a time."""
+    """Compute `sum_stretches` without atomics, ``chunk`` positions at a time."""
     # A segmented prefix sum by doubling (Hillis and Steele 1986, "Data parallel algorithms"). Turn
     # k adds to each position the sum that ends 2**k positions earlier, if that is still in the same
     # stretch. Then each position has the sum of its stretch up to itself, and the last position of
@@ -103,7 +103,7 @@ def sum_in_chunks(
 def sum_by_table(
     values: Float[Array, " rows"], tables: Int32[Array, " rows"], num_tables: int
 ) -> Float[Array, " num_tables"]:
-    """Return the sum of each table's values, given the table of each value, in any order."""
+    """Return the sum of each table's values; ``tables`` has the table of each value."""
 
     # On GPUs a scatter adds by atomics in varying order, and here all threads to a few numbers.
     # Tables are few, so we compare every value with every table instead.

@@ -145,7 +145,7 @@ def _row_lookup(form: Form, rng: np.random.Generator, _: int) -> Example:
 def _batch(
     form: Form, rng: np.random.Generator, shortest: int, *, is_averaged: bool
 ) -> tuple[Arguments, BagLayout]:
-    """Return bags of ``shortest`` to ``shortest + 6`` ids; one bag has 0 and one 300."""
+    """Return a batch and its layout: bags of ``shortest`` to ``shortest + 6`` ids, one of 300."""
     each, half = BAGS_EACH, NUM_ROWS // 2
     lengths = shortest + rng.integers(0, 7, 2 * each).astype(np.int32)
     lengths[[3, each + 10]] = 0, 300
@@ -213,7 +213,10 @@ def _is_defined_in_jaxrec(value: Any) -> bool:
 
 
 def compare(form: Form, kernel: Callable[..., Any]) -> str | None:
-    """Run a form's examples by a kernel; return what is wrong; None: nothing."""
+    """Compare a kernel with the reference on a form's examples.
+
+    Returns the first difference in words; None: there is none.
+    """
     problems = (_compare(*example, form.primitive, kernel) for example in form.examples())
     return next((problem for problem in problems if problem is not None), None)
 

@@ -94,7 +94,11 @@ def update_unique(
     step: Step,
     table_starts: tuple[int, ...],
 ) -> tuple[Table, State]:
-    """Update rows as `fused_update` does, given the row of each run and its summed gradient."""
+    """Apply the optimizer to rows without repeats, given the sum of each row's gradients.
+
+    ``unique`` has the row of each run, as `Runs.unique`; the other arguments are those of
+    `fused_update`.
+    """
     optimizer, step = resolve(optimizer, step)
     if optimizer.clip_norm is not None:
         squares = jnp.sum(gradients**2, axis=1)
@@ -131,7 +135,7 @@ def update_unique(
 def _sum_runs(
     lookups: Lookups, runs: Runs, gradients: BagRows, bound: float | None
 ) -> Float[Array, "lookups dim"]:
-    """Return the sum of each run's gradients, elements clipped to the bound first."""
+    """Return the sum of each run's gradients, whose elements are first clipped to the bound."""
     if gradients.shape[0] == 0:  # a batch without samples, which has padding only
         return jnp.zeros((runs.order.size, gradients.shape[1]), jnp.float32)
     bags = runs.order if lookups.bags is None else lookups.bags[runs.order]

@@ -38,9 +38,10 @@ def find_exchange(exchange: ExchangeLike) -> Exchange:
 
 
 def choose_exchange(wanted: ExchangeLike | None, cut: Cut) -> Exchange:
-    """Return the exchange of a table, given its placement's; raise a ValueError if it refuses.
+    """Return the exchange that a table uses if its placement names ``wanted``.
 
-    The default is "bags" for pooled tables whose rows are on one device, else "rows".
+    The default is "bags" for pooled tables whose rows are on one device, else "rows". Raises a
+    ValueError if the exchange cannot carry the table.
     """
     default = ROWS if _refuse(BAGS, cut) else BAGS
     exchange = default if wanted is None else find_exchange(wanted)
@@ -57,7 +58,7 @@ def choose_exchange(wanted: ExchangeLike | None, cut: Cut) -> Exchange:
 
 
 def _refuse(exchange: Exchange, cut: Cut) -> str | None:
-    """Return why an exchange cannot carry a table: `Exchange.refuse`, and large groups."""
+    """Return why an exchange cannot carry a table; None: it can."""
     if cut.is_large and not (exchange.takes_large_groups or exchange.is_replicated):
         return "it carries no more rows over the mesh than int32 can number"
     return exchange.refuse(cut)

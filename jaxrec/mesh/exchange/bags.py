@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxrec.embed import kernels
+from jaxrec.embed.kernels import BagLayout
 from jaxrec.embed.outputs import pool
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel
@@ -36,7 +37,7 @@ from jaxrec.mesh.placed_group import PlacedGroup
 
 @dataclasses.dataclass(frozen=True)
 class Bags(Exchange):
-    """Send the ids of a feature to the owner of its table, which pools them and sends bags back."""
+    """Exchange of whole bags: a feature's ids go to the owner of its table, which pools them."""
 
     name: ClassVar[str] = "bags"
 
@@ -85,7 +86,9 @@ class Bags(Exchange):
 
 @dataclasses.dataclass(frozen=True)
 class HostGroup(PlacedGroup):
-    """A group as one host sees it: slots count from the host's first; other rows have no slot.
+    """A group as one host sees it: its slots are those of the host's devices, from 0.
+
+    Rows that lie on other hosts have no slot.
 
     Attributes:
         whole: The group on all devices.
@@ -97,7 +100,7 @@ class HostGroup(PlacedGroup):
 
     @classmethod
     def of(cls, placed: PlacedGroup, channel: Channel) -> HostGroup:
-        """Return a group as this device's host sees it; the channel is between all devices."""
+        """Return a group as this device's host sees it, given the channel of all devices."""
         fields = {field.name: getattr(placed, field.name) for field in dataclasses.fields(placed)}
         fields["num_devices"] = channel.within.size
         return cls(**fields, whole=placed, host=channel.across.index)
@@ -117,7 +120,7 @@ _WITHIN = Pooled()
 
 @dataclasses.dataclass(frozen=True)
 class PooledByHost(Exchange):
-    """Pool in two stages: a table's host sums each bag, then sends whole bags to other hosts.
+    """Exchange in two stages: a table's host pools each bag, then sends it to another host.
 
     The rows of a table lie over the devices of one host, as `table_row_wise` and `grid` place them.
 
@@ -172,7 +175,7 @@ class PooledByHost(Exchange):
         return (work.hosts - 1) * lines
 
     def route(self, placed, request, channel, capacity):
-        owned = _features_of_hosts(placed, request, channel)
+        owned = _features_of_hosts(placed, request.layout, channel)
         layout, rows = request.layout, request.lookups.rows
         received = send_lookups(owned, rows, request.lengths, layout, channel.across)
         inner = _received_request(placed, owned, received, None)
@@ -182,7 +185,7 @@ class PooledByHost(Exchange):
         return HostRoute(received, within)
 
     def pool(self, placed, table, request, route, channel, dtype):
-        owned = _features_of_hosts(placed, request, channel)
+        owned = _features_of_hosts(placed, request.layout, channel)
         scales = send_scales(owned, request.scales, request.layout, channel.across)
         inner = _received_request(placed, owned, route.received, scales)
         on_host = HostGroup.of(placed, channel)
@@ -191,29 +194,26 @@ class PooledByHost(Exchange):
 
     def send_gradients(self, placed, gradient, channel):
         (layout,) = gradient.layouts
-        devices = channel.within.size
-        owned = OwnerFeatures.of_group(placed, layout, devices)
+        owned = _features_of_hosts(placed, layout, channel)
         return send_bag_gradients(owned, gradient, channel.across)
 
     def update(self, placed, table, state, gradient, step, channel, capacity):
-        capacity = _capacity_within(capacity, 1, channel.across.size)
-        on_host, gradient = HostGroup.of(placed, channel), _of_host(gradient)
+        on_host, gradient, capacity = _on_host(placed, gradient, channel, capacity)
         return _WITHIN.update(on_host, table, state, gradient, step, channel.within, capacity)
 
     def squares(self, placed, gradient, channel, capacity):
-        capacity = _capacity_within(capacity, 1, channel.across.size)
-        on_host, gradient = HostGroup.of(placed, channel), _of_host(gradient)
+        on_host, gradient, capacity = _on_host(placed, gradient, channel, capacity)
         return _WITHIN.squares(on_host, gradient, channel.within, capacity)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HostRoute:
-    """Route of a pooled exchange in two stages.
+    """Route of `PooledByHost`.
 
     Attributes:
-        received: Lookups of this host's tables, by the samples of this device's peers: the devices
-            of the same number on all hosts.
+        received: Lookups of this host's tables that this device received from its peers, the
+            devices of the same number on all hosts.
         within: Route of these lookups between the devices of the host.
     """
 
@@ -226,8 +226,9 @@ class HostRoute:
         return self.within.demand
 
 
-def _features_of_hosts(placed: PlacedGroup, request: Request, channel: Channel) -> OwnerFeatures:
-    return OwnerFeatures.of_group(placed, request.layout, channel.within.size)
+def _features_of_hosts(placed: PlacedGroup, layout: BagLayout, channel: Channel) -> OwnerFeatures:
+    """Return the features of each host's tables, given the channel of all devices."""
+    return OwnerFeatures.of_group(placed, layout, channel.within.size)
 
 
 def _received_request(
@@ -236,23 +237,28 @@ def _received_request(
     received: BagsRoute,
     scales: Float[Array, " received"] | None,
 ) -> Request:
-    """Return the received lookups as the request of a batch."""
-    # Their scales are mean scales times weights by now, and a request takes them as weights.
+    """Return the request of the lookups that this device received from its peers."""
+    # The scales are mean scales times weights by now, and a request takes them as weights.
     num_rows = placed.group.num_rows
     layout, lookups = owned.received(num_rows), received_lookups(owned, received, num_rows)
     return Request(lookups, received.rows, received.lengths, scales, layout)
 
 
 def _capacity_within(capacity: int, growth: float, hosts: int) -> int:
-    """Return the capacity of a message within a host, given that of one between all devices.
+    """Return the capacity of a message within a host.
 
-    ``growth`` is the number of lookups that a device receives from its peers, over its own.
+    ``capacity`` is that of a message between all devices. ``growth`` is the ratio of the lookups
+    that a device receives from its peers to its own.
     """
     # An even share is larger by the number of hosts, since only a host's devices share the lookups.
     return math.ceil(capacity * growth * hosts)
 
 
-def _of_host(gradient: RowGradients) -> RowGradients:
-    """Replace a gradient's route by its part within the host."""
-    route = gradient.route
-    return gradient if route is None else dataclasses.replace(gradient, route=route.within)
+def _on_host(
+    placed: PlacedGroup, gradient: RowGradients, channel: Channel, capacity: int
+) -> tuple[HostGroup, RowGradients, int]:
+    """Return the arguments of the exchange within a host: group, gradient and capacity."""
+    if gradient.route is not None:
+        gradient = dataclasses.replace(gradient, route=gradient.route.within)
+    capacity = _capacity_within(capacity, 1, channel.across.size)
+    return HostGroup.of(placed, channel), gradient, capacity

@@ -330,11 +330,14 @@ def update_owned(
     channel: Channel,
     **hints: int,
 ) -> Update:
-    """Update each of this device's rows once, given the gradient of all devices' lookups."""
+    """Update each of this device's rows once, given the gradient of all devices' lookups.
+
+    ``hints`` are options of `kernels.fused_update`, such as ``parts_in``.
+    """
     gradient = clip_tables(placed, gradient, channel)
     # The norm is already within its bound. The kernel would bound it by this device's rows alone.
     optimizer = dataclasses.replace(placed.group.optimizer.of_batch, clip_norm=None)
-    # A skipped update writes padding rows alone. A branch around the update would copy the table.
+    # A skipped update writes padding alone. A branch around the update would copy the table.
     rows = gradient.rows_to_write(gradient.lookups.rows, placed.local_rows)
     lookups = dataclasses.replace(gradient.lookups, rows=rows)
     return kernels.fused_update(
@@ -345,9 +348,9 @@ def update_owned(
 def table_squares(
     placed: PlacedGroup, gradient: RowGradients, clip_value: float | None, channel: Channel
 ) -> Float[Array, " tables"]:
-    """Return the sum of squares of the gradients of this device's rows, table by table.
+    """Return the sum of squares of each table's gradient, over this device's rows.
 
-    The gradient has all devices' lookups of these rows; ``clip_value`` bounds each of its elements.
+    The gradient has the lookups of all devices; ``clip_value`` bounds each of its elements.
     """
     # Squares are of whole rows' gradients, so repeats of a row are added up first.
     runs, sums = gradient.sum_by_row(placed.local_rows, clip_value)
@@ -360,7 +363,10 @@ def table_squares(
 
 
 def clip_tables(placed: PlacedGroup, gradient: RowGradients, channel: Channel) -> RowGradients:
-    """Scale the gradient of all devices' lookups so that each table's norm is in ``clip_norm``."""
+    """Bound the norm of each table's gradient by ``clip_norm`` of the group's optimizer.
+
+    The gradient has the lookups of all devices.
+    """
     optimizer, lookups = placed.group.optimizer, gradient.lookups
     if optimizer.clip_norm is None:
         return gradient
@@ -376,9 +382,9 @@ def clip_tables(placed: PlacedGroup, gradient: RowGradients, channel: Channel) -
 def clip_factors(
     squares: Float[Array, " tables"], clip_norm: float, channel: Channel
 ) -> Float[Array, " tables"]:
-    """Return the factors that scale each table's gradient to a norm of at most ``clip_norm``.
+    """Return the factor that bounds the norm of each table's gradient by ``clip_norm``.
 
-    ``squares`` are the sums of squares over this device's rows.
+    ``squares`` are the sums of squares of the tables' gradients over this device's rows.
     """
     norms = root(jax.lax.psum(squares, channel.axes))
     # The 1e-6 is that of torch.nn.utils.clip_grad_norm_.

@@ -11,9 +11,8 @@ a list of all lookups. An all-reduce adds these lists, and each owner reads the 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +30,7 @@ from jaxrec.mesh.exchange.owner_features import OwnerFeatures
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.optim.hyperparameters import Step
 from jaxrec.optim.norm import cut_rows
+from jaxrec.ragged.key_segments import starts_of
 
 
 def update_slices(
@@ -44,8 +44,8 @@ def update_slices(
 ) -> tuple[Float[TableArray, "local_rows dim"], dict[str, TableArray]]:
     """Update each of this device's rows once, given the gradient of all devices' lookups.
 
-    ``whole_sums`` turns this device's partial sum of the row of each lookup, 0 for lookups without
-    a row, into the sum over the whole row.
+    ``whole_sums`` gets, for each lookup, the sum over this device's columns of its row, or 0 if it
+    has no row. It returns the sums over all columns of the row.
     """
     gradient = clip_tables(placed, gradient, channel)
     bounded, looked_up = placed.group.optimizer, gradient.lookups.rows
@@ -66,10 +66,10 @@ def update_slices(
 
 @dataclasses.dataclass(frozen=True)
 class _Positions:
-    """Positions of each owner's lookups in a list of one sender's lookups; static.
+    """Positions of each owner's lookups in the list of one sender's lookups; static.
 
-    The list has a *segment* of lookups for each table and key of the batch. An owner's lookups lie
-    in the columns of `OwnerFeatures`. Both are numbered in units of lookups.
+    The list has a *segment* for each table and key of the batch. The lookups of an owner lie in the
+    columns of `OwnerFeatures`. Positions count units, which are runs of `unit` lookups.
 
     Attributes:
         unit: Number of lookups of a unit.
@@ -93,7 +93,7 @@ class _Positions:
 
     @classmethod
     def of(cls, placed: PlacedGroup, layout: BagLayout) -> _Positions:
-        """Return the positions of one batch; slices that read the same ids share a segment."""
+        """Return the positions of one batch. Slices that read the same ids share a segment."""
         owned = OwnerFeatures.of_group(placed, layout)
         table = {placed.first_row: placed.table for placed in placed.shards}
         keys = [
@@ -102,14 +102,14 @@ class _Positions:
         ]
         unit = math.gcd(*layout.capacities) or 1
         sizes = {key: size // unit for key, size in zip(keys, layout.capacities, strict=True)}
-        segment_starts = dict(zip(sizes, _starts(sizes.values()), strict=True))
+        segment_starts = dict(zip(sizes, starts_of(sizes.values()), strict=True))
         column_sizes = [size // unit for size in owned.capacities]
 
         owners = range(placed.num_devices)
         segments = np.full((len(owners), len(column_sizes)), sum(sizes.values()), np.int32)
         of_segment: list[dict[Any, list[int]]] = [{key: [] for key in sizes} for _ in owners]
         for owner, features in enumerate(owned.features):
-            columns_of_owner = zip(_starts(column_sizes), features, strict=False)
+            columns_of_owner = zip(starts_of(column_sizes), features, strict=False)
             for column, (start, feature) in enumerate(columns_of_owner):
                 segments[owner, column] = segment_starts[keys[feature]]
                 of_segment[owner][keys[feature]].append(start)
@@ -118,18 +118,12 @@ class _Positions:
         for owner, of_owner in enumerate(of_segment):
             for number, starts in enumerate(of_owner.values()):
                 columns[owner, : len(starts), number] = starts
-        return cls(
-            unit,
-            _units(list(sizes.values())),
-            _units(column_sizes),
-            columns,
-            segments,
-        )
+        return cls(unit, _units(list(sizes.values())), _units(column_sizes), columns, segments)
 
     def total(
         self, partial: Float[Array, "senders lookups"], channel: Channel
     ) -> Float[Array, "senders lookups"]:
-        """Add all owners' values of each lookup; an absent value is 0."""
+        """Return the sum of all owners' values of each lookup, which every owner gets."""
 
         def take(units: Array, starts: np.ndarray, numbers: tuple[np.ndarray, np.ndarray]) -> Array:
             number, place = numbers
@@ -146,15 +140,10 @@ class _Positions:
         return take(whole, self.segments, self.column).reshape(partial.shape)
 
 
-def _starts(sizes: Iterable[int]) -> tuple[int, ...]:
-    """Return the start of each segment, for segments laid end to end."""
-    return tuple(itertools.accumulate(sizes, initial=0))[:-1]
-
-
 def _units(sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the segment of each unit and its position there, for segments laid end to end."""
+    """Return the segment of each unit, and the unit's position there, given segments' sizes."""
     segment = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-    return segment, np.arange(segment.size, dtype=np.int32) - np.array(_starts(sizes))[segment]
+    return segment, np.arange(segment.size, dtype=np.int32) - np.array(starts_of(sizes))[segment]
 
 
 def sums_of_bags(
@@ -164,9 +153,9 @@ def sums_of_bags(
     layouts: Sequence[BagLayout],
     channel: Channel,
 ) -> Float[Array, " lookups"]:
-    """Return the whole sums of `update_slices` where each slice lies whole on one device.
+    """Turn partial sums into whole ones for `update_slices`, if each slice is on one device.
 
-    ``layouts`` has the layout of each batch that was looked up, in turn.
+    ``layouts`` has the layout of each batch whose lookups the gradient has, in turn.
     """
     positions = [_Positions.of(placed, layout) for layout in layouts]
     sizes = [placed.num_devices * each.column[0].size * each.unit for each in positions]

@@ -15,7 +15,7 @@ from jaxrec.mesh.exchange.base import Cut, Exchange
 
 @dataclasses.dataclass(frozen=True)
 class Alone(Exchange):
-    """Look up and update the rows of the only device, as tables without a mesh do."""
+    """Exchange on a mesh of one device, which looks up and updates its own rows."""
 
     # Placements do not name this exchange. On a mesh of one device `choose_exchange` takes it
     # instead of "rows", "pooled" and "bags", which would sort ids by owner for nothing.
@@ -55,7 +55,7 @@ class Alone(Exchange):
 
 @dataclasses.dataclass(frozen=True)
 class Replicated(Alone):
-    """Look up the device's own rows, and update them by the gathered gradients of all devices."""
+    """Exchange of replicated tables: lookups are local, and gradients go to all devices."""
 
     name: ClassVar[str] = "replicated"
     is_replicated: ClassVar[bool] = True

@@ -20,15 +20,15 @@ from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel
 from jaxrec.mesh.placed_group import PlacedGroup
-from jaxrec.ragged.key_segments import take_segments
+from jaxrec.ragged.key_segments import starts_of, take_segments
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnerFeatures:
-    """The features that each owner pools; static.
+    """The features that each owner pools, one in each column of its messages; static.
 
     Attributes:
-        features: Features of each owner, by number, in the order of the columns.
+        features: Numbers of each owner's features, in the order of the columns.
         capacities: Number of ids of each column.
         strides: Number of bags of each column.
     """
@@ -41,7 +41,7 @@ class OwnerFeatures:
     def of(
         cls, features: Sequence[Sequence[int]], capacities: Sequence[int], strides: Sequence[int]
     ) -> OwnerFeatures:
-        """Make columns of each owner's features, given the sizes of each feature."""
+        """Give each owner's features columns; capacities and strides are those of all features."""
         columns = list(itertools.zip_longest(*features))
 
         def largest(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ class OwnerFeatures:
     def of_group(
         cls, placed: PlacedGroup, layout: BagLayout, devices_per_owner: int = 1
     ) -> OwnerFeatures:
-        """Make columns of a group whose tables lie whole on their owners: devices, or hosts."""
+        """Give a group's features columns, each at the owner of its table: a device, or a host."""
         owner = {each.first_row: each.shard.device // devices_per_owner for each in placed.shards}
         owners = [owner[row] for row in layout.row_offsets]
         capacities, strides = layout.capacities, layout.strides
@@ -65,19 +65,8 @@ class OwnerFeatures:
         )
 
     def received(self, num_rows: int) -> BagLayout:
-        """Return the layout of what an owner receives: one feature per sender and column."""
-        count = len(self.features) * len(self.strides)
-        sizes, bags = self.capacities * len(self.features), self.strides * len(self.features)
-        return BagLayout(
-            id_starts=tuple(itertools.accumulate(sizes, initial=0))[:-1],
-            capacities=sizes,
-            length_starts=tuple(itertools.accumulate(bags, initial=0))[:-1],
-            strides=bags,
-            row_offsets=(0,) * count,
-            row_counts=(num_rows,) * count,
-            means=(False,) * count,  # senders have put means into the scales
-            interleave=False,
-        )
+        """Return the layout of the lookups that an owner of ``num_rows`` rows receives."""
+        return received_layout(len(self.features), self.capacities, self.strides, num_rows)
 
     def pack(
         self,
@@ -89,11 +78,15 @@ class OwnerFeatures:
     ) -> Shaped[Array, "owners positions ..."]:
         """Copy each feature's values to its owner's column, padded with zeros.
 
-        Feature ``f`` has the ``counts[f]`` values from ``starts[f]`` on; ``sizes`` has the size of
-        each column. The copy is made in ``parts_out`` arrays.
+        Args:
+            values: Values of all features.
+            starts: Position of each feature's first value.
+            counts: Number of each feature's values.
+            sizes: Number of positions of each column.
+            parts_out: Number of arrays in which the copy is made.
         """
-        # An absent feature has no values, so that its column is all padding. The copy is made in
-        # `parts_out` arrays, as kernels do, for channels that send one array per device.
+        # An absent feature has no values, so that its column is all padding. Channels that send one
+        # array per device need the copy in parts, as kernels make it.
         absent = len(starts)
         places = [
             feature
@@ -120,7 +113,7 @@ class OwnerFeatures:
         sizes: Sequence[int],
     ) -> Shaped[Array, "n ..."]:
         """Return the values of all features, feature after feature: the reverse of `pack`."""
-        column_starts = tuple(itertools.accumulate(sizes, initial=0))
+        column_starts = starts_of(sizes)
         starts = {
             feature: owner * packed.shape[1] + column_starts[column]
             for owner, features in enumerate(self.features)
@@ -133,10 +126,31 @@ class OwnerFeatures:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BagsRoute:
-    """Lookups of all devices at this owner: their rows and bag lengths, by sender and column."""
+    """Route of `Bags`: the rows and bag lengths that this owner received, by sender and column."""
 
     rows: Int32[Array, " received"]
     lengths: Int32[Array, " received_bags"]
+
+
+def received_layout(
+    senders: int, capacities: Sequence[int], strides: Sequence[int], num_rows: int
+) -> BagLayout:
+    """Return the layout of the lookups that an owner of ``num_rows`` rows receives.
+
+    Each column of each sender is a feature; ``capacities`` and ``strides`` are those of columns.
+    """
+    sizes, bags = tuple(capacities) * senders, tuple(strides) * senders
+    count = len(sizes)
+    return BagLayout(
+        id_starts=starts_of(sizes),
+        capacities=sizes,
+        length_starts=starts_of(bags),
+        strides=bags,
+        row_offsets=(0,) * count,
+        row_counts=(num_rows,) * count,
+        means=(False,) * count,  # senders have put means into the scales
+        interleave=False,
+    )
 
 
 def send_lookups(
@@ -148,11 +162,11 @@ def send_lookups(
 ) -> BagsRoute:
     """Send this device's lookups to the owners of their features.
 
-    ``rows`` has the owner's row for each lookup, ``lengths`` the length of each bag of the batch.
+    ``rows`` are the lookups' rows at their owners, ``lengths`` the lengths of the batch's bags.
     """
     # Rows and bag lengths alone: the owner knows the layout, since it is static.
     rows, lengths = channel.send_together(
-        owned.pack(rows, _starts(layout.capacities), layout.capacities, owned.capacities),
+        owned.pack(rows, starts_of(layout.capacities), layout.capacities, owned.capacities),
         owned.pack(lengths, layout.length_starts, layout.strides, owned.strides),
     )
     return BagsRoute(rows.reshape(-1), lengths.reshape(-1))
@@ -164,7 +178,7 @@ def received_lookups(
     num_rows: int,
     scales: Float[Array, " received"] | None = None,
 ) -> Lookups:
-    """Return the received lookups of an owner of ``num_rows`` rows as flat lookups."""
+    """Return the lookups that an owner of ``num_rows`` rows received, as flat lookups."""
     layout = owned.received(num_rows)
     return kernels.flatten_bags(received.rows, received.lengths, scales, layout, num_rows)
 
@@ -172,11 +186,11 @@ def received_lookups(
 def send_scales(
     owned: OwnerFeatures, scales: Float[Array, " n"] | None, layout: BagLayout, channel: Channel
 ) -> Float[Array, " received"] | None:
-    """Send the scales of this device's lookups as `send_lookups` sends rows."""
+    """Send the scales of this device's lookups to their owners, in the order of `send_lookups`."""
     if scales is None:
         return None
     capacities = layout.capacities
-    packed = owned.pack(scales, _starts(capacities), capacities, owned.capacities)
+    packed = owned.pack(scales, starts_of(capacities), capacities, owned.capacities)
     return channel.send(packed).reshape(-1)
 
 
@@ -201,15 +215,10 @@ def send_bag_gradients(
     (layout,), values = gradient.layouts, gradient.values
     if layout.is_interleaved:
         values = _transpose(values, layout.strides[0], layout.num_features)
-    starts = _starts(layout.strides)
+    starts = starts_of(layout.strides)
     packed = owned.pack(values, starts, layout.strides, owned.strides, **channel.sent)
     received = channel.send_gradients(packed)
     return dataclasses.replace(gradient, values=received.reshape(-1, values.shape[1]))
-
-
-def _starts(counts: Sequence[int]) -> tuple[int, ...]:
-    """Return the first position of each feature, for features laid end to end."""
-    return tuple(itertools.accumulate(counts, initial=0))[:-1]
 
 
 def _transpose(bags: Float[Array, "bags dim"], outer: int, inner: int) -> Float[Array, "bags dim"]:

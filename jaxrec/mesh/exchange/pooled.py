@@ -31,12 +31,13 @@ from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel, ListLengths, run_if
 from jaxrec.mesh.exchange.base import Cut, Exchange, table_squares, update_owned
 from jaxrec.mesh.exchange.column_slices import update_slices
+from jaxrec.mesh.exchange.owner_features import received_layout
 from jaxrec.mesh.placed_group import PlacedGroup
 
 
 @dataclasses.dataclass(frozen=True)
 class Pooled(Exchange):
-    """Send ids to the rows' owners, and sums of bags back."""
+    """Exchange that sends ids to the rows' owners, and the owners' sums of bags back."""
 
     name: ClassVar[str] = "pooled"
     takes_large_groups: ClassVar[bool] = True
@@ -67,21 +68,13 @@ class Pooled(Exchange):
         def pooled(rows: Int32[Array, "devices _"]) -> Float[Array, "devices bags dim"]:
             capacity = rows.shape[1]
             received = route.send_scales(scales, capacity, channel)
-            layout = _received_layout(placed, num_bags, capacity)
+            layout = received_layout(devices, (capacity,), (num_bags,), placed.local_rows)
             ids, lengths = rows.reshape(-1), route.lengths.reshape(-1)
             # In float32 whatever the result's type, since these are sums of parts yet to be added.
             sums = pool(table, ids, lengths, received, layout, jnp.dtype("float32"))
             return sums.reshape(devices, num_bags, -1)
 
-        if route.has_space_for_all:
-            sums = pooled(route.rows)
-        else:
-            sums = jax.lax.cond(
-                route.overflows,
-                lambda: pooled(route.all_rows(placed, channel)),
-                lambda: pooled(route.rows),
-            )
-        return channel.sum_rows(sums), request.scaled_lookups
+        return channel.sum_rows(route.apply(pooled, placed, channel)), request.scaled_lookups
 
     def update(self, placed, table, state, gradient, step, channel, capacity):
         route = _route_of(placed, gradient, channel, capacity)
@@ -112,30 +105,24 @@ class Pooled(Exchange):
         def squares(rows: Int32[Array, "devices _"]) -> Float[Array, " tables"]:
             return table_squares(placed, owned(rows), None, channel)
 
-        if route.has_space_for_all:
-            return squares(route.rows)
-        return jax.lax.cond(
-            route.overflows,
-            lambda: squares(route.all_rows(placed, channel)),
-            lambda: squares(route.rows),
-        )
+        return route.apply(squares, placed, channel)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PooledRoute:
-    """Route of a pooled exchange.
+    """Route of `Pooled`.
 
     Attributes:
-        local_rows: Slot of each lookup of this device in its owner's array; `BAD_ROW` for a bad
+        local_rows: Row of each of this device's lookups in its owner's array; `BAD_ROW` for a bad
             id.
         order: Positions of these lookups, by owner and then by bag; padding is last.
         counts: Number of this device's lookups at each owner.
-        rows: Slots that each device looks up on this one, padded with `PlacedGroup.local_rows`.
-            Incomplete if the route overflows.
+        rows: Rows of this device's array that each device looks up, padded with
+            `PlacedGroup.local_rows`. Incomplete if the route overflows.
         list_lengths: Number of lookups sent to each device, and received from it.
-        lengths: Number of lookups on this device for each bag of each device.
-        largest: Largest number of lookups that any device has of one owner.
+        lengths: Number of ids of each device's bags whose rows are on this device.
+        largest: Largest number of lookups that one device has at one owner.
     """
 
     local_rows: Int32[Array, " n"]
@@ -148,12 +135,12 @@ class PooledRoute:
 
     @property
     def demand(self) -> Float[Array, "..."]:
-        """Capacity factor that the batch needs: lookups of the fullest owner over an even share."""
+        """Capacity factor that the batch needs: `largest` over an even share of the lookups."""
         return self.largest * (self.counts.shape[-1] / self.order.shape[-1])
 
     @property
     def overflows(self) -> Bool[Array, ""]:
-        """Whether some device has more lookups of one owner than a message holds."""
+        """Whether some device has more lookups at one owner than a message holds."""
         return self.largest > self.rows.shape[1]
 
     @property
@@ -164,22 +151,37 @@ class PooledRoute:
     def send_scales(
         self, scales: Float[Array, " n"] | None, capacity: int, channel: Channel
     ) -> Float[Array, " received"] | None:
-        """Send the scales of the lookups in messages of a capacity."""
+        """Send the lookups' scales to the owners; a message holds ``capacity`` of them."""
         if scales is None:
             return None
         return channel.send(_pack(self.order, self.counts, scales, capacity, 0)).reshape(-1)
 
     def all_rows(self, placed: PlacedGroup, channel: Channel) -> Int32[Array, "devices n"]:
-        """Return the complete `rows`, from messages that hold all lookups."""
+        """Send the lookups again, in messages that hold them all; return the complete `rows`."""
         capacity = self.order.size
         rows = _pack(self.order, self.counts, self.local_rows, capacity, placed.local_rows)
         return channel.send_lists(rows, self.counts, fill=placed.local_rows)[0]
+
+    def apply(
+        self,
+        function: Callable[[Int32[Array, "devices _"]], Array],
+        placed: PlacedGroup,
+        channel: Channel,
+    ) -> Array:
+        """Return ``function(rows)``, with `all_rows` if the route overflows."""
+        if self.has_space_for_all:
+            return function(self.rows)
+        return jax.lax.cond(
+            self.overflows,
+            lambda: function(self.all_rows(placed, channel)),
+            lambda: function(self.rows),
+        )
 
 
 def route_ids(
     placed: PlacedGroup, lookups: Lookups, num_bags: int, channel: Channel, capacity: int
 ) -> PooledRoute:
-    """Send each owner this device's lookups of its rows."""
+    """Send each owner the lookups that this device has of its rows."""
     devices = placed.num_devices
     if devices * num_bags > MAX_ROWS:
         raise ValueError(
@@ -215,7 +217,7 @@ def route_ids(
 def _route_of(
     placed: PlacedGroup, gradient: RowGradients, channel: Channel, capacity: int
 ) -> PooledRoute:
-    """Return the route of a gradient's lookups; merged lookups have none and are routed now."""
+    """Return a gradient's route; a gradient of merged lookups has none, and is routed now."""
     if gradient.route is not None:
         return gradient.route
     return route_ids(placed, gradient.lookups, gradient.values.shape[0], channel, capacity)
@@ -228,7 +230,10 @@ def _pack(
     capacity: int,
     fill: int,
 ) -> Shaped[Array, "devices capacity"]:
-    """Return the values of each owner's lookups, ``[devices, capacity]``, padded with ``fill``."""
+    """Copy each lookup's value to the line of its owner, padded with ``fill``.
+
+    ``order`` and ``counts`` are those of `PooledRoute`.
+    """
     begins = jnp.cumsum(counts, dtype=jnp.int32) - counts
     index = jnp.arange(capacity, dtype=jnp.int32)[None]
     lookups = order.at[begins[:, None] + index].get(mode="clip")
@@ -239,16 +244,19 @@ def _pack(
 def _gather_gradients(
     placed: PlacedGroup, gradient: RowGradients, channel: Channel, route: PooledRoute
 ) -> Callable[[Int32[Array, "devices _"]], RowGradients]:
-    """Gather all devices' bag gradients; return a function from `PooledRoute.rows` to gradients."""
-    # A function, because both branches of an update need the same gathered gradients, which are
-    # sent once, outside of the branches.
+    """Gather all devices' bag gradients; return a function that gives rows their gradient.
+
+    The function takes `PooledRoute.rows`, or `PooledRoute.all_rows`.
+    """
+    # A function, because both branches of an update need the gathered gradients. They are sent
+    # once, outside of the branches.
     gradients = channel.gather_gradients(gradient.values)
     scales, num_bags = gradient.lookups.scales, route.lengths.shape[1]
 
     def owned(rows: Int32[Array, "devices _"]) -> RowGradients:
         capacity = rows.shape[1]
         received = route.send_scales(scales, capacity, channel)
-        layout = _received_layout(placed, num_bags, capacity)
+        layout = received_layout(placed.num_devices, (capacity,), (num_bags,), placed.local_rows)
         lookups = kernels.flatten_bags(
             rows.reshape(-1), route.lengths.reshape(-1), received, layout, placed.local_rows
         )
@@ -265,7 +273,7 @@ def _whole_sums(
     route: PooledRoute,
     channel: Channel,
 ) -> Float[Array, " received"]:
-    """Return the whole sums of `update_slices` for tables cut by rows and by columns."""
+    """Turn partial sums into whole ones for `update_slices`, if rows and columns are cut."""
     # The device of a lookup sent it to the owners of all the row's slices. So their partial sums go
     # back to it, one per lookup, it adds them up, and the totals go out again.
     count = route.order.size
@@ -289,18 +297,3 @@ def _whole_sums(
         sums[key] = sums[key] + of_slice if key in sums else of_slice
     whole = jnp.concatenate([sums[key] for key in keys])
     return channel.send(whole.at[lookups].get(mode="fill", fill_value=0)).reshape(-1)
-
-
-def _received_layout(placed: PlacedGroup, num_bags: int, capacity: int) -> BagLayout:
-    """Return the layout of the ids of all devices: a batch with one feature per device."""
-    devices = placed.num_devices
-    return BagLayout(
-        id_starts=tuple(range(0, devices * capacity, capacity)),
-        capacities=(capacity,) * devices,
-        length_starts=tuple(range(0, devices * num_bags, num_bags)),
-        strides=(num_bags,) * devices,
-        row_offsets=(0,) * devices,
-        row_counts=(placed.local_rows,) * devices,
-        means=(False,) * devices,
-        interleave=False,
-    )

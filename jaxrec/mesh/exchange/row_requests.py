@@ -1,4 +1,4 @@
-"""The rows that a device's lookups need of each owner."""
+"""Row requests: the slots that a device's lookups need of each owner, without repeats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxrec.embed import kernels
 from jaxrec.embed.kernels import Lookups
 from jaxrec.mesh.placed_group import PlacedGroup
 
-# Index of a lookup that has no row: padding, or a bad id.
+# Index of a lookup without a row: padding, or a bad id.
 ABSENT = -1
 
 
@@ -53,7 +53,7 @@ class RowRequests:
 
     @classmethod
     def _by_owner(cls, placed: PlacedGroup, lookups: Lookups) -> RowRequests:
-        """Do the same for a large group, whose slots are rows of their owner's array."""
+        """Sort the lookups of a large group, whose slots are rows of their owner's array."""
         owners, rows = placed.locate(lookups)
         # A sort by (owner, row), which one int32 key cannot hold: by row, then stably by owner.
         order = kernels.build_runs(rows, placed.local_rows).order
@@ -74,7 +74,7 @@ class RowRequests:
     def positions(
         self, begins: Int32[Array, " devices"], capacity: int
     ) -> Int32[Array, "devices capacity"]:
-        """Return the positions in ``slots`` that a round requests; `slots.size` where unused.
+        """Return the positions of a round's requests in ``slots``; ``slots.size`` is padding.
 
         The round requests up to ``capacity`` slots of each owner, from position ``begins`` on.
         """
@@ -84,7 +84,10 @@ class RowRequests:
     def local_rows(
         self, placed: PlacedGroup, positions: Int32[Array, "devices capacity"]
     ) -> Int32[Array, "devices capacity"]:
-        """Return the row in its owner's array of each position; `local_rows` where unused."""
+        """Return the row of each position's slot in its owner's array.
+
+        Padding is `PlacedGroup.local_rows`.
+        """
         devices = jnp.arange(placed.num_devices, dtype=jnp.int32)[:, None]
         first_slots = placed.device_slots(devices, jnp.zeros_like(devices))
         slots = self.slots.at[positions].get(mode="clip")
@@ -92,9 +95,9 @@ class RowRequests:
         return jnp.where(is_used, slots - first_slots, placed.local_rows)
 
     def index_in_round(self, begins: Int32[Array, " devices"], capacity: int) -> Int32[Array, " n"]:
-        """Return the index of each lookup's row in a round's array ``[devices * capacity]``.
+        """Return each lookup's index in a round's array, ``[devices * capacity]``.
 
-        It is `ABSENT` where the row is not in the round.
+        It is `ABSENT` if the round does not have the lookup's row.
         """
         begin = begins[self.owners]
         end = jnp.minimum(begins + capacity, self.ends)[self.owners]
@@ -105,7 +108,7 @@ class RowRequests:
 def _lower_bounds(
     ascending: Int32[Array, " n"], values: Int32[Array, " values"]
 ) -> Int32[Array, " values"]:
-    """Return for each value the count of smaller numbers in ``ascending``."""
+    """Return how many numbers of the sorted array are smaller than each value."""
     # Like jnp.searchsorted, in two comparisons: with the last number of each block of sqrt(n), and
     # then with the numbers of one block. On GPUs the loop of jnp.searchsorted launches three
     # kernels a turn. Unrolled, it was a third of a step's instructions, compiled for each group.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -23,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jaxrec.embed import kernels
 from jaxrec.embed.formats import TableArray
-from jaxrec.embed.kernels import BagLayout, Lookups
+from jaxrec.embed.kernels import Lookups
 from jaxrec.embed.kernels.stretches import sum_stretches
 from jaxrec.embed.kernels.updates import update_unique
 from jaxrec.embed.outputs import pool
@@ -31,7 +30,7 @@ from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel, ListLengths, run_if
 from jaxrec.mesh.exchange.base import Cut, Exchange, clip_factors, table_squares
 from jaxrec.mesh.exchange.row_requests import ABSENT, RowRequests
-from jaxrec.mesh.placed_group import PlacedGroup
+from jaxrec.mesh.placed_group import PlacedGroup, layout_of_rows
 from jaxrec.optim.norm import cut_rows
 
 # Stop of a round that has space for all requests; larger than any row number.
@@ -40,7 +39,7 @@ _NOWHERE = jnp.iinfo(jnp.int32).max
 
 @dataclasses.dataclass(frozen=True)
 class Rows(Exchange):
-    """Send each row once to every device whose batch needs it."""
+    """Exchange that sends each row once to every device whose batch needs it."""
 
     name: ClassVar[str] = "rows"
     takes_large_groups: ClassVar[bool] = True
@@ -64,7 +63,7 @@ class Rows(Exchange):
 
     def pool(self, placed, table, request, route, channel, dtype):
         rows, index = fetch_rows(placed, table, route, channel)
-        layout = _layout_of_rows(request.layout, len(rows))
+        layout = layout_of_rows(request.layout, len(rows))
         weights, lengths = request.lookup_weights, request.lengths
         pooled = pool(rows, index, lengths, weights, layout, dtype, **channel.received)
         return pooled, request.scaled_lookups
@@ -79,23 +78,10 @@ class Rows(Exchange):
         return kernels.row_lookup(rows, index, **channel.received)
 
     def update(self, placed, table, state, gradient, step, channel, capacity):
-        rounds = _rounds(placed, gradient, channel, capacity)
-        return rounds.update(table, state, step)
+        return _rounds(placed, gradient, channel, capacity).update(table, state, step)
 
     def squares(self, placed, gradient, channel, capacity):
         return _rounds(placed, gradient, channel, capacity).squares()
-
-
-def _layout_of_rows(layout: BagLayout, num_rows: int) -> BagLayout:
-    """Return the layout of a batch whose ids are rows of one array, feature after feature."""
-    # The index of lookups has this group's features alone, so their ids begin elsewhere than in the
-    # batch, and they all share the array of fetched rows: no offsets.
-    return dataclasses.replace(
-        layout,
-        id_starts=tuple(itertools.accumulate(layout.capacities, initial=0))[:-1],
-        row_offsets=(0,) * layout.num_features,
-        row_counts=(num_rows,) * layout.num_features,
-    )
 
 
 @jax.tree_util.register_dataclass
@@ -105,10 +91,11 @@ class Round:
 
     Attributes:
         begins: Position in `RowRequests.slots` of the round's first slot of each owner.
-        rows: The rows that each device requests of this one; padded with `local_rows`.
+        rows: Rows of this device's array that each device requests, padded with
+            `PlacedGroup.local_rows`.
         lengths: Number of rows requested of each device, and by each device.
-        stop: Number of the first row that some device has to leave to a later round. Gradients of
-            this row and later ones wait.
+        stop: Number of the first row of this device that some device leaves to a later round.
+            Gradients of this row and of later ones wait.
         demand: Largest number of rows that a device still has to request from one owner. Another
             round follows if it exceeds the capacity.
     """
@@ -121,7 +108,7 @@ class Round:
 
     @property
     def capacity(self) -> int:
-        """Number of rows of each owner that the round can carry."""
+        """Largest number of rows that a device can request of one owner in the round."""
         return self.rows.shape[1]
 
     @property
@@ -133,11 +120,11 @@ class Round:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowsRoute:
-    """Route of an exchange of rows.
+    """Route of `Rows`.
 
     Attributes:
-        requests: The rows that this device needs.
-        first: The first round.
+        requests: Slots that this device needs, without repeats.
+        first: Requests of the first round.
     """
 
     requests: RowRequests
@@ -145,13 +132,13 @@ class RowsRoute:
 
     @property
     def demand(self) -> Float[Array, "..."]:
-        """Capacity factor that the batch needs: rows of the fullest owner over an even share."""
+        """Capacity factor that the batch needs: the first demand over an even share of lookups."""
         shares = self.requests.begins.shape[-1] / self.requests.index.shape[-1]
         return self.first.demand * shares
 
 
 def route_rows(placed: PlacedGroup, lookups: Lookups, channel: Channel, capacity: int) -> RowsRoute:
-    """Request the rows of the first round."""
+    """Sort the slots that a group's lookups need, and send the requests of the first round."""
     requests = RowRequests.of(placed, lookups)
     return RowsRoute(requests, _request(placed, requests, requests.begins, channel, capacity))
 
@@ -163,7 +150,7 @@ def _request(
     channel: Channel,
     capacity: int,
 ) -> Round:
-    """Send the requests of the round that begins at the positions ``begins``."""
+    """Send the requests of the round that begins at the positions ``begins`` of the slots."""
     rows = requests.local_rows(placed, requests.positions(begins, capacity))
     stops = _stops(placed, requests, begins, capacity)
     left = requests.ends - begins
@@ -182,7 +169,10 @@ def _request(
 def _stops(
     placed: PlacedGroup, requests: RowRequests, begins: Int32[Array, " devices"], capacity: int
 ) -> Int32[Array, " devices"]:
-    """Return the number of the first row of each owner that this device must leave for later."""
+    """Return the number of each owner's first row that this device leaves to a later round.
+
+    It is `_NOWHERE` for an owner of which the round has all rows.
+    """
     limits = jnp.minimum(begins + capacity, requests.ends)
     after = _row_numbers(placed, requests.slots).at[limits].get(mode="clip")
     stops = jnp.where(limits < requests.ends, after, _NOWHERE)
@@ -191,7 +181,7 @@ def _stops(
 
 
 def _row_numbers(placed: PlacedGroup, slots: Int32[Array, "..."]) -> Int32[Array, "..."]:
-    """Return a number for each slot's row: equal for slots that are updated together.
+    """Number the rows of slots; slots that are updated together have one number.
 
     On each device the numbers ascend with the slots.
     """
@@ -204,7 +194,7 @@ def fetch_rows(
     route: RowsRoute,
     channel: Channel,
 ) -> tuple[Float[Array, "fetched dim"], Int32[Array, " n"]]:
-    """Return the rows of a route, and each lookup's index among them (`ABSENT`: it has no row)."""
+    """Fetch the rows of a route; return them, and each lookup's index among them, or `ABSENT`."""
     requests, capacity = route.requests, route.first.capacity
 
     def answer(asked: Round) -> Float[Array, "devices capacity dim"]:
@@ -241,6 +231,7 @@ def fetch_rows(
 def _rounds(
     placed: PlacedGroup, gradient: RowGradients, channel: Channel, capacity: int
 ) -> GradientRounds:
+    """Return the rounds of a gradient; one of merged lookups has no route, and is routed now."""
     route = gradient.route
     if route is None:
         route = route_rows(placed, gradient.lookups, channel, capacity)
@@ -249,7 +240,7 @@ def _rounds(
 
 @dataclasses.dataclass(frozen=True)
 class GradientRounds:
-    """Rounds in which gradients travel to the rows' owners."""
+    """Rounds in which the gradients of this device's lookups travel to the rows' owners."""
 
     # A row is updated once, so all its gradients must arrive in the same round, and so must those
     # of its other column slices if the optimizer needs whole rows. An owner therefore stops at the
@@ -272,7 +263,7 @@ class GradientRounds:
         optimizer = dataclasses.replace(bounded, clip_value=None, clip_norm=None)
         factors = None
         if bounded.clip_norm is not None:
-            factors = clip_factors(self._squares(bounded.clip_value), bounded.clip_norm, channel)
+            factors = clip_factors(self.squares(bounded.clip_value), bounded.clip_norm, channel)
 
         def one_round(asked, carried):
             table, state = carried
@@ -295,11 +286,12 @@ class GradientRounds:
 
         return _until_last(route.first, one_round, self._next, (table, state))
 
-    def squares(self) -> Float[Array, " tables"]:
-        """Return `Exchange.squares`."""
-        return self._squares(None)
+    def squares(self, clip_value: float | None = None) -> Float[Array, " tables"]:
+        """Return the sum of squares of each table's gradient, over this device's rows.
 
-    def _squares(self, clip_value: float | None) -> Float[Array, " tables"]:
+        ``clip_value`` bounds the elements of gradients before they are squared.
+        """
+
         def add(asked, squares):
             rows, gradients = self._receive(asked, clip_value)
             owned = RowGradients(Lookups(rows, None, None), gradients)
@@ -311,9 +303,10 @@ class GradientRounds:
     def _receive(
         self, asked: Round, clip_value: float | None
     ) -> tuple[Int32[Array, " received"], Float[Array, "received dim"]]:
-        """Return the rows of the gradients of a round, and the gradients.
+        """Send a round's gradients; return the gradients that this device receives, and their rows.
 
-        A row that must wait for a later round is `local_rows`, which no update writes.
+        A row that must wait for a later round is replaced by `PlacedGroup.local_rows`, which no
+        update writes.
         """
         placed, channel = self.placed, self.channel
         index = self.route.requests.index_in_round(asked.begins, asked.capacity)
@@ -327,7 +320,7 @@ class GradientRounds:
         return rows, sums.reshape(rows.size, -1)
 
     def _next(self, asked: Round) -> Round:
-        """Request the next round. It begins at the first row that each owner left for later."""
+        """Send the requests of the next round, which begins where each owner had to stop."""
         placed, requests = self.placed, self.route.requests
         # `Round.stop` is the minimum at this owner; a requester needs that of each owner it asked.
         stops = _stops(placed, requests, asked.begins, asked.capacity)
@@ -347,7 +340,7 @@ def _until_last(
     next_round: Callable[[Round], Round],
     carried: Any,
 ) -> Any:
-    """Return ``carried`` after all rounds: ``one_round(asked, carried)`` until a round is last."""
+    """Return ``carried`` after ``one_round(asked, carried)`` of each round, including the last."""
     # The first round stands outside of the loop, where XLA can run other work beside it. An even
     # batch takes no other. All devices agree on `is_last`, so none waits in a collective of the
     # loop's body that another has left.
@@ -367,7 +360,10 @@ def _total(
     wanted: Int32[Array, "devices capacity"],
     channel: Channel,
 ) -> Float[Array, " lines"]:
-    """Return sums over whole rows, given those over this device's column slices; one per run."""
+    """Turn each run's sum over this device's columns of a row into the sum over the whole row.
+
+    ``wanted`` has the numbers of the rows that this device requested in the round.
+    """
     # No owner has all slices of a row, but a device that sent a gradient requested all of them. So
     # the partial sums go back to it, it adds them up, and the totals go out to the owners.
     home = channel.send(partial[runs.inverse].reshape(wanted.shape)).reshape(-1)
