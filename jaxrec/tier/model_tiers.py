@@ -10,11 +10,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxrec.embed.collection import Collection
+from jaxrec.embed.collection import Collection, find_collections
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.row_keys import key_words
-from jaxrec.embed.taps import tapped_modules
 from jaxrec.mesh.sharding import ON_SHARDED
 from jaxrec.optim import RowOptimizer
 from jaxrec.tier.planning.model_tables import TableVocabulary, TieredTable, collections_of
@@ -90,7 +89,7 @@ def make_cached(make_model: Callable[[], Model], caches: Mapping[str, tuple[int,
     sizes = {name: rows for name, (rows, _) in caches.items()}
     with cached_tables(sizes) as whole:
         made = make_model()
-    names = {config.name for module in _collections(made).values() for config in module.configs}
+    names = {config.name for module in find_collections(made).values() for config in module.configs}
     tables = {name: Cached(*caches[name]) for name in caches if name in names}
     return _with_tiers(made, whole, tables, seed=None) if tables else made
 
@@ -145,14 +144,6 @@ def _sizes(tables: Settings) -> dict[str, int]:
     return {name: each.rows for name, each in tables.items() if isinstance(each, Cached)}
 
 
-def _collections(model: nnx.Module) -> dict[str, Collection]:
-    return {
-        path: module
-        for path, module in tapped_modules(model).items()
-        if isinstance(module, Collection)
-    }
-
-
 def _with_tiers(
     made: Model, whole: Mapping[str, TableConfig], tables: Settings, seed: int | None
 ) -> Model:
@@ -162,7 +153,7 @@ def _with_tiers(
     """
     # All checks come before the first store is opened: an open store would stay locked after an
     # error.
-    found = _collections(made)
+    found = find_collections(made)
     all_tables = [
         TieredTable(path, whole.get(config.name, config), _optimizer(module, config.name))
         for path, module in found.items()

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 from flax import nnx
 
-from jaxrec.embed.collection import Collection
+from jaxrec.embed.collection import Collection, find_collections
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.store import TableStore
-from jaxrec.embed.taps import tapped_modules
 from jaxrec.ragged.raw_ids import RESERVED
 from jaxrec.tier.changes.change_flags import IdFlags, RowFlags
 from jaxrec.tier.managed_collision.modules import ManagedCollisions
@@ -218,11 +217,7 @@ def _collections(model: nnx.Module) -> dict[str, Collection]:
                 "step, where ChangeTracker does not see them; use a table with an open vocabulary "
                 "(jaxrec.tier.make)"
             )
-    found = {
-        path: module
-        for path, module in tapped_modules(model).items()
-        if isinstance(module, Collection)
-    }
+    found = find_collections(model)
     if not found:
         raise TypeError(
             "the model has no tables: no jaxrec.EmbeddingBagCollection or EmbeddingCollection"
