@@ -92,7 +92,7 @@ class Huge:
         other = self.model(directory / "second")
         optimizer = jaxrec.Optimizer(other, optax.adam(1e-3))
         start = time.perf_counter()
-        restore(directory / "run", other, optimizer)
+        restore(other, directory / "run", optimizer)
         line = {"restore_seconds": round(time.perf_counter() - start, 1)}
         found = np.asarray(other.embeddings.rows("user", sample))
         line["rows_are_the_same"] = bool(np.array_equal(found, expected))

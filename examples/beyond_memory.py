@@ -131,7 +131,7 @@ def main(settings: Settings) -> dict[str, float]:
         jaxrec.tier.close(model)
 
         smaller = make_model(settings, settings.cached // 2, directory / "second")
-        restore(directory / "run", smaller, jaxrec.Optimizer(smaller, optax.adam(1e-2)))
+        restore(smaller, directory / "run", jaxrec.Optimizer(smaller, optax.adam(1e-2)))
         after = evaluate(settings, smaller)
         jaxrec.tier.close(smaller)
         print(f"normalized entropy {before:.4f}, of the restored model {after:.4f}")

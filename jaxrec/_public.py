@@ -1,12 +1,17 @@
-"""Helpers for the ``__init__`` of a package: its public names, and names that have moved."""
+"""Helpers for public names: their list by package, names that have moved, and earlier arguments."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def public_names(package: Mapping[str, Any], *modules: str) -> list[str]:
@@ -37,3 +42,28 @@ def moved_names(package: str, moved: Mapping[str, str]) -> Callable[[str], Any]:
         return getattr(importlib.import_module(module), attribute)
 
     return get
+
+
+def directory_second(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let a function ``f(model, directory)`` be called as ``f(directory, model)``, with a warning.
+
+    That was the order of an earlier version, and works for one more.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if args and isinstance(args[0], str | os.PathLike):
+            name = function.__name__
+            warnings.warn(
+                f"{name} now takes the directory second, behind what it restores: {name}(..., "
+                f"{os.fspath(args[0])!r})",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            directory, *rest = args
+            if not rest:
+                return function(directory=directory, **options)
+            args = (rest[0], directory, *rest[1:])
+        return function(*args, **options)
+
+    return call

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -29,8 +29,6 @@ from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL
 
 USAGE_ERRORS = (ConfigError,)
 FAILURES = (DataError,)
-
-FORMATS = ("criteo", "npy", "multi-hot", "records")
 
 # Number of malformed lines to print. All are counted.
 MAX_PRINTED = 20
@@ -120,24 +118,19 @@ def run(options: Sequence[str]) -> int:
     if name in ("-h", "--help"):
         print(USAGE)
         return 0
-    if name not in FORMATS:
-        raise ConfigError(f"unknown format {name!r}; there is {', '.join(FORMATS)}")
-    if name == "criteo":
-        return _criteo(parse("data criteo", rest, CriteoOptions()))
-    if name == "npy":
-        return _npy(parse("data npy", rest, NpyOptions()))
-    if name == "multi-hot":
-        return _multi_hot(parse("data multi-hot", rest, MultiHotOptions()))
-    return _records(parse("data records", rest, RecordOptions()))
-
-
-def _npy(options: NpyOptions) -> int:
-    _check_paths(options.input, options.output)
-    _report(write_npy(options.input, options.output, counts=options.counts))
+    if name not in _FORMATS:
+        raise ConfigError(f"unknown format {name!r}; there is {', '.join(_FORMATS)}")
+    default, write = _FORMATS[name]
+    write(parse(f"data {name}", rest, default))
     return 0
 
 
-def _multi_hot(options: MultiHotOptions) -> int:
+def _npy(options: NpyOptions) -> None:
+    _check_paths(options.input, options.output)
+    _report(write_npy(options.input, options.output, counts=options.counts))
+
+
+def _multi_hot(options: MultiHotOptions) -> None:
     _check_paths(options.input, options.output)
     for name, numbers in (("sizes", options.sizes), ("table-rows", options.table_rows)):
         if len(numbers) != NUM_CATEGORICAL or min(numbers) < 1:
@@ -147,14 +140,12 @@ def _multi_hot(options: MultiHotOptions) -> int:
             )
     multi_hot = MultiHot(CATEGORICAL_NAMES, options.sizes, options.table_rows, options.distribution)
     _report(write_multi_hot(options.input, options.output, multi_hot, counts=options.counts))
-    return 0
 
 
-def _records(options: RecordOptions) -> int:
+def _records(options: RecordOptions) -> None:
     _check_paths(options.input, options.output)
     rows = write_records(options.input, options.output)
     print(f"{rows:,} rows in {options.output}")
-    return 0
 
 
 def _check_paths(source: pathlib.Path, output: pathlib.Path) -> None:
@@ -169,7 +160,7 @@ def _report(made: Sequence[DayFiles]) -> None:
         print(f"{files.labels}, {files.dense}, {files.sparse}")
 
 
-def _criteo(options: CriteoOptions) -> int:
+def _criteo(options: CriteoOptions) -> None:
     if NOT_GIVEN in (options.input, options.output):
         raise ConfigError("give the log and the directory of the Parquet files: INPUT OUTPUT")
     if options.threads is not None and options.threads < 1:
@@ -221,4 +212,12 @@ def _criteo(options: CriteoOptions) -> int:
         + (f", {summary.bad_lines:,} bad lines left out" if summary.bad_lines else "")
         + ("; they were made before, nothing is left to do" if is_done else "")
     )
-    return 0
+
+
+# By format the options with their defaults, and the function that writes the files.
+_FORMATS: dict[str, tuple[Any, Callable[[Any], None]]] = {
+    "criteo": (CriteoOptions(), _criteo),
+    "npy": (NpyOptions(), _npy),
+    "multi-hot": (MultiHotOptions(), _multi_hot),
+    "records": (RecordOptions(), _records),
+}

@@ -100,10 +100,10 @@ def machine() -> list[str]:
 
 
 def choose(dim: int, dtype: str) -> list[tuple[str, Choice]]:
-    """Return typical lookups and updates of rows, each with the implementation that runs it.
+    """Return names of typical lookups and updates, each with the implementation that runs it.
 
-    The table has ``dim`` columns of type ``dtype``. On a GPU, kernels without a recorded trial are
-    tried first.
+    Their table has ``dim`` columns of type ``dtype``. On a GPU, kernels without a recorded trial
+    are tried first.
     """
     trained, quantized = TABLE_FORMATS.get(dtype), FORMATS.get(dtype)
     choices = [] if trained is None else _choose(dim, trained, "")
@@ -145,7 +145,7 @@ def choose_flat() -> tuple[str, Choice]:
 
 
 def describe(call: str, choice: Choice) -> list[str]:
-    """Return lines with the implementation that runs a call here, and why others do not."""
+    """Return lines that name the implementation that runs a call, and why others do not."""
     lines = [f"{call}: {choice.name(_platform())}"]
     for name, reason in choice.refused.items():
         # Without a GPU, the reason why a GPU kernel does not run is noise.

@@ -153,10 +153,8 @@ def _calibrate(options: PlanOptions, given: set[str]) -> int:
     each = options.devices_per_host or max(1, count // jax.process_count())
     if count % each:
         raise ConfigError(f"{count} devices do not fill hosts of {each}")
-    shape, axes = ((count,), ("device",)) if each == count else ((-1, each), ("host", "device"))
-    mesh = jax.make_mesh(
-        tuple(count // each if size < 0 else size for size in shape), axes, devices=devices[:count]
-    )
+    axes = {"device": count} if each == count else {"host": count // each, "device": each}
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices[:count])
 
     def report(measured: Measurement) -> None:
         print(

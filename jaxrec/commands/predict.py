@@ -7,7 +7,7 @@ import dataclasses
 import pathlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,12 +16,13 @@ from rich.console import Console
 
 from jaxrec.arguments import NOT_GIVEN, ConfigError, parse, required
 from jaxrec.data import DataError, ParquetGroups, Vocabulary
+from jaxrec.data.arrays import as_column
 from jaxrec.data.column_types import CommonTypes
 from jaxrec.data.files import key_column, key_types, keys_of, parquet_files
 from jaxrec.data.parquet import open_parquet
 from jaxrec.files.atomic import write_atomically
 from jaxrec.serve import ArtifactError, ServedModel, load
-from jaxrec.serve.artifact.batch_spec import arrow_column, output_columns
+from jaxrec.serve.artifact.batch_spec import output_columns
 from jaxrec.train.progress import counted
 
 USAGE_ERRORS = (ConfigError,)
@@ -105,7 +106,7 @@ def _predict(
 def _scores(
     options: PredictOptions, served: ServedModel, paths: Sequence[pathlib.Path]
 ) -> Iterator[pa.Table]:
-    """Yield the columns of the output, some rows at a time."""
+    """Yield the columns of the output file, ``options.batch_size`` rows at a time."""
     assert served.encoder is not None
     schema = served.encoder.schema
     columns = list(dict.fromkeys([*schema.dense, *schema.categorical, *options.keep]))
@@ -126,7 +127,8 @@ def _scores(
         for rows in _read(path, columns, options.batch_size, types):
             encoded = served.encoder.encode(rows, path, first)
             batch = served.encoder.pack(encoded, len(rows))
-            outputs = dict(_columns(served.predict(batch.dense, batch.features)))
+            predicted = output_columns(served.predict(batch.dense, batch.features))
+            outputs = {name: as_column(array) for name, array in predicted.items()}
             if clash := sorted(outputs.keys() & set(options.keep)):
                 raise DataError(f"--keep {clash[0]} has the name of a column of scores")
             columns_kept = {field.name: rows[field.name].cast(field.type) for field in kept}
@@ -135,7 +137,7 @@ def _scores(
 
 
 def _kept_types(paths: Sequence[pathlib.Path], keep: tuple[str, ...]) -> pa.Schema:
-    """Return the types of the kept columns in the output; single files may have other types."""
+    """Return the types in the output of the columns ``keep``, on which all input files agree."""
     types = CommonTypes(keep)
     for path, columns in ParquetGroups(tuple(paths), keep).schemas.items():
         types.add(columns, path)
@@ -145,9 +147,9 @@ def _kept_types(paths: Sequence[pathlib.Path], keep: tuple[str, ...]) -> pa.Sche
 def _read(
     path: pathlib.Path, columns: list[str], batch_size: int, types: Mapping[str, pa.DataType]
 ) -> Iterator[pa.Table]:
-    """Yield the rows of a Parquet file and its directories' columns, ``batch_size`` rows at a time.
+    """Yield columns of a Parquet file, ``batch_size`` rows at a time.
 
-    ``types`` are the types of the directories' columns.
+    A column may come from a directory ``key=value`` of the path; ``types`` has its type.
     """
     keys = keys_of(path)
     # Without pre-buffering PyArrow reads a page when it needs it: a row group need not fit memory.
@@ -168,8 +170,3 @@ def _read(
                     rows = rows.append_column(name, key_column(keys[name], types[name], len(batch)))
             if len(batch):
                 yield rows
-
-
-def _columns(outputs: Any) -> Mapping[str, pa.Array]:
-    """Return outputs as columns: ``{"a": (x, y)}`` gives ``a.0`` and ``a.1``; vectors are lists."""
-    return {name: arrow_column(array) for name, array in output_columns(outputs).items()}

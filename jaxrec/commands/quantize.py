@@ -6,7 +6,6 @@ import dataclasses
 import fnmatch
 import json
 import pathlib
-import shutil
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -17,6 +16,7 @@ from jaxrec.arguments import ConfigError, parse
 from jaxrec.data import ClickBatch, DataError, SchemaError
 from jaxrec.embed.formats import FORMATS
 from jaxrec.embed.taps import tapped_modules
+from jaxrec.files.atomic import write_atomically
 from jaxrec.serve.quantized.pruning import Pruning, by_frequency, by_norm, count_ids
 from jaxrec.serve.quantized.quality_report import QualityReport, quality
 from jaxrec.serve.quantized.quantize import quantize
@@ -124,7 +124,7 @@ def run(options: Sequence[str]) -> int:
 
 
 def _read_config(source: pathlib.Path) -> TrainConfig:
-    """Return the options of a run whose model can be quantized."""
+    """Return the options of a run; raise a QuantizeError if its model cannot be quantized."""
     if is_quantized(source):
         raise QuantizeError(
             f"{source} is quantized already; quantize the run that it was made from"
@@ -152,7 +152,10 @@ def _split(option: str, assignment: str) -> tuple[str, str]:
 
 
 def _by_table(option: str, assignments: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Return an option's value for each table that one of its names or patterns fits."""
+    """Return an option's values by table, given assignments NAME=VALUE whose name may be a pattern.
+
+    ``names`` are all tables.
+    """
     values: dict[str, str] = {}
     for assignment in assignments:
         pattern, value = _split(option, assignment)
@@ -184,9 +187,9 @@ def _rules(
     rows: LogDataset | ParquetDataset | None,
     config: TrainConfig,
 ) -> dict[str, Pruning]:
-    """Return how to prune each table of ``shares``, by name.
+    """Return the rule that prunes each table of ``shares``, by name.
 
-    The rarest ids in the training rows ``rows`` are pruned; without ``rows``, the rows of the
+    With ``rows``, the training rows, the rarest ids in them are pruned. None: the rows of the
     smallest norm.
     """
     if rows is None or not shares:
@@ -204,16 +207,13 @@ def _labelled_logits(model: Any, batch: ClickBatch) -> tuple[Any, ...]:
 def _save(
     small: nnx.Module, report: QualityReport, source: pathlib.Path, out: pathlib.Path, step: int
 ) -> None:
-    """Save the model, check that it loads, and write the report."""
-    # The directory gets its name last, so that a model under this name is complete.
-    unfinished = out.with_name(f"{out.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    save_quantized_run(small, source, unfinished, step=step)
-    load_quantized(unfinished)
-    values = dataclasses.asdict(report)
-    (unfinished / QUALITY_FILE).write_text(json.dumps(values, indent=2) + "\n")
-    try:
-        report.plot(unfinished / PICTURE_FILE)
-    except ModuleNotFoundError as error:
-        print(error)
-    unfinished.rename(out)
+    """Save the model and the report to ``out``, which appears once the model has loaded again."""
+    with write_atomically(out) as unfinished:
+        save_quantized_run(small, source, unfinished, step=step)
+        load_quantized(unfinished)
+        values = dataclasses.asdict(report)
+        (unfinished / QUALITY_FILE).write_text(json.dumps(values, indent=2) + "\n")
+        try:
+            report.plot(unfinished / PICTURE_FILE)
+        except ModuleNotFoundError as error:
+            print(error)

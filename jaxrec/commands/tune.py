@@ -193,15 +193,13 @@ def _table(call: Call, timings: Sequence[Timing], choice: TunedCall | None) -> T
     table.add_column("")
     for timing in timings:
         milliseconds = "" if timing.milliseconds is None else f"{timing.milliseconds:.3f}"
-        is_chosen = choice is not None and (
-            (timing.implementation, timing.options) == (choice.implementation, choice.options)
-        )
-        is_default = choice is not None and (
-            (timing.implementation, timing.options) == (choice.default, {})
-        )
-        notes = ["chosen"] * is_chosen + ["default"] * is_default
+        notes = []
+        if choice is not None:
+            own = (timing.implementation, timing.options)
+            notes += ["chosen"] * (own == (choice.implementation, choice.options))
+            notes += ["default"] * (own == (choice.default, {}))
         note = timing.failure or ", ".join(notes)
-        style = "bold" if is_chosen else None
+        style = "bold" if "chosen" in notes else None
         table.add_row(timing.implementation, _text(timing.options), milliseconds, note, style=style)
     return table
 

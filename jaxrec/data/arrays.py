@@ -118,17 +118,22 @@ class NpyGroups:
         """Read the rows of a group."""
         # The end may be beyond the last row, where NumPy's slices stop.
         rows = slice(group * self.group_rows, (group + 1) * self.group_rows)
-        return pa.table({name: _column(array[rows]) for name, array in self._arrays.items()})
+        return pa.table({name: as_column(array[rows]) for name, array in self._arrays.items()})
 
 
 def sizes_of_groups(rows: int, group_rows: int) -> tuple[int, ...]:
-    """Return the sizes of equal groups of rows; the last may be smaller."""
+    """Return the sizes of groups of ``group_rows`` rows; the last group may be smaller."""
     return tuple(min(group_rows, rows - start) for start in range(0, rows, group_rows))
 
 
-def _column(array: np.ndarray) -> pa.Array:
-    flat = pa.array(np.ascontiguousarray(array).reshape(-1))
-    return flat if array.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, array.shape[1])
+def as_column(array: np.ndarray) -> pa.Array:
+    """Convert an array ``[rows, ...]`` to a column of numbers, or of lists of numbers."""
+    if array.dtype.kind == "V":  # bfloat16 and the like
+        array = array.astype(np.float32)
+    column = pa.array(np.ascontiguousarray(array).reshape(-1))
+    for size in reversed(array.shape[1:]):
+        column = pa.FixedSizeListArray.from_arrays(column, size)
+    return column
 
 
 def to_numpy(column: pa.ChunkedArray) -> np.ndarray:

@@ -45,7 +45,7 @@ class Clicks:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Clicks]) -> Clicks:
-        """Concatenate the rows of several parts."""
+        """Concatenate the rows of several parts; probabilities are known if all parts have them."""
         known = [part.probabilities for part in parts if part.probabilities is not None]
         return cls(
             np.concatenate([part.labels for part in parts]),

@@ -1,4 +1,4 @@
-"""Types of columns: their possible roles, checks against a schema, and the types of many files."""
+"""Arrow types of columns: the roles they allow, and checks against a schema and between files."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ def index_columns(columns: pa.Schema) -> set[str]:
 
 
 def _of_types(*names: str) -> Callable[[pa.DataType], bool]:
-    """Return a function that tells whether an Arrow type is one of the named types."""
+    """Return a function that says whether an Arrow type is one of the named types."""
     checks = [getattr(pa.types, f"is_{name}") for name in names]
     return lambda kind: any(check(kind) for check in checks)
 
 
-# Whether an Arrow type can be a dense feature (null: all values are missing), is a list, a string,
-# or bytes.
+# Whether an Arrow type can be a dense feature (null: all values are missing); is a list; a string;
+# bytes.
 is_dense = _of_types("floating", "integer", "boolean", "decimal", "null")
 is_list = _of_types("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
 is_string = _of_types("string", "large_string", "string_view")
@@ -121,7 +121,7 @@ def is_integral(kind: pa.DataType) -> bool:
 
 
 def value_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type of a column's values, inside of lists and dictionaries."""
+    """Return the type of the values in a column of lists or dictionaries; else its own type."""
     if is_list(kind) or isinstance(kind, pa.DictionaryType):
         kind = kind.value_type
     return kind.value_type if isinstance(kind, pa.DictionaryType) else kind
@@ -139,11 +139,17 @@ def is_categorical(kind: pa.DataType, encoding: str = "vocabulary", *, floats: b
 
 
 def check_columns(
-    schema: Schema, columns: pa.Schema, path: str | os.PathLike[str], *, has_labels: bool = True
+    schema: Schema,
+    columns: pa.Schema,
+    path: str | os.PathLike[str],
+    *,
+    has_labels: bool = True,
+    booleans: Collection[str] = (),
 ) -> None:
-    """Check that a file has the columns of a schema, with types that fit.
+    """Raise a DataError unless a file has the columns of a schema, with types that fit.
 
     Columns of type null fit every encoding. ``has_labels=False``: labels and weights are optional.
+    ``booleans`` are columns that had booleans in training, and must not have text.
     """
     for name in schema.columns:
         is_label = name in (schema.label, schema.weight)
@@ -161,7 +167,9 @@ def check_columns(
             fits, wanted = is_categorical(kind, encoding), f"{wanted}, or lists of them"
         else:
             fits = is_dense(kind) and not (has_labels and is_label and pa.types.is_null(kind))
-            wanted = "numbers"
+            wanted = "numbers, 0 or 1, or booleans" if name == schema.label else "numbers"
+        if name in booleans:
+            fits, wanted = fits and is_dense(value_type(kind)), "booleans, as in training"
         if not fits:
             raise DataError(
                 f"{path}, column {name!r} is of type {kind}; expected {wanted}: convert it, or "
@@ -170,7 +178,7 @@ def check_columns(
 
 
 class _Column(NamedTuple):
-    """The type of a column in the files so far, and the file that it comes from."""
+    """The type that the files so far have for a column, and the file that it comes from."""
 
     kind: pa.DataType
     path: str | os.PathLike[str]
@@ -179,9 +187,9 @@ class _Column(NamedTuple):
 class CommonTypes:
     """Types of the columns of a data set's files, which must agree on each column.
 
-    Number types agree with each other, and string types do; the type null agrees with all. With
-    ``names``, the columns of a schema, only these are compared. Without, every file must have every
-    column that can be a feature.
+    All number types agree, all string types agree, and null agrees with every type. ``names`` are
+    the columns to compare, those of a schema. None: all columns, and every file must have every
+    column that can be a feature, except for ``exclude``.
     """
 
     def __init__(self, names: Collection[str] | None = None, exclude: Collection[str] = ()):
@@ -201,7 +209,7 @@ class CommonTypes:
         return pa.schema({name: x.kind for name, x in self._columns.items()}, metadata)
 
     def add(self, columns: pa.Schema, path: str | os.PathLike[str]) -> None:
-        """Compare the columns of one more file."""
+        """Compare the columns of one more file with those of the files before."""
         self._index |= index_columns(columns)
         names = columns.names
         for name, kind in zip(names, columns.types, strict=True):
@@ -222,7 +230,7 @@ class CommonTypes:
         self._first = self._first or path
 
     def _check_is_needless(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Raise DataError if a column that the file ``path`` lacks can be a feature."""
+        """Raise a DataError if a column can be a feature; the file ``path`` lacks it."""
         kind, other = self._columns[name]
         if self._is_compared(name) and self._names is None and _may_be_feature(kind):
             raise DataError(
@@ -234,6 +242,7 @@ class CommonTypes:
         return self._names is not None or not (name in self._index or name in self._exclude)
 
     def _merged(self, name: str, before: _Column, now: _Column) -> _Column:
+        """Return the type of a column that two types in files agree on, or raise a DataError."""
         if not _agree(before.kind, now.kind):
             may_be_feature = _may_be_feature(before.kind) or _may_be_feature(now.kind)
             if self._names is not None or (self._is_compared(name) and may_be_feature):
@@ -247,12 +256,9 @@ class CommonTypes:
         if any(floats) and any(is_integral(each.kind) for each in (before, now)):
             self.mixed.add(name)
             return now if floats[1] else before
-        return now if _is_unknown(before.kind) and not pa.types.is_null(now.kind) else before
-
-
-def _is_unknown(kind: pa.DataType) -> bool:
-    """Return whether a type is null or a list of null: the column has no values yet."""
-    return pa.types.is_null(value_type(kind))
+        # A column of nulls, or of lists of nulls, has no values yet.
+        has_values = not pa.types.is_null(value_type(before.kind))
+        return before if has_values or pa.types.is_null(now.kind) else now
 
 
 def _may_be_feature(kind: pa.DataType) -> bool:

@@ -1,4 +1,4 @@
-"""Roles of columns that only their values show: hidden labels and weights, ids stored as floats."""
+"""Roles of columns that their values reveal: hidden labels, weights, and ids stored as floats."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MIN_REPEATS = 10
 def suspects(schema: Schema, rows: GroupRange, *, by_name: bool = True) -> Iterator[str]:
     """Yield a warning for each feature that looks like a label, a copy of the label or a weight.
 
-    ``by_name=False`` ignores the names of columns, if the user has chosen the columns.
+    Some rows are read. ``by_name=False`` ignores the names of columns: the user chose the columns.
     """
     table = _sample(rows)
     labels, _ = numbers(table[schema.label])
@@ -68,7 +68,7 @@ def _sample(rows: GroupRange) -> pa.Table:
 
 
 def _tells(column: pa.Array, labels: np.ndarray) -> str | None:
-    """Return a text that says how a column's values predict the labels; None if they do not."""
+    """Return as text how surely a column tells the labels ``[rows]``; None if it does not."""
     positives = int((labels == 1).sum())
     if min(positives, len(labels) - positives) < _MIN_ROWS:
         return None
@@ -113,7 +113,7 @@ def _is_weight(name: str, column: pa.Array) -> bool:
 
 
 def whole_floats(columns: pa.Schema, groups: Iterable[FileGroups]) -> dict[str, bool]:
-    """Find the columns of floats that have only whole numbers; return whether each has nulls."""
+    """Find the float columns whose values are all whole; return by name whether each has nulls."""
     # A column is dropped at its first fraction, which is mostly in the first row group, so that few
     # columns are read to the end.
     kinds = {field.name: field.type for field in columns if pa.types.is_floating(field.type)}
@@ -138,10 +138,10 @@ def whole_floats(columns: pa.Schema, groups: Iterable[FileGroups]) -> dict[str, 
 
 
 def are_ids(whole: dict[str, bool], mixed: Collection[str]) -> list[str]:
-    """Return the columns of `whole_floats` that are ids.
+    """Return the names of columns that hold ids; ``whole`` is the result of `whole_floats`.
 
-    They have nulls (pandas writes integers with nulls as floats), are integers in other files, or
-    have the name of an id.
+    A column holds ids if it has nulls (pandas writes integers with nulls as floats), is one of
+    ``mixed``, which are integers in other files, or is named like an id.
     """
     return [
         name

@@ -41,7 +41,7 @@ class Appearances:
         return total
 
     def merge(self, later: Appearances) -> Appearances:
-        """Merge with the appearances of later rows."""
+        """Merge with the appearances in later rows, whose ``first`` counts from the same row."""
         if not len(self.ids):
             return later
         # A stable sort keeps the earlier of two appearances first.
@@ -56,7 +56,7 @@ class Appearances:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ContiguousMap:
-    """Row numbers of the ids that are not rare.
+    """Row numbers of ids that are not rare: ``ids[i]`` has row ``numbers[i]``.
 
     The ids ``[kept]`` ascend; the numbers ``[kept]`` are a permutation of 2, 3, 4, ...
     """
@@ -76,7 +76,7 @@ class ContiguousMap:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of the ids' table, with the rows 0 and 1."""
+        """Number of rows of the table, including the rows 0 and 1."""
         return FIRST + len(self.ids)
 
     def __call__(self, ids: Integer[np.ndarray, " ids"]) -> Int[np.ndarray, " ids"]:

@@ -1,4 +1,4 @@
-"""Encoding of a table's columns for a model; errors name the row."""
+"""Encoding of single columns for a model, with errors that name the row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxrec.ragged.raw_ids import RESERVED
 
 _TOO_LARGE = "the number {:g} does not fit float32; take its log"
 
-# Makes the error of one value from its position and a text that states the problem.
+# Makes the error of a value, given the value's position in the column and the problem as text.
 ValueErrors: TypeAlias = Callable[[int, str], DataError]
 
 
@@ -36,7 +36,7 @@ class Location:
     column: str
 
     def error(self, row: int | np.integer, problem: str) -> DataError:
-        """Return an error that names a row; ``row`` counts from the first row of the location."""
+        """Return an error about a row, ``row`` rows after the first row of the location."""
         return DataError(
             f"{self.path}, row {self.row + int(row)} (from 0), column {self.column!r}: {problem}"
         )
@@ -45,7 +45,7 @@ class Location:
 def _check(
     bad: Bool[np.ndarray, " values"], error: ValueErrors, problem: str, values: Any = None
 ) -> None:
-    """Raise the error of the first bad value, which fills the ``{}`` of the problem."""
+    """Raise the error of the first value that ``bad`` marks; it fills the ``{}`` of ``problem``."""
     if bad.any():
         position = int(np.argmax(bad))
         raise error(position, problem if values is None else problem.format(values[position]))
@@ -61,7 +61,7 @@ def joined(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def numbers(column: Any) -> tuple[Float[np.ndarray, " rows"], Bool[np.ndarray, " rows"]]:
-    """Return a column's numbers, with 0 for nulls, and the mask of nulls."""
+    """Return a column's numbers as float64, with 0 for nulls, and whether each is null."""
     array = joined(column)
     is_null = np.asarray(array.is_null())
     # float64 for all types, so that one set of checks serves; large int64 lose their last bits,
@@ -70,7 +70,7 @@ def numbers(column: Any) -> tuple[Float[np.ndarray, " rows"], Bool[np.ndarray, "
 
 
 def is_boolean(rows: pa.Table | None, name: str) -> bool:
-    """Return whether a column has booleans, or lists of booleans."""
+    """Return whether a column of a table has booleans or lists of them; False without a table."""
     if rows is None:
         return False
     kind = rows.schema.field(name).type
@@ -78,7 +78,7 @@ def is_boolean(rows: pa.Table | None, name: str) -> bool:
 
 
 def check_booleans(column: Any, error: ValueErrors) -> None:
-    """Check that the values of a request for a column of booleans are booleans, 0 or 1."""
+    """Raise an error unless a column's numbers are 0 or 1; other types are not checked."""
     if pa.types.is_floating(column.type) or pa.types.is_integer(column.type):
         values, _ = numbers(column)
         problem = "the value is {:g}; expected true or false"
@@ -106,7 +106,10 @@ def encode_weight(column: Any, location: Location) -> Float32[np.ndarray, " rows
 def present_numbers(
     column: Any, options: DenseColumn, location: Location
 ) -> tuple[Float[np.ndarray, " rows"], Bool[np.ndarray, " rows"]]:
-    """Return a dense column's numbers and the mask of nulls; check that the numbers are finite."""
+    """Return a dense column's numbers as float64, with 0 for nulls, and whether each is null.
+
+    A number that the column's transform cannot take is an error.
+    """
     values, is_null = numbers(column)
     if options.missing == "error":
         problem = "the number is null; fill it, or give missing: zero in the schema"
@@ -147,19 +150,16 @@ def encode_dense(
 def flat_values(
     column: Any, options: CategoricalColumn, location: Location
 ) -> tuple[pa.Array, Int[np.ndarray, " rows"] | None]:
-    """Return a column's values ``[values]``, and the lengths ``[rows]`` of its lists or None.
+    """Return a categorical column's values without lists, and the length of each list.
 
-    Numbers are returned as integers (`as_integers`).
+    The lengths are int64 ``[rows]``, or None for a column without lists. Numbers are returned as
+    integers (`as_integers`).
     """
     array = joined(column)
+    lengths, problem = None, "the value is null; fill it, or give missing: unknown in the schema"
     if is_list(array.type):
         lengths = pc.list_value_length(array).fill_null(0).to_numpy().astype(np.int64)
         array, problem = array.flatten(), "a value of the list is null; drop it or fill it"
-    else:
-        lengths, problem = (
-            None,
-            "the value is null; fill it, or give missing: unknown in the schema",
-        )
     error = _errors(lengths, location)
     flat = as_integers(array, error)
     # A null beside other values of a list is refused always: an empty bag cannot stand for it.
@@ -169,7 +169,10 @@ def flat_values(
 
 
 def _errors(lengths: Int[np.ndarray, " rows"] | None, location: Location) -> ValueErrors:
-    """Return a function that makes errors of flat values, with the rows of their lists."""
+    """Return a function that makes the error of a value of a column of lists, or of plain values.
+
+    ``lengths`` has the length of each list ``[rows]``; the error names the list's row.
+    """
     if lengths is None:
         return location.error
 
@@ -206,7 +209,7 @@ def as_integers(flat: pa.Array, error: ValueErrors) -> pa.Array:
 def are_whole(
     values: Float[np.ndarray, " values"], kind: pa.DataType
 ) -> Bool[np.ndarray, " values"]:
-    """Return which numbers are whole, and small enough that their float type has all integers."""
+    """Return which numbers are whole and so small that the float type ``kind`` has all integers."""
     # float16, float32 and float64 hold all integers up to 2^11, 2^24 and 2^53. Beyond, two ids
     # may have become one number before we see them.
     digits = {16: 11, 32: 24}.get(kind.bit_width, 53)
@@ -255,7 +258,7 @@ def encode_categorical(
 
 
 def _rows(flat: pa.Array, options: CategoricalColumn, error: ValueErrors) -> pa.Array:
-    """Encode values without a vocabulary; nulls stay null."""
+    """Encode values by an encoding that needs no vocabulary; nulls stay null."""
     count = options.num_embeddings
     if count is None:
         raise ValueError("its vocabulary has not been learned")

@@ -99,21 +99,20 @@ class TableEncoder:
             certain: True: the capacity holds every batch of the rows that the encoder was learned
                 from. False: it holds nearly every batch, and is smaller.
         """
-        return {
-            name: capacity_for(samples)
-            if name not in self.lengths
-            else self.lengths[name].most(samples)
-            if certain
-            else self.lengths[name].usual(samples)
-            for name in self.schema.categorical
-        }
+
+        def capacity(name: str) -> int:
+            if (lengths := self.lengths.get(name)) is None:
+                return capacity_for(samples)
+            return lengths.most(samples) if certain else lengths.usual(samples)
+
+        return {name: capacity(name) for name in self.schema.categorical}
 
     @functools.cached_property
     def is_text(self) -> dict[str, bool]:
-        """Whether a column had text in training, by name.
+        """Whether a categorical column had text in training, by name.
 
-        Only columns whose encoding takes both text and numbers, and whose type in training is
-        known.
+        Columns are left out if their encoding does not take both text and numbers, or if their type
+        in training is not known.
         """
         if self.example is None:
             return {}
@@ -168,7 +167,9 @@ class TableEncoder:
             first_row: Number of the table's first row in the file, for errors.
         """
         schema = self.schema
-        check_columns(schema, table.schema, path, has_labels=False)
+        features = (*schema.dense, *schema.categorical)
+        booleans = [name for name in features if is_boolean(self.example, name)]
+        check_columns(schema, table.schema, path, has_labels=False, booleans=booleans)
         self._check_kinds(table.schema, path)
 
         def location(name: str) -> Location:
@@ -183,9 +184,8 @@ class TableEncoder:
         if schema.weight is not None and schema.weight in given:
             weight = encode_weight(table[schema.weight], location(schema.weight))
         columns = [label, weight]
-        for name in (*schema.dense, *schema.categorical):
-            if is_boolean(self.example, name):
-                check_booleans(table[name], location(name).error)
+        for name in booleans:
+            check_booleans(table[name], location(name).error)
         for name, dense in schema.dense.items():
             moments = self.moments.get(name, Moments())
             columns.append(encode_dense(table[name], dense, moments, location(name)))
@@ -196,10 +196,11 @@ class TableEncoder:
             if pa.types.is_null(column.type) and name in self.lengths:
                 column = pa.nulls(len(table), pa.list_(pa.null()))
             columns.append(encode_categorical(column, options, vocabulary, location(name)))
-        return pa.table(columns, [*_FIRST, *schema.dense, *schema.categorical])
+        return pa.table(columns, [*_FIRST, *features])
 
     def _check_kinds(self, columns: pa.Schema, path: str | os.PathLike[str]) -> None:
-        """Check that columns with text in training have text: the hash of "7" is not that of 7."""
+        """Raise a DataError if a column had text in training and has numbers, or the reverse."""
+        # Both could be encoded, but the hash of "7" is not that of 7.
         for name, was_text in self.is_text.items():
             kind = value_type(columns.field(name).type)
             if not pa.types.is_null(kind) and was_text == is_dense(kind):
@@ -211,7 +212,7 @@ class TableEncoder:
                 )
 
     def pack(self, encoded: pa.Table, batch_size: int) -> ClickBatch:
-        """Make a batch of encoded rows, filled up with padding.
+        """Make a batch of rows that `encode` returned, filled up with padding.
 
         With a column of encoding "dynamic" the batch has raw ids, for `jaxrec.tier.ahead`.
         """
@@ -311,14 +312,14 @@ class EncodedGroups:
 
 
 def first_rows(schema: Schema, table: pa.Table) -> pa.Table:
-    """Return the example of an encoder: the first rows of the features' columns."""
+    """Return the example for an encoder: the first rows of a table, with the features' columns."""
     columns = table.select([*schema.dense, *schema.categorical]).replace_schema_metadata(None)
     # A copy: a slice would keep the whole table in memory.
     return columns.take(np.arange(min(NUM_ROWS, len(table))))
 
 
 def as_table(table: pa.Table | Mapping[str, Any]) -> pa.Table:
-    """Convert arrays by name to a table; None and NaN in arrays of objects become nulls."""
+    """Convert arrays by name to a table; in arrays of objects None and NaN become nulls."""
     if isinstance(table, pa.Table):
         return table
     if not isinstance(table, Mapping):
@@ -357,7 +358,7 @@ def _vocabulary_file(directory: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def _read_example(schema: Schema, path: pathlib.Path) -> pa.Table:
-    """Read `TableEncoder.example`; raise DataError if its columns are not the schema's."""
+    """Read `TableEncoder.example`; raise a DataError if its columns are not the schema's."""
     try:
         rows = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:

@@ -1,4 +1,4 @@
-"""The files of a data set: finding Parquet files by a path, and naming formats that are not read.
+"""The files of a data set: finding Parquet files by a path, and naming formats of other files.
 
 A path is one file, a directory, or a pattern such as ``parts/*.parquet``. Directories named
 ``key=value``, as Spark, Dask, polars and DuckDB write them, become columns.
@@ -135,7 +135,7 @@ def _walk(directory: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def keys_of(path: str | os.PathLike[str]) -> dict[str, str | None]:
-    """Return the values of the ``key=value`` directories on a file's path; None for a null."""
+    """Return by key the values of the ``key=value`` directories on a path; None for a null."""
     keys: dict[str, str | None] = {}
     for part in pathlib.PurePath(path).parts[:-1]:
         name, is_key, value = part.partition("=")
@@ -160,7 +160,7 @@ def key_types(paths: Iterable[str | os.PathLike[str]]) -> dict[str, pa.DataType]
 
 
 def key_column(value: str | None, kind: pa.DataType, rows: int) -> pa.Array:
-    """Return a column that has one value in all ``rows``."""
+    """Return a column of ``rows`` rows with the value of a ``key=value`` directory."""
     whole = pa.types.is_integer(kind) and value is not None
     return pa.repeat(pa.scalar(int(value) if whole and value else value, kind), rows)
 
@@ -194,9 +194,10 @@ _READS = "jaxrec train reads Parquet files"
 
 
 def foreign_format(path: pathlib.Path) -> str | None:
-    """Return the end of an error: the format of a file, and a command that converts it.
+    """Return why a file is not text in Criteo's format; None if it may be.
 
-    None: the file may be text in Criteo's format.
+    The text follows the file's name in an error. It names the file's format, and often a command
+    that converts the file.
     """
     with path.open("rb") as file:
         start = file.read(_BYTES)
@@ -233,10 +234,8 @@ def _binary(path: pathlib.Path, kind: str) -> str:
 
 
 def _is_tfrecord(start: bytes, size: int) -> bool:
-    """Return whether the file begins with one or two records of plausible lengths.
-
-    TFRecords have no magic bytes.
-    """
+    """Return whether a file of ``size`` bytes begins with TFRecords, given its first bytes."""
+    # TFRecords have no magic bytes: look for one or two records of plausible lengths.
     position = 0
     for _ in range(2):
         if position == size or position + 12 > len(start):
@@ -258,7 +257,9 @@ def _text(path: pathlib.Path, lines: list[str]) -> str | None:
         return f"has lines of libsvm's format; {_READS}, with a column for each field"
     separator = max(_SEPARATORS, key=first.count)
     if not first.count(separator):
-        return None
+        if ".csv" not in path.suffixes:
+            return None
+        separator = ","
     fields = first.split(separator)
     options = f", parse_options=pyarrow.csv.ParseOptions(delimiter={json.dumps(separator)})"
     table = f'pyarrow.csv.read_csv("{path}"{"" if separator == "," else options})'
@@ -267,15 +268,16 @@ def _text(path: pathlib.Path, lines: list[str]) -> str | None:
             f"is a file of RecBole, of {', '.join(fields)}; {_READS} with a column of labels, 0 or "
             f"1: add one to {table}, and write that by pyarrow.parquet.write_table"
         )
-    return (
-        f"has {len(fields)} columns separated by {_SEPARATORS[separator]} "
-        f"({', '.join(fields[:5])}{', ...' if len(fields) > 5 else ''}), and Criteo's format has "
-        f"{COLUMNS} separated by tabs; {_READS}: {_write(path, table)} writes one"
-    )
+    shown = ", ".join(fields[:5]) + (", ..." if len(fields) > 5 else "")
+    columns = f"{len(fields)} columns separated by {_SEPARATORS[separator]} ({shown})"
+    # Only lines with tabs may be meant to be Criteo's.
+    has_tabs = separator == "\t"
+    kind = f"has {columns}, and Criteo's format has {COLUMNS}" if has_tabs else f"is CSV: {columns}"
+    return f"{kind}; {_READS}: {_write(path, table)} writes one"
 
 
 def _write(path: pathlib.Path, table: str) -> str:
-    """Return a shell command that writes a Parquet file from an expression of a table."""
+    """Return a shell command that writes a Parquet file; ``table`` is Python code of the table."""
     modules = [name for name in ("pyarrow.csv", "pyarrow.json") if name in table]
     output = path.with_suffix(".parquet")
     return (

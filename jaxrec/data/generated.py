@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from jaxrec.data.clicks import ClickBatch, Clicks
 from jaxrec.data.pipeline import made_ahead
 from jaxrec.data.shuffled import Shard
-from jaxrec.data.transforms import NUM_CATEGORICAL, NUM_DENSE, log_counts
+from jaxrec.data.transforms import NUM_DENSE, check_tables, log_counts
 from jaxrec.ragged import KeyedJaggedArray, hash_ids
 
 # Rows made at once. It is part of what a seed means: another number gives another log.
@@ -93,14 +93,7 @@ class GeneratedLog:
                 "a generated log has num_rows of 1 or more and a seed of 0 or more; "
                 f"got num_rows={self.num_rows}, seed={self.seed}"
             )
-        if len(self.table_rows) != NUM_CATEGORICAL or min(self.table_rows) < 1:
-            raise ValueError(
-                f"a generated log has {NUM_CATEGORICAL} tables of 1 row or more; "
-                f"got table_rows={self.table_rows}"
-            )
-
-        if self.id_bits not in (32, 64):
-            raise ValueError(f"id_bits is {self.id_bits!r}; expected 32 or 64")
+        check_tables("a generated log", self.table_rows, self.id_bits)
 
     def chunks(self, start: int, stop: int) -> Iterator[Clicks]:
         """Yield the rows ``[start, stop)`` in order; see `ClickLog`."""
@@ -130,7 +123,7 @@ class GeneratedLog:
 def power_law_ids(
     rng: np.random.Generator, rows: int, table_rows: tuple[int, ...]
 ) -> Int[np.ndarray, "rows tables"]:
-    """Draw ids ``[rows, tables]`` of each table with probabilities of about ``1 / (id + 1)``."""
+    """Draw int32 ids ``[rows, tables]``; id ``k`` has a probability of about ``1 / (k + 1)``."""
     # The inverse of the distribution function: u becomes (n + 1)^u - 1.
     exponents = np.log(np.array(table_rows, np.float32) + 1)
     ids = (np.exp(rng.random((rows, len(table_rows)), np.float32) * exponents) - 1).astype(np.int32)
@@ -140,7 +133,7 @@ def power_law_ids(
 
 @functools.lru_cache(maxsize=4)
 def _hashes(table_rows: tuple[int, ...]) -> tuple[Int[np.ndarray, " ids"], ...]:
-    """Return the raw id of each row index, ``[table_rows]`` for each feature."""
+    """Return for each feature the raw ids of its row indices, int64 ``[table_rows]``."""
     return tuple(
         hash_ids(np.arange(rows), None, seed=table).view(np.int64)
         for table, rows in enumerate(table_rows)

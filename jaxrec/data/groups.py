@@ -1,4 +1,4 @@
-"""Row groups, which are read as a whole: the interface of all readers, and groups of files.
+"""Row groups, the parts in which files are read: the interface of readers, and groups of files.
 
 To add a file format, write a module with a subclass of `FileGroups` whose ``open`` opens a file;
 `jaxrec.data.parquet` is the model. Everything above, from schemas to batches, sees only row groups.
@@ -89,18 +89,21 @@ class FileGroups(abc.ABC):
 
     @functools.cached_property
     def _key_types(self) -> dict[str, pa.DataType]:
-        """Types of the columns of directories."""
+        """Type of each column that comes from ``key=value`` directories."""
         # Over all files: one file alone may have an integer where the data set has strings.
         return key_types(self.paths)
 
     def _keys(self, path: pathlib.Path, stored: Sequence[str]) -> dict[str, str | None]:
-        """Return the directories' values that are columns of a file with ``stored`` columns."""
+        """Return the values of ``key=value`` directories that are columns of the file ``path``.
+
+        ``stored`` are the columns that the file has itself.
+        """
         wanted = self.columns or self.keys
         return {n: x for n, x in keys_of(path).items() if n in wanted and n not in stored}
 
     @functools.cached_property
     def _files(self) -> tuple[tuple[pathlib.Path, pa.Schema, tuple[int, ...]], ...]:
-        """Path, columns and sizes of the row groups of each file."""
+        """Each file's path, the names and types of its columns, and the rows of each group."""
         # All footers are read before the first row: a file without a column fails now, not in the
         # middle of an epoch.
         files = []
@@ -124,7 +127,7 @@ class FileGroups(abc.ABC):
 
     @functools.cached_property
     def _locations(self) -> tuple[tuple[pathlib.Path, int, int, int], ...]:
-        """File, number in the file, first row in the file and number of rows of each group."""
+        """Each group's file, number in the file, first row in the file, and number of rows."""
         locations = []
         for path, _, sizes in self._files:
             stops = itertools.accumulate(sizes)
@@ -178,7 +181,7 @@ class GroupRange:
 
     @functools.cached_property
     def _cuts(self) -> tuple[tuple[int, int, int], ...]:
-        """Number of each group that has rows of the range, and their first and end in the group."""
+        """Number of each group with rows of the range, and the range's start and end in it."""
         cuts, first = [], 0
         for group, rows in enumerate(self.groups.sizes):
             low, high = max(self.start - first, 0), min(self.stop - first, rows)

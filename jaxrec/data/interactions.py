@@ -1,4 +1,4 @@
-"""Sequences of users' items in the order of time, for models that predict the next item."""
+"""The sequence of each user's items in time, for models that predict the next item."""
 
 from __future__ import annotations
 

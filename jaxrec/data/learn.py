@@ -1,4 +1,4 @@
-"""One pass over the rows that learns vocabularies and statistics, and checks all values."""
+"""Learning an encoder: one pass over the rows that collects statistics and checks all values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxrec.data.vocabulary import ValueCounts
 
 
 def needs_pass(schema: Schema, files: Iterable[pa.Schema]) -> bool:
-    """Return whether an encoder of files with these columns must read the rows."""
+    """Return whether an encoder must be learned from the rows of files with these columns."""
     return (
         any(options.is_learned for options in schema.dense.values())
         or any(options.encoding == "vocabulary" for options in schema.categorical.values())
@@ -106,6 +106,7 @@ def learn_encoder(
 
 
 def _count(counts: ValueCounts, flat: pa.Array, location: Location) -> None:
+    """Count values of a column; an error about their type names the file and the column."""
     try:
         counts.add(flat)
     except TypeError as error:
@@ -115,7 +116,7 @@ def _count(counts: ValueCounts, flat: pa.Array, location: Location) -> None:
 def _tables(
     groups: LocatedGroups | Iterable[pa.Table],
 ) -> Iterator[tuple[pa.Table, str | pathlib.Path, int]]:
-    """Yield each group with its file and the number of its first row in the file."""
+    """Yield each group's rows, its file, and the number of its first row in the file."""
     if not isinstance(groups, LocatedGroups):
         yield from ((table, "the table", 0) for table in groups)
         return

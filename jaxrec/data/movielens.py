@@ -1,4 +1,4 @@
-"""Readers of GroupLens' MovieLens data sets in all their formats."""
+"""Readers of GroupLens' MovieLens data sets, in the format of each."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _USERS = {"user_id": _INT, "age": _INT, "gender": _TEXT, "occupation": _TEXT, "z
 
 @dataclasses.dataclass(frozen=True)
 class _Format:
-    """Format of a file, told by the end of its name.
+    """Format of the files whose names end with ``name``.
 
-    ``columns`` has "" for an empty column; None: the first line names the columns.
+    ``columns`` names the columns in order, "" for an empty one. None: the first line names them.
     """
 
     name: str
@@ -110,14 +110,17 @@ def movielens_ratings(path: str | os.PathLike[str]) -> pa.Table:
 def _find(
     path: pathlib.Path, formats: Sequence[_Format], missing: str
 ) -> tuple[pathlib.Path, _Format]:
-    """Return the first file at a path or in a directory whose name a format has, and the format."""
+    """Return the file at a path, or the first in a directory, that has one of the formats, and it.
+
+    ``missing`` is the error's text if there is none.
+    """
+    if not path.exists():
+        raise FileNotFoundError(2, "No such file or directory", str(path))
     candidates = sorted(path.iterdir()) if path.is_dir() else [path]
     for layout in formats:
         for file in candidates:
             if file.name.endswith(layout.name):
                 return file, layout
-    if not path.exists():
-        raise FileNotFoundError(2, "No such file or directory", str(path))
     raise DataError(f"{path}: {missing}")
 
 
@@ -164,7 +167,7 @@ def _movies(
     genres: Sequence[Sequence[str]],
     years: pa.ChunkedArray | None = None,
 ) -> pa.Table:
-    """Make the table of movies; without ``years``, read the year from the end of the title."""
+    """Make the table of movies; without ``years`` the year is read from the end of each title."""
     if years is None:
         found = pc.extract_regex(titles, r"\((?P<year>[0-9]{4})\)\s*$")
     else:
@@ -213,7 +216,7 @@ def movielens_users(path: str | os.PathLike[str]) -> pa.Table:
 
 
 def _read(file: pathlib.Path, layout: _Format, types: dict[str, pa.DataType]) -> pa.Table:
-    """Read the columns ``types`` of a file."""
+    """Read the columns that ``types`` names from a file, in these types."""
     if layout.columns is None:
         names = _header(file, layout.delimiter, types)
     else:

@@ -172,7 +172,7 @@ def _without_ids(batch: KeyedJaggedArray) -> KeyedJaggedArray:
 
 
 def _with_empty_bags(batch: KeyedJaggedArray, missing: int) -> KeyedJaggedArray:
-    """Append ``missing`` samples without ids."""
+    """Append ``missing`` samples without ids to a batch."""
     size = batch.batch_size
     lengths = np.split(np.asarray(batch.lengths), np.cumsum(batch.strides)[:-1])
     # Ids of each sample of the features without spare capacity, such as one id per sample: there

@@ -1,4 +1,4 @@
-"""Parquet files and their row groups, also with Arrow types that PyArrow does not know."""
+"""Parquet files and their row groups, also of files with Arrow types that PyArrow does not know."""
 
 from __future__ import annotations
 
@@ -100,6 +100,11 @@ def open_parquet(path: str | os.PathLike[str], **options: Any) -> Iterator[pq.Pa
         with contextlib.ExitStack() as stack:
             try:
                 file = pq.ParquetFile(path, **options)
+            except OSError as error:
+                if error.errno is None:
+                    raise
+                # PyArrow names the file only within a text of its own.
+                raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
             except pa.ArrowException:
                 if (opened := _without_arrow_schema(path)) is None:
                     raise
@@ -108,25 +113,25 @@ def open_parquet(path: str | os.PathLike[str], **options: Any) -> Iterator[pq.Pa
             yield stack.enter_context(file)
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # an error of the operating system, which names the file
+            raise  # an error of the operating system
         reason = " ".join(str(error).split())
         raise DataError(f"{path} is not a Parquet file, or damaged ({reason})") from None
 
 
 def write_checked(table: pa.Table, path: str | os.PathLike[str]) -> None:
-    """Write a file with checksums of its pages, complete or not at all."""
+    """Write a table to a Parquet file with checksums of its pages, complete or not at all."""
     with write_atomically(path) as unfinished:
         pq.write_table(table, unfinished, write_page_checksum=True)
 
 
 def read_checked(path: str | os.PathLike[str]) -> pa.Table:
-    """Read a whole small file that `write_checked` wrote."""
+    """Read the table of a file that `write_checked` wrote, and compare its checksums."""
     with open_parquet(path, page_checksum_verification=True) as file:
         return file.read()
 
 
 def columns_of(file: pq.ParquetFile) -> pa.Schema:
-    """Return the columns of an open file."""
+    """Return the names and types of an open file's columns."""
     columns = file.schema_arrow
     # If the Arrow schema is hidden, bytes of a fixed size may be numbers of an unknown type: as
     # opaque columns they are left out of the features, and not taken for ids.

@@ -30,7 +30,7 @@ CLOSE_SECONDS = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class _Message:
-    """Message between stages: an item, or the end of the batches and the error that ended them."""
+    """Message from one stage to the next: an item, or the end of all items and its error."""
 
     item: Any = None
     is_end: bool = False

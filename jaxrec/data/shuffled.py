@@ -136,7 +136,7 @@ class BatchSource(Generic[Batch]):
 
     @functools.cached_property
     def _dealt(self) -> tuple[tuple[int, ...], ...]:
-        """Row groups of each process."""
+        """Numbers of each process's row groups, ascending."""
         if self.shard.count == 1:
             return (tuple(range(len(self.groups.sizes))),)
         dealt: list[list[int]] = [[] for _ in range(self.shard.count)]
@@ -151,7 +151,7 @@ class BatchSource(Generic[Batch]):
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - as long-lived as a run
     def _order(self, epoch: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-        """Return the row groups of each window of an epoch, and the first row after each window."""
+        """Return the row groups of each window of an epoch, and the row at which each ends."""
         groups = np.array(self._dealt[self.shard.index])
         if self.seed is not None:
             groups = np.random.default_rng([self.seed, epoch]).permutation(groups)
@@ -218,7 +218,7 @@ class BatchSource(Generic[Batch]):
 
 
 class _WindowCache:
-    """Cache of the windows used last; a window is read once for all threads."""
+    """Cache of the windows of rows that were used last; threads share one read of a window."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

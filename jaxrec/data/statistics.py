@@ -13,7 +13,7 @@ from jaxrec.ragged.capacity import LengthMoments, capacity_for
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-    """Count, mean and sum of squared differences from the mean; two sets' moments can be added."""
+    """Count, mean and sum of squared differences from the mean of a set of numbers."""
 
     count: int = 0
     mean: float = 0.0
@@ -32,8 +32,8 @@ class Moments:
         return cls(values.size, mean, float(np.square(values - mean).sum()))
 
     def __add__(self, other: Moments) -> Moments:
-        """Return the moments of both sets (Chan, Golub and LeVeque 1983, "Algorithms for computing
-        the sample variance", equation 2.1)."""
+        """Return the moments of the union of two sets of numbers (Chan, Golub and LeVeque 1983,
+        "Algorithms for computing the sample variance", equation 2.1)."""
         # Sums of squares of large numbers, such as timestamps, would cancel to noise.
         count = self.count + other.count
         if not count:

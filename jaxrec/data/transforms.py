@@ -1,4 +1,4 @@
-"""Columns of Criteo's click logs, and their transforms for a model."""
+"""Columns of Criteo's click logs: their names, checks of their tables, and their transforms."""
 
 from __future__ import annotations
 
@@ -12,6 +12,20 @@ COLUMNS = 1 + NUM_DENSE + NUM_CATEGORICAL
 LABEL = "label"
 DENSE_NAMES = tuple(f"int_{i}" for i in range(NUM_DENSE))
 CATEGORICAL_NAMES = tuple(f"cat_{i}" for i in range(NUM_CATEGORICAL))
+
+
+def check_tables(log: str, table_rows: tuple[int, ...], id_bits: int) -> None:
+    """Raise a ValueError unless there are 26 tables with rows, and ids of 32 or 64 bits.
+
+    ``log`` is the subject of the error.
+    """
+    if len(table_rows) != NUM_CATEGORICAL or min(table_rows) < 1:
+        raise ValueError(
+            f"{log} has {NUM_CATEGORICAL} categorical features, each with a table of 1 row or "
+            f"more; got table_rows={table_rows}"
+        )
+    if id_bits not in (32, 64):
+        raise ValueError(f"id_bits is {id_bits!r}; expected 32 or 64")
 
 
 def log_counts(counts: Int[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:

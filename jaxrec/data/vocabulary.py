@@ -102,9 +102,9 @@ class ValueCounts:
 
 
 class ValueIndex(NamedTuple):
-    """Sorted, distinct hashes of a vocabulary's values, and the position of each one's value.
+    """Ascending hashes of a vocabulary's values, and the position of each hash's value.
 
-    ``seed`` is a seed with which no two values have the same hash.
+    With the seed ``seed`` all hashes differ.
     """
 
     hashes: UInt64[np.ndarray, " size"]
@@ -211,8 +211,8 @@ class Vocabulary:
         present = plain if known.all() else plain.drop_null()
         if present.type != self.values.type and len(present):
             raise TypeError(
-                f"the values are of Arrow type {values.type}, those of the vocabulary of "
-                f"{self.values.type}"
+                f"the values are of Arrow type {values.type}, but the vocabulary was made of "
+                f"{self.values.type}; convert them"
             )
         rows = np.zeros(len(plain), np.int32)
         if len(present):
@@ -244,7 +244,7 @@ class Vocabulary:
 
     @functools.cached_property
     def index(self) -> ValueIndex:
-        """The hashes of the values, by which their rows are found."""
+        """Hashes of the values, by which `__call__` finds their rows."""
         # A binary search over hashes is faster than one over strings, and takes 16 bytes a value.
         # Two values rarely have the same hash of 64 bits; another seed then tells them apart.
         for seed in range(1 << 10):

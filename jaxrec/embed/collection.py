@@ -18,7 +18,12 @@ from jaxrec.embed.config import EmbeddingBagConfig, EmbeddingConfig, TableConfig
 from jaxrec.embed.functional import init_tables
 from jaxrec.embed.outputs import warn_of_unused_weights
 from jaxrec.embed.store import StoreFactory, TableStore, check_state
-from jaxrec.embed.taps import TappedModule, current_differentiation, require_jaxrec_gradient
+from jaxrec.embed.taps import (
+    TappedModule,
+    current_differentiation,
+    require_jaxrec_gradient,
+    tapped_modules,
+)
 from jaxrec.optim.wrappers import AVERAGE_OFFSET
 from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray
 from jaxrec.ragged.raw_ids import is_raw, refuse
@@ -289,6 +294,12 @@ class Collection(TappedModule):
             refuse("features")
         check_ids(features, self._store.layout.bounds, always=self.debug)
         self._traced_capacities.add(type(self).__name__, features)
+
+
+def find_collections(model: nnx.Module) -> dict[str, Collection]:
+    """Return a model's collections by path, such as "ranker/embeddings"; shared ones once."""
+    modules = tapped_modules(model)
+    return {path: each for path, each in modules.items() if isinstance(each, Collection)}
 
 
 class EmbeddingBagCollection(Collection):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from jaxrec.embed.collection import Collection
+from jaxrec.embed.collection import Collection, find_collections
 from jaxrec.embed.functional import default_store
 from jaxrec.embed.layout import TableLayout
-from jaxrec.embed.taps import tapped_modules
 from jaxrec.mesh.agree import require_same
 from jaxrec.mesh.channel import check_ragged
 from jaxrec.mesh.creation import init_on_mesh, layout_on_mesh, shard_tables
@@ -152,7 +151,7 @@ def shard(
     if isinstance(model, nnx.Module):
         made = cast(Model, model)
         dense_part = dense_placements(made, dense, mesh, precision.dense)  # before anything moves
-        _move_tables(_collections(made), placements, mesh, replica_axis)
+        _move_tables(find_collections(made).values(), placements, mesh, replica_axis)
     else:
 
         def make(layout: TableLayout, key: Array) -> ShardedTables:
@@ -166,12 +165,12 @@ def shard(
         # from elsewhere, such as quantized ones, still have to move.
         elsewhere = [
             collection
-            for collection in _collections(made)
+            for collection in find_collections(made).values()
             if not isinstance(collection.tables.get_value().placed, MeshStore)
         ]
         _move_tables(elsewhere, placements, mesh, replica_axis)
     # The settings of exchanges belong to the store, not to its arrays, so both paths set them here.
-    for collection in _collections(made):
+    for collection in find_collections(made).values():
         tables = collection.tables.get_value()
         placed = dataclasses.replace(
             cast(MeshStore, tables.placed), precision=precision, is_ragged=is_ragged
@@ -242,12 +241,8 @@ def _check_caches(
             )
 
 
-def _collections(model: nnx.Module) -> list[Collection]:
-    return [module for module in tapped_modules(model).values() if isinstance(module, Collection)]
-
-
 def _move_tables(
-    collections: Sequence[Collection],
+    collections: Iterable[Collection],
     placements: Mapping[str, Placement],
     mesh: Mesh,
     replica_axis: ReplicaAxis,

@@ -1,4 +1,4 @@
-"""Exact areas under curves, computed on the host: of arrays, and of a window of samples."""
+"""Exact areas under curves, computed on the host from arrays or from a window of samples."""
 
 from __future__ import annotations
 
@@ -145,7 +145,10 @@ def _steps(
     *,
     merge_ties: bool,
 ) -> tuple[Float[np.ndarray, " steps"], Float[np.ndarray, " steps"]]:
-    """Return the weights of positive and negative samples at each score, highest score first."""
+    """Return the total weight of positives and of negatives at each step, highest score first.
+
+    With ``merge_ties`` a step has the samples of one score, otherwise one sample.
+    """
     # Stable, since TorchRec ranks equal scores by the order of the samples.
     order = np.argsort(-scores, kind="stable")
     positives = (weights * labels)[order]
@@ -165,7 +168,10 @@ def _checked(
     weights: Shaped[np.ndarray, " samples"] | None,
     of_labels: Domain,
 ) -> tuple[Float[np.ndarray, " samples"], ...]:
-    """Return checked scores, labels and weights in float64; weights are 1 by default."""
+    """Check scores, labels and weights, and return them in float64; weights None are all 1.
+
+    Errors begin with ``who``; ``of_labels`` says which labels are valid.
+    """
     given = {"scores": scores, "labels": labels}
     if weights is not None:
         given["weights"] = weights

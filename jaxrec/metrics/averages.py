@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import ClassVar
 
@@ -12,6 +13,30 @@ from jaxtyping import Array, Float
 from jaxrec.metrics.domain import AMOUNT, LABEL, NUMBER, PROBABILITY, Domains
 from jaxrec.metrics.entropy import CountsExamples, check_coefficient, recalibrated
 from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mean(SumMetric):
+    """Base of metrics that are the weighted mean of one number per sample, ``sum w x / sum w``.
+
+    Attributes:
+        total: Name of ``sum w x`` in the state, by which checkpoints save it.
+    """
+
+    total: ClassVar[str] = "total"
+
+    @abc.abstractmethod
+    def averaged(self, batch: Batch) -> Float[Array, "tasks batch"]:
+        """Return the number of each sample to average, ``[tasks, batch]``."""
+
+    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
+        return {
+            self.total: (batch.weights * self.averaged(batch)).sum(axis=1),
+            "weights": batch.weights.sum(axis=1),
+        }
+
+    def values(self, sums: Sums) -> Values:
+        return {self.name: ratio(sums[self.total], sums["weights"])}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,24 +104,19 @@ class ServingCalibration(CountsExamples, Calibration):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClickThroughRate(SumMetric):
+class ClickThroughRate(Mean):
     """The mean label ``sum w y / sum w`` (``ctr``).
 
     Without samples it is undefined; ``compat="torchrec"`` reports 0.
     """
 
     name: ClassVar[str] = "ctr"
+    total: ClassVar[str] = "positives"
     torchrec_undefined: ClassVar[float] = 0.0
     domains: ClassVar[Domains] = (None, LABEL)
 
-    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
-        return {
-            "positives": (batch.weights * batch.labels).sum(axis=1),
-            "weights": batch.weights.sum(axis=1),
-        }
-
-    def values(self, sums: Sums) -> Values:
-        return {self.name: ratio(sums["positives"], sums["weights"])}
+    def averaged(self, batch: Batch) -> Float[Array, "tasks batch"]:
+        return batch.labels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,7 +140,7 @@ class Average(SumMetric):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WeightedAverage(SumMetric):
+class WeightedAverage(Mean):
     """The mean prediction ``sum w p / sum w`` (``weighted_avg``).
 
     TorchRec counts each update as one sample of the window; this metric counts its samples, also
@@ -131,19 +151,7 @@ class WeightedAverage(SumMetric):
     domains: ClassVar[Domains] = (NUMBER, None)
 
     def averaged(self, batch: Batch) -> Float[Array, "tasks batch"]:
-        """Return the number of each sample to average, ``[tasks, batch]``."""
-        return batch.predictions
-
-    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
-        # `Metric.batch` clears the predictions of padding, but not further inputs.
-        averaged = jnp.where(batch.real, self.averaged(batch), 0)
-        return {
-            "total": (batch.weights * averaged).sum(axis=1),
-            "weights": batch.weights.sum(axis=1),
-        }
-
-    def values(self, sums: Sums) -> Values:
-        return {self.name: ratio(sums["total"], sums["weights"])}
+        return jnp.where(batch.real, batch.predictions, 0)  # compat leaves padding in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,7 +178,8 @@ class TensorWeightedAverage(WeightedAverage):
         return ()
 
     def averaged(self, batch: Batch) -> Float[Array, "tasks batch"]:
-        return batch.inputs[self.tensor].astype(jnp.float32)
+        # `Metric.batch` clears the predictions of padding, but not further inputs.
+        return jnp.where(batch.real, batch.inputs[self.tensor].astype(jnp.float32), 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,7 +207,7 @@ class ServingLoss(CountsExamples, TensorWeightedAverage):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SumOfWeights(SumMetric):
-    """``sum w`` (``sum_weights``)."""
+    """The total weight of the samples, ``sum w`` (``sum_weights``)."""
 
     name: ClassVar[str] = "sum_weights"
     domains: ClassVar[Domains] = (None, None)
@@ -212,7 +221,7 @@ class SumOfWeights(SumMetric):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightedSumOfPredictions(SumMetric):
-    """``sum w p`` (``weighted_sum_predictions``)."""
+    """The weighted sum of the predictions, ``sum w p`` (``weighted_sum_predictions``)."""
 
     name: ClassVar[str] = "weighted_sum_predictions"
     domains: ClassVar[Domains] = (NUMBER, None)
@@ -268,9 +277,10 @@ class NumMissingLabels(SumMetric):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeanSquaredError(SumMetric):
-    """``sum w (y - p)^2 / sum w``, its root, and the share of variance explained.
+    """The mean squared error, its root, and the share of the labels' variance that is explained.
 
-    Reports ``mse``, ``rmse`` and ``r_squared = 1 - sum w (y - p)^2 / sum w (y - mean)^2``.
+    Reports ``mse = sum w (y - p)^2 / sum w``, ``rmse`` and
+    ``r_squared = 1 - sum w (y - p)^2 / sum w (y - mean)^2``, where ``mean`` is the mean label.
     ``r_squared`` is undefined if all labels are equal.
 
     Example:
@@ -304,20 +314,14 @@ class MeanSquaredError(SumMetric):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MeanAbsoluteError(SumMetric):
-    """``sum w |y - p| / sum w`` (``mae``)."""
+class MeanAbsoluteError(Mean):
+    """The mean absolute error ``sum w |y - p| / sum w`` (``mae``)."""
 
     name: ClassVar[str] = "mae"
+    total: ClassVar[str] = "absolute_error"
 
-    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
-        error = jnp.abs(batch.labels - batch.predictions)
-        return {
-            "absolute_error": (batch.weights * error).sum(axis=1),
-            "weights": batch.weights.sum(axis=1),
-        }
-
-    def values(self, sums: Sums) -> Values:
-        return {self.name: ratio(sums["absolute_error"], sums["weights"])}
+    def averaged(self, batch: Batch) -> Float[Array, "tasks batch"]:
+        return jnp.abs(batch.labels - batch.predictions)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

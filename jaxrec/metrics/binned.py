@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxrec.metrics.domain import LABEL, NUMBER, PROBABILITY, Domain, Domains
 from jaxrec.metrics.metric import Batch, SumMetric, Sums, SumState, Values, ratio
+from jaxrec.metrics.sums import sum_by_place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Bins:
         return PROBABILITY if self.spacing == "logit" else NUMBER
 
     def of(self, x: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
-        """Return the number of each number's interval, from 0."""
+        """Return the int32 interval of each number, from 0 to ``count - 1``."""
         if self.spacing == "logit":
             x = jnp.log(x) - jnp.log1p(-x)
         # NaN has no interval: any will do, since `add` makes the sums of a broken sample NaN.
@@ -126,7 +126,7 @@ class BinnedAUC(SumMetric):
         positives = batch.weights * batch.labels
 
         def histogram(x: Float[Array, "tasks batch"]) -> Float[Array, "tasks groups bins"]:
-            flat = jax.vmap(lambda x, p: jax.ops.segment_sum(x, p, count))(x, place)
+            flat = sum_by_place(x, place, count)
             return flat.reshape(self.tasks, self.num_groups, self.bins.count)
 
         return {
@@ -151,7 +151,7 @@ class BinnedAUC(SumMetric):
     def area(
         self, positives: Float[np.ndarray, "*rows bins"], negatives: Float[np.ndarray, "*rows bins"]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the area, its error, and whether it is defined, ``[*rows]`` each."""
+        """Return the area of histograms, its error, and whether it is defined, ``[*rows]`` each."""
         pairs = positives.sum(axis=-1) * negatives.sum(axis=-1)
         below = np.cumsum(negatives, axis=-1) - negatives
         tied = (positives * negatives).sum(axis=-1) / 2
@@ -241,8 +241,7 @@ class BinnedRAUC(SumMetric):
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         shape = (self.bins.count, self.label_bins.count)
         place = self.bins.of(batch.predictions) * shape[1] + self.label_bins.of(batch.labels)
-        cells = shape[0] * shape[1]
-        flat = jax.vmap(lambda x, p: jax.ops.segment_sum(x, p, cells))(batch.weights, place)
+        flat = sum_by_place(batch.weights, place, shape[0] * shape[1])
         return {"weights": flat.reshape(self.tasks, *shape)}
 
     def values(self, sums: Sums) -> Values:

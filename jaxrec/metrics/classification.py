@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrec.metrics.averages import Mean
 from jaxrec.metrics.domain import BINARY_LABEL, LABEL, NUMBER, PROBABILITY, Domain, Domains
 from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
+from jaxrec.metrics.sums import sum_by_place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Accuracy(SumMetric):
+class Accuracy(Mean):
     """The share of right decisions, ``sum w [(p >= threshold) = y] / sum w`` (``accuracy``).
 
     Attributes:
@@ -32,17 +33,11 @@ class Accuracy(SumMetric):
     threshold: float = 0.5
 
     name: ClassVar[str] = "accuracy"
+    total: ClassVar[str] = "right"
     domains: ClassVar[Domains] = (NUMBER, BINARY_LABEL)
 
-    def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
-        right = (batch.predictions >= self.threshold) == batch.labels
-        return {
-            "right": (batch.weights * right).sum(axis=1),
-            "weights": batch.weights.sum(axis=1),
-        }
-
-    def values(self, sums: Sums) -> Values:
-        return {self.name: ratio(sums["right"], sums["weights"])}
+    def averaged(self, batch: Batch) -> Bool[Array, "tasks batch"]:
+        return (batch.predictions >= self.threshold) == batch.labels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,16 +188,11 @@ class HindsightTargetPR(SumMetric):
         # a batch costs a search per sample, and not a comparison per sample and threshold.
         reached = jnp.searchsorted(thresholds, batch.predictions, side="right")
         passed = jnp.searchsorted(thresholds, batch.predictions, side="left")
-        positives = batch.weights * batch.labels
-
-        def histogram(x: Float[Array, "tasks batch"], bins: Array) -> Float[Array, "tasks bins"]:
-            count = self.num_thresholds + 1
-            return jax.vmap(lambda x, b: jax.ops.segment_sum(x, b, count))(x, bins)
-
+        positives, count = batch.weights * batch.labels, self.num_thresholds + 1
         return {
-            "positives": histogram(positives, reached),
-            "negatives": histogram(batch.weights - positives, reached),
-            "missed": histogram(positives, passed if self.compat else reached),
+            "positives": sum_by_place(positives, reached, count),
+            "negatives": sum_by_place(batch.weights - positives, reached, count),
+            "missed": sum_by_place(positives, passed if self.compat else reached, count),
         }
 
     def values(self, sums: Sums) -> Values:
@@ -224,9 +214,7 @@ class HindsightTargetPR(SumMetric):
             ),
         }
         if self.compat is not None:
-            return values | {
-                "hindsight_target_recall": np.nan_to_num(values["hindsight_target_recall"])
-            }
+            return {name: np.nan_to_num(x) for name, x in values.items()}
         return {name: np.where(good.any(axis=1), x, np.nan) for name, x in values.items()}
 
 

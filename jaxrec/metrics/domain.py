@@ -1,4 +1,4 @@
-"""Checks of the inputs of metrics: types and ranges of numbers."""
+"""Checks of the types and ranges of the numbers that metrics get."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def check_domain(
     *,
     nan: bool = False,
 ) -> None:
-    """Raise an error for a number outside of its domain, if the numbers can be read.
+    """Raise a ValueError for a number outside of its domain, unless the numbers are unknown.
 
-    Samples whose weight in ``real`` is 0 are not checked; ``real`` has the first axes of the array.
-    ``nan`` allows NaN.
+    Samples whose entry in ``real`` is 0 are not checked; its axes are the array's first ones.
+    ``nan`` allows NaN. The error begins with ``who`` and ``name``.
     """
     # Numbers are unknown in a compiled function, and in an array of which other processes hold
     # parts.

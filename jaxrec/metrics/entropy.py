@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrec.metrics.domain import LABEL, PROBABILITY, Domains
 from jaxrec.metrics.metric import ETA, Batch, SumMetric, Sums, SumState, Values, ratio
+from jaxrec.metrics.sums import sum_by_place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class NormalizedEntropy(SumMetric):
     def normalized(
         self, cross_entropy: Float[np.ndarray, "tasks ..."], sums: Sums
     ) -> Float[np.ndarray, "tasks ..."]:
-        """Divide a sum of losses by the loss of predicting the mean label."""
+        """Divide total losses ``[tasks, ...]`` by the loss of always predicting the mean label."""
         norm = entropy_of_mean(sums["positives"], sums["weights"], clipped=self.compat is not None)
         return ratio(cross_entropy, norm)
 
@@ -164,7 +164,7 @@ class RecalibratedNormalizedEntropy(NormalizedEntropy):
 def recalibrated(
     probabilities: Float[Array, "*shape"], coefficient: float
 ) -> Float[Array, "*shape"]:
-    """Return ``p / (p + (1 - p) / c)``."""
+    """Return ``p / (p + (1 - p) / c)`` for probabilities ``p`` and the coefficient ``c``."""
     return probabilities / (probabilities + (1 - probabilities) / coefficient)
 
 
@@ -204,7 +204,7 @@ class CalibrationFreeNormalizedEntropy(NormalizedEntropy):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CountsExamples(SumMetric):
-    """Mixin that reports ``total_examples``, the number of all samples so far of weight above 0."""
+    """Mixin that also reports ``total_examples``, the number of samples so far with a weight."""
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         # The next class in the order of inheritance has the sums.
@@ -278,5 +278,4 @@ def sum_by_group(
 ) -> Float[Array, "tasks groups"]:
     """Sum the samples of each group; leave out samples with other group numbers."""
     # JAX would count negative indices from the end.
-    groups = jnp.where(groups < 0, num_groups, groups)
-    return jax.vmap(lambda x, g: jax.ops.segment_sum(x, g, num_groups))(x, groups)
+    return sum_by_place(x, jnp.where(groups < 0, num_groups, groups), num_groups)

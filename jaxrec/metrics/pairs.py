@@ -1,4 +1,4 @@
-"""Metrics of pairs of samples that predictions put in the order of their labels."""
+"""Metrics of the pairs of samples that predictions put in the order of their labels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxrec.metrics.metric import Batch, SumMetric, Sums, Values, ratio
-from jaxrec.metrics.sessions import SessionMetric, sort_sessions
+from jaxrec.metrics.sessions import SessionMetric, differs_from_previous, sort_sessions
 
 # The functions take jax.numpy or NumPy as `xp`: the same code runs in a compiled step in float32,
 # for batches, and on the host in float64, for the samples of a window.
@@ -21,7 +21,9 @@ AnyArray = Shaped[jax.Array | np.ndarray, " samples"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pairs:
-    """Total weights of kinds of unordered pairs; a pair weighs the product of its samples' weights.
+    """Total weight of the pairs of samples of each kind.
+
+    A pair weighs the product of its two samples' weights; it has no order.
 
     Attributes:
         concordant: The higher prediction has the higher label.
@@ -54,17 +56,18 @@ def count_pairs(
     # descending label, so that their pairs do not count as concordant.
     order = xp.lexsort((-labels, predictions))
     predictions, labels, weights = predictions[order], labels[order], weights[order]
-    new_prediction = _new(predictions, xp)
-    new_label = _new(labels, xp)
+    new_prediction = differs_from_previous(predictions, xp)
+    new_label = differs_from_previous(labels, xp)
     by_label = xp.argsort(labels, stable=True)
-    ranks = _scatter(by_label, xp.cumsum(_new(labels[by_label], xp)) - 1, xp)
+    new_rank = differs_from_previous(labels[by_label], xp)
+    ranks = _scatter(by_label, xp.cumsum(new_rank) - 1, xp)
     tied = _pairs_within(new_prediction, weights, xp)
     tied_both = _pairs_within(new_prediction | new_label, weights, xp)
     return Pairs(
         concordant=_ascending(ranks, weights, xp),
         tied_predictions=tied - tied_both,
         tied_both=tied_both,
-        tied_labels=_pairs_within(_new(labels[by_label], xp), weights[by_label], xp),
+        tied_labels=_pairs_within(new_rank, weights[by_label], xp),
         total=(weights * _before(weights, xp)).sum(),
     )
 
@@ -119,12 +122,8 @@ def _pairs_within(new: AnyArray, weights: AnyArray, xp: ModuleType) -> Any:
     return (weights * (before - before[start])).sum()
 
 
-def _new(x: AnyArray, xp: ModuleType) -> AnyArray:
-    return xp.concatenate([xp.ones(1, bool), x[1:] != x[:-1]])
-
-
 def _before(x: AnyArray, xp: ModuleType) -> AnyArray:
-    """Return the sum of the elements before each element."""
+    """Return for each element the sum of all elements before it."""
     return xp.cumsum(x) - x
 
 
@@ -138,9 +137,9 @@ def _scatter(positions: Int[Any, " samples"], values: AnyArray, xp: ModuleType) 
 
 
 def concordance(pairs: Pairs) -> tuple[Any, Any]:
-    """Return numerator and denominator of the share of pairs in the right order.
+    """Return the weight of the pairs in the right order, and of all pairs that count.
 
-    Only pairs of different labels count; equal predictions are half right.
+    Pairs of different labels count; a pair of equal predictions is half right.
     """
     return pairs.concordant + 0.5 * pairs.tied_predictions, pairs.total - pairs.tied_labels
 

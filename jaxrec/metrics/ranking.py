@@ -130,6 +130,7 @@ class NDCG(SessionMetric):
         return jnp.where(counts, weight * reported, 0).sum(), jnp.where(counts, size, 0).sum()
 
     def _discount(self, ranked: Sorted) -> Float[Array, " batch"]:
+        """Return the discount of each sorted sample's rank; 0 beyond rank ``k``."""
         rank = jnp.arange(len(ranked.order)) - ranked.start + 1
         discount = 1 / jnp.log2(rank.astype(jnp.float32) + 1)
         return discount if self.k is None else jnp.where(rank <= self.k, discount, 0)

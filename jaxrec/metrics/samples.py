@@ -47,7 +47,7 @@ class Samples:
     groups: Int[np.ndarray, " samples"] | None = None
 
     def by_group(self) -> list[Samples]:
-        """Return the samples of each group that occurs."""
+        """Return the samples of each group that has some."""
         assert self.groups is not None
         order = np.argsort(self.groups, kind="stable")
         groups = self.groups[order]
@@ -152,7 +152,7 @@ class SampleMetric(Metric[SampleWindow]):
         new: Columns,
         counts: Bool[Array, "tasks batch"],
     ) -> SampleWindow:
-        """Add the samples ``[tasks, batch]`` that count, in place of the oldest."""
+        """Add the ``new`` samples that count, ``[tasks, batch]``, in place of the oldest."""
         number = jnp.cumsum(counts, axis=1, dtype=jnp.int32)
         total = number[:, -1:]
         # A batch larger than the window: only its last samples fit, and two samples must not go to
@@ -192,7 +192,7 @@ class SampleMetric(Metric[SampleWindow]):
 def _newest(
     window: SampleWindow, number: Int[Array, " tasks"]
 ) -> tuple[Columns, Bool[Array, "tasks window"]]:
-    """Return the samples from oldest to newest, and ``[tasks, window]`` which of them to keep."""
+    """Return a window's samples from oldest to newest, and which are its ``number`` newest."""
     size = window.predictions.shape[1]
     order = (window.next[:, None] + jnp.arange(size)[None]) % size
 

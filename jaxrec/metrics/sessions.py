@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import ClassVar, Literal
+from types import ModuleType
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,17 +33,20 @@ def sessions_of(lengths: Int[Array | np.ndarray, " sessions"], batch: int) -> In
 
 
 def run_starts(first: Array) -> Int[Array, " batch"]:
-    """Return the first position of each position's run; ``first`` ``[batch]`` marks starts of runs.
+    """Return ``[batch]`` the position where each position's run starts.
 
-    The first position must be marked.
+    ``first`` ``[batch]`` marks the starts of runs, among them position 0.
     """
     # A cumulative maximum carries the last marked position on.
     return jax.lax.cummax(jnp.where(first, jnp.arange(len(first)), 0))
 
 
-def differs_from_previous(x: Array) -> Array:
-    """Return ``[batch]`` bool: whether a value differs from the one before; true at position 0."""
-    return jnp.concatenate([jnp.ones(1, bool), x[1:] != x[:-1]])
+def differs_from_previous(x: Any, xp: ModuleType = jnp) -> Any:
+    """Return ``[batch]`` bool: whether a value differs from the one before; true at position 0.
+
+    ``xp`` is jax.numpy or NumPy.
+    """
+    return xp.concatenate([xp.ones(1, bool), x[1:] != x[:-1]])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,10 +54,10 @@ class Sorted:
     """The samples of a batch, sorted by session and within a session by a key.
 
     Attributes:
-        order: Position of each sorted sample in the batch.
-        session: Number of its session, from 0; ``batch`` if the sample is left out.
-        start: Sorted position where its session starts.
-        tie: Number of its run of equal keys.
+        order: Position in the batch of each sorted sample.
+        session: Number of the sample's session, from 0; ``batch`` if the sample is left out.
+        start: Sorted position where the sample's session starts.
+        tie: Number of the run of equal keys that the sample is in, from 0.
         tie_start: Sorted position where that run starts.
     """
 
@@ -67,7 +71,7 @@ class Sorted:
 def sort_sessions(
     key: Float[Array, " batch"], sessions: Int[Array, " batch"], kept: Bool[Array, " batch"]
 ) -> Sorted:
-    """Sort samples by session and key; samples that are not kept come last."""
+    """Sort samples by session and ascending key; samples that are not ``kept`` come last."""
     # A sort has static shapes, whatever the number and the lengths of the sessions.
     order = jnp.lexsort((key, sessions, ~kept))
     kept, ids, key = kept[order], sessions[order], key[order]
@@ -86,7 +90,7 @@ def sort_sessions(
 def rank_in_session(
     scores: Float[Array, " batch"], sessions: Int[Array, " batch"]
 ) -> Int[Array, " batch"]:
-    """Return each sample's number of samples in its session with a higher score, ``[batch]``."""
+    """Return for each sample how many samples of its session score higher, ``[batch]``."""
     order = jnp.lexsort((-scores, sessions))
     new_session = differs_from_previous(sessions[order])
     new_score = new_session | differs_from_previous(scores[order])
@@ -272,7 +276,7 @@ def _areas(
 
 
 def _cumulate(x: Float[Array, " batch"], start: Int[Array, " batch"]) -> Float[Array, " batch"]:
-    """Return cumulative sums from the start of each session, ``[batch]``."""
+    """Return cumulative sums ``[batch]`` within sessions, given where each sample's starts."""
 
     # Not a difference of sums over the whole batch: float32 would lose the digits of a short
     # session at its end.

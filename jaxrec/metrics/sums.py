@@ -11,10 +11,20 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 
+def sum_by_place(
+    x: Float[Array, "tasks batch"], places: Int[Array, "tasks batch"], count: int
+) -> Float[Array, "tasks count"]:
+    """Sum the samples of each place from 0 to ``count - 1``; samples at other places are dropped.
+
+    A place must not be negative.
+    """
+    return jax.vmap(lambda x, places: jax.ops.segment_sum(x, places, count))(x, places)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Total:
-    """A running sum ``high + low`` of two float32 arrays: the rounded sum and its rounding error.
+    """A running sum ``high + low``: float32 arrays of the rounded sum and of its rounding error.
 
     An addition is off by about 2^-48 of the sum, where float32 is off by 2^-24 (Knuth, "The Art of
     Computer Programming", volume 2, section 4.2.2, theorem B; Dekker 1971, "A floating-point
@@ -81,7 +91,7 @@ class BatchWindow:
         sizes: Int[Array, " tasks"],
         counts: Bool[Array, " tasks"],
     ) -> BatchWindow:
-        """Add a batch in place of the oldest, for the tasks that it ``counts`` for."""
+        """Add a batch's sums and sizes in place of the oldest; only for tasks in ``counts``."""
         tasks = jnp.arange(len(self.steps))
         # mode="drop" ignores the slot beyond the last.
         slot = jnp.where(counts, self.steps % len(self.sizes), len(self.sizes))
@@ -95,7 +105,7 @@ class BatchWindow:
         )
 
     def merge(self, other: BatchWindow) -> BatchWindow:
-        """Merge two windows: add up their newest batches, the batches before, and so on."""
+        """Merge two windows of one size: add up their newest batches, those before, and so on."""
         slots, tasks = self.sizes.shape
         steps = jnp.maximum(self.steps, other.steps)
 
@@ -116,8 +126,8 @@ class BatchWindow:
     def on_host(self, samples: int) -> dict[str, Float[np.ndarray, "tasks ..."]]:
         """Return the sums over the newest batches, ``[tasks, ...]`` float64; wait for the device.
 
-        The newest batch counts, and the batches before as long as all have up to ``samples``
-        samples.
+        The newest batch always counts. Earlier ones count while all together have at most
+        ``samples`` samples.
         """
         window = jax.device_get(self)
         slots, tasks = window.sizes.shape

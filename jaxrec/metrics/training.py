@@ -1,4 +1,4 @@
-"""Metrics of training itself: samples per second, and outputs and scalars of the model."""
+"""Metrics of training itself: samples per second, and means of the model's outputs and losses."""
 
 from __future__ import annotations
 

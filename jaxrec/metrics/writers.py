@@ -58,7 +58,7 @@ def _short(value: float) -> str:
 
 
 class _LineWriter:
-    """Appends lines to a file; makes its directory."""
+    """Base of writers that append lines to a file, whose directory is made if needed."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self._path = pathlib.Path(path)

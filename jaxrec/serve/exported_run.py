@@ -1,4 +1,4 @@
-"""The model of a run of `jaxrec train` as `jaxrec export` writes it, with its columns' encoding."""
+"""The model of a run of `jaxrec train` and the encoder of its columns, for `jaxrec export`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from jaxrec.data.criteo.log import criteo_schema
 from jaxrec.data.encoder import NUM_ROWS, first_rows
 from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES
 from jaxrec.data.vocabulary import FrozenVocabulary
-from jaxrec.embed.collection import Collection
-from jaxrec.embed.taps import tapped_modules
+from jaxrec.embed.collection import find_collections
 from jaxrec.embed.variables import dense_variables, plain, value_like
 from jaxrec.tier.deltas.tables import PublishedTable, published_tables
 from jaxrec.tier.planning.tier import tier_of
@@ -31,7 +30,7 @@ from jaxrec.train.model import load_model, make_model, saved_config, table_rows
 
 
 def click_scores(model: nnx.Module, dense: Array, features: Any) -> dict[str, Array]:
-    """Return the probability of a click and its logit, ``[batch]`` each."""
+    """Return a model's outputs for clicks: ``probability`` and ``logit``, ``[batch]`` each."""
     call: Any = model
     logits = call(dense, features)
     return {"probability": jax.nn.sigmoid(logits), "logit": logits}
@@ -40,9 +39,9 @@ def click_scores(model: nnx.Module, dense: Array, features: Any) -> dict[str, Ar
 def load_run(
     path: pathlib.Path, step: int | None, *, has_example: bool
 ) -> tuple[nnx.Module, TableEncoder]:
-    """Load the model of a run and the encoder of its columns, from a step or the newest one.
+    """Load a run's model at a step, and the encoder of its columns; step None is the newest.
 
-    With ``has_example`` the encoder keeps some training rows, else only the types of their columns.
+    With ``has_example`` the encoder keeps two training rows, otherwise only their columns' types.
     """
     config = saved_config(path)
     encoder = _with_example(config, column_encoder(path))
@@ -65,7 +64,7 @@ def column_encoder(path: pathlib.Path) -> TableEncoder:
 
 
 def _with_example(config: TrainConfig, encoder: TableEncoder) -> TableEncoder:
-    """Return an encoder that keeps some training rows, if these can still be read."""
+    """Add two training rows to an encoder that has none, if the rows can still be read."""
     if encoder.example is not None:
         return encoder
     try:
@@ -80,7 +79,7 @@ def _with_example(config: TrainConfig, encoder: TableEncoder) -> TableEncoder:
 
 
 def _columns(clicks: Clicks) -> pa.Table:
-    """Return rows of a log in Criteo's format as `jaxrec data criteo` writes them."""
+    """Return rows of a log as `jaxrec data criteo` writes them: counts and ids, a column each."""
     # The log holds ``log(count + 3)``; requests have the counts.
     counts = np.round(np.exp(clicks.dense.T) - 3).astype(np.int32)
     names = (*DENSE_NAMES, *CATEGORICAL_NAMES)
@@ -90,10 +89,10 @@ def _columns(clicks: Clicks) -> pa.Table:
 def _load_frozen(
     path: pathlib.Path, config: TrainConfig, encoder: TableEncoder, step: int | None
 ) -> tuple[nnx.Module, TableEncoder]:
-    """Load a run with open vocabularies as a model that knows the ids of its checkpoint.
+    """Load a run with open vocabularies as a model with fixed ones: the ids of its checkpoint.
 
-    Row 0 of each table is the row for unknown ids, and the others are those of known ids, also of
-    ids whose rows were evicted to a store. The encoder's columns of encoding "dynamic" become
+    Row 0 of each table is for unknown ids. The other rows are those of the checkpoint's ids, also
+    of ids whose rows were evicted to a store. The encoder's columns of encoding "dynamic" become
     "frozen".
     """
     vocabulary = config.vocabulary
@@ -102,7 +101,7 @@ def _load_frozen(
         vocabulary = dataclasses.replace(vocabulary, store="memory://")
     opened = dataclasses.replace(config, vocabulary=vocabulary)
     model, _ = make_model(opened, num_steps=1, encoder=encoder)
-    restore(path, model, step=step)
+    restore(model, path, step=step)
     tier = tier_of(model)
     assert tier is not None
     with tier.settled(model):
@@ -122,19 +121,18 @@ def _load_frozen(
         target = variables[name]
         value = np.asarray(plain(variable.get_raw_value()))
         target.set_value(value_like(value, target.get_raw_value()))
-    for place, module in tapped_modules(copy).items():
-        assert isinstance(module, Collection)
-        for each in module.configs:
-            rows = tables[f"{place}/{each.name}" if place else each.name].rows
-            module.load_table(each.name, rows)
+    for path_in_model, collection in find_collections(copy).items():
+        for each in collection.configs:
+            name = f"{path_in_model}/{each.name}" if path_in_model else each.name
+            collection.load_table(each.name, tables[name].rows)
     return copy, frozen
 
 
 class _Table(NamedTuple):
-    """Rows of a table of the run, ``[rows, dim]``.
+    """Rows of one table of a run, ``[rows, dim]``, and the features that read it.
 
-    ``ids`` are int64 ``[n]`` raw ids, ascending, and the first row is then that of unknown ids.
-    None: ids are row indices.
+    In a table with an open vocabulary, row 0 is for unknown ids and row ``i + 1`` for ``ids[i]``;
+    ``ids`` are int64 and ascend. None: the ids are row indices.
     """
 
     ids: np.ndarray | None
@@ -159,7 +157,7 @@ def _read_table(table: PublishedTable) -> _Table:
 def with_vocabularies(
     encoder: TableEncoder, vocabularies: Mapping[str, FrozenVocabulary]
 ) -> TableEncoder:
-    """Return an encoder in which columns with a vocabulary here have encoding "frozen"."""
+    """Give an encoder vocabularies by column, whose encoding becomes "frozen"."""
     columns = {
         name: dataclasses.replace(
             column, encoding="frozen", num_embeddings=vocabularies[name].num_embeddings

@@ -1,4 +1,4 @@
-"""Indexes of nearest items: the vectors of an exported item tower, which faiss searches."""
+"""Indexes of items, in which faiss finds the nearest vectors of an exported item tower."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ Metric = Literal["inner_product", "l2"]
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Content of an index's ``index.json``.
 
-    ``kind`` is in faiss's words, such as "IVF128,Flat"; ``model`` the CRC-32 of the item tower's
-    manifest in eight hex digits.
+    ``kind`` is faiss's name of the index, such as "IVF128,Flat". ``model`` is the CRC-32 of the
+    item tower's manifest in eight hex digits.
     """
 
     format: str
@@ -240,7 +240,7 @@ def _faiss() -> Any:
 def _vectors(
     served: ServedModel, items: pa.Table, output: str | None
 ) -> Float[np.ndarray, "items dim"]:
-    """Return the vectors of the items of a table."""
+    """Predict the vector of each item of a table, by the tower's output of that name."""
     if not len(items):
         raise ValueError("the table of items has no rows")
     if served.encoder is not None:
@@ -262,7 +262,7 @@ def _vectors(
 
 
 def _checked_vectors(values: Any, name: str) -> Float[np.ndarray, "rows dim"]:
-    """Return vectors as float32, row-major; a ValueError names a row that is not finite."""
+    """Convert vectors to row-major float32; a ValueError names a wrong shape or infinite row."""
     vectors = np.ascontiguousarray(values, np.float32)
     if vectors.ndim != 2 or not vectors.shape[1]:
         raise ValueError(f"{name} must have the shape [rows, dim], got {vectors.shape}")
@@ -302,6 +302,6 @@ def _read_description(path: pathlib.Path) -> Description:
 
 
 def _reason(error: Exception) -> str:
-    """Return the last line of an error of faiss, without the position in its code."""
+    """Return the last line of faiss's error message, without "Error: "; other lines name code."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].removeprefix("Error: ")

@@ -29,7 +29,7 @@ _SWAP, _VARIABLES = threading.Lock(), threading.Lock()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Snapshot:
-    """A copy of a model, and the variables and values that it was made of."""
+    """A copy of a model, and pairs of the model's variables and their values at that time."""
 
     copy: nnx.Module
     values: list[tuple[nnx.Variable, Any]]
@@ -148,7 +148,7 @@ def swap_tables(
 
 
 def _replace(model: nnx.Module, staged: nnx.Module) -> None:
-    """Give the model all variables of another one, at once for readers of snapshots."""
+    """Set all variables of a model to those of ``staged``; a snapshot sees all of them or none."""
     new = variables(staged)
     with _VARIABLES:
         for name, variable in variables(model).items():
@@ -191,14 +191,14 @@ def _staged_files(
     model: nnx.Module, directory: str | os.PathLike[str], step: int | None
 ) -> nnx.Module:
     if saved.is_quantized(directory):
-        return _staged_model(model, saved.restore_quantized(directory, model, step=step))
+        return _staged_model(model, saved.restore_quantized(model, directory, step=step))
     staged = _copied(model)
-    restore(directory, staged, step=step)
+    restore(staged, directory, step=step)
     return staged
 
 
 def _staged_model(model: nnx.Module, source: nnx.Module) -> nnx.Module:
-    """Return a model like ``model`` with copies of the variables of ``source``."""
+    """Return a copy of ``model`` with the values of ``source``, in its formats and placement."""
     staged = shared_copy(model)
     new_stores = {
         path: _staged_store(store, other) for path, store, other in paired_stores(model, source)
@@ -225,15 +225,13 @@ def _staged_model(model: nnx.Module, source: nnx.Module) -> nnx.Module:
 
 
 def _copy_beside(value: Any, old: Any) -> Any:
-    """Return a copy of an array, which may be replicated over a mesh, on the devices of ``old``."""
-    if isinstance(value, jax.Array) and len(value.sharding.device_set) > 1:
-        value = value.addressable_data(0)
-    copy = jnp.copy(value)
+    """Copy an array, which may be replicated over a mesh, to the devices of the array ``old``."""
+    copy = jnp.copy(models.one_copy(value))
     return jax.device_put(copy, old.sharding) if isinstance(old, jax.Array) else copy
 
 
 def _staged_store(store: TableStore, other: TableStore) -> TableStore:
-    """Return the rows of another store in the formats and placement of a quantized store."""
+    """Return another store's rows in the formats and placement of a quantized store."""
     if not models.is_quantized(other):
         check_store(other)
         return store.like(other)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxrec.embed.collection import Collection
+from jaxrec.embed.collection import Collection, find_collections
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.layout import TableLayout
 from jaxrec.embed.row_keys import key_words
@@ -19,7 +19,6 @@ from jaxrec.optim import RowOptimizer
 from jaxrec.tier.planning.model_tables import (
     TableVocabulary,
     TieredTable,
-    all_collections,
     collections_of,
 )
 from jaxrec.tier.planning.tier import Tier, tier_of
@@ -97,7 +96,7 @@ def make_cached(make_model: Callable[[], Model], caches: Mapping[str, tuple[int,
     sizes = {name: rows for name, (rows, _) in caches.items()}
     with cached_tables(sizes) as whole:
         made = make_model()
-    found = all_collections(made).values()
+    found = find_collections(made).values()
     names = {config.name for module in found for config in module.configs}
     tables = {name: Cached(*caches[name]) for name in caches if name in names}
     return _with_tiers(made, whole, tables, seed=None) if tables else made
@@ -158,7 +157,7 @@ def _with_tiers(
     """
     # All checks come before the first store is opened: an open store would stay locked after an
     # error.
-    found = all_collections(made)
+    found = find_collections(made)
     all_tables = [
         TieredTable(path, whole.get(config.name, config), _optimizer(module, config.name))
         for path, module in found.items()

@@ -1,4 +1,4 @@
-"""Training: compiled steps, the training loop, checkpoints and the command line."""
+"""Training: compiled steps, the training loop and checkpoints, and the parts of `jaxrec train`."""
 
 from jaxrec._public import moved_names as _moved_names
 from jaxrec._public import public_names as _public_names

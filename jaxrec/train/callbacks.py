@@ -145,16 +145,18 @@ class WriteMetrics(Callback):
             self.writer.wait()
 
 
+@dataclasses.dataclass
 class StepTrace(Callback):
-    """Traces `STEPS` steps of a run for TensorBoard's profiler or Perfetto; None: no trace."""
+    """Traces `STEPS` steps of a run for TensorBoard's profiler or Perfetto.
 
-    def __init__(
-        self,
-        directory: pathlib.Path | None,
-        paused: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-    ):
-        self._directory = directory
-        self._paused = paused
+    The trace is written to ``directory``; None: no trace. ``paused()`` returns a context for the
+    traced steps, such as `Progress.paused`.
+    """
+
+    directory: pathlib.Path | None
+    paused: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+    def __post_init__(self) -> None:
         self._pause = contextlib.ExitStack()
         self._steps = 0
         self._is_on = False
@@ -163,14 +165,14 @@ class StepTrace(Callback):
         self.step()
 
     def step(self) -> None:
-        """Count a dispatched step; start or stop the trace."""
-        if self._directory is None:
+        """Count a dispatched step; start the trace, or stop it, if it is due."""
+        if self.directory is None:
             return
         self._steps += 1
         if self._steps == FIRST_STEP:
             # Traced steps are slower than others, and would lower the samples per second.
-            self._pause.enter_context(self._paused())
-            jax.profiler.start_trace(self._directory)
+            self._pause.enter_context(self.paused())
+            jax.profiler.start_trace(self.directory)
             self._is_on = True
         elif self._steps == FIRST_STEP + STEPS:
             self._stop()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -81,22 +82,21 @@ def click_metrics(sums: Float[np.ndarray, " sums"]) -> dict[str, float]:
         }
 
 
+@dataclasses.dataclass
 class RunningMetrics(Callback):
     """Shows and records the metrics of the last steps.
 
-    ``record(step, compute)`` is called every ``every`` steps and after the last; ``compute``
-    returns the values by name, and another thread may call it.
+    ``record(step, compute)`` is called every ``every`` steps and after the last one. ``compute()``
+    returns the values by name; another thread may call it.
     """
 
-    needs_outputs = True
+    progress: Progress
+    record: Callable[[int, Callable[[], dict[str, float]]], None]
+    every: int = 100
 
-    def __init__(
-        self,
-        progress: Progress,
-        record: Callable[[int, Callable[[], dict[str, float]]], None],
-        every: int = 100,
-    ):
-        self._progress, self._record, self._every = progress, record, every
+    needs_outputs: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
         # Sums are five numbers a step, samples a whole batch: hence the two windows.
         self._sums: collections.deque[np.ndarray] = collections.deque(maxlen=WINDOW)
         self._samples: collections.deque[list[np.ndarray]] = collections.deque(maxlen=AUC_WINDOW)
@@ -109,13 +109,12 @@ class RunningMetrics(Callback):
         (outputs,) = result.outputs
         self._step = result.step
         self._sums.append(on_host(outputs["sums"]).astype(np.float64))
-        self._progress.advance(int(self._sums[-1][SUMS.index("samples")]))
+        self.progress.advance(int(self._sums[-1][SUMS.index("samples")]))
         self._samples.append([on_host(outputs[name]) for name in SAMPLES])
-        if self._progress.is_due():
+        if self.progress.is_due():
             values = click_metrics(np.sum(self._sums, axis=0))
-            ne = values["normalized_entropy"]
-            self._progress.show(result.step, ne, describe(self._model))
-        if result.step % self._every == 0:
+            self.progress.show(result.step, values["normalized_entropy"], describe(self._model))
+        if result.step % self.every == 0:
             self._record_values()
 
     def on_train_end(self, trainer: Trainer) -> None:
@@ -129,7 +128,7 @@ class RunningMetrics(Callback):
         # Processes gather samples in the order of their steps, hence in this thread.
         logits, labels, weights = (of_all_processes(column).reshape(-1) for column in columns)
         others = scalars(self._model)
-        if rate := self._progress.samples_per_second:
+        if rate := self.progress.samples_per_second:
             others = {"samples_per_second": rate, **others}
 
         def compute() -> dict[str, float]:
@@ -139,49 +138,45 @@ class RunningMetrics(Callback):
             values["auc"] = auc(logits[is_real], labels[is_real], weights[is_real])
             return values | others
 
-        self._record(self._step, compute)
+        self.record(self._step, compute)
 
 
+@dataclasses.dataclass
 class HeldOutEvaluation(Callback):
     """Evaluates a model on held-out rows, every ``every`` steps (None: never) and on demand.
 
-    ``stop()`` is asked after each batch whether to end; ``report(step, values)`` gets the result.
-    ``paused()`` returns a context for an evaluation, such as `Progress.paused`.
+    An evaluation ends after a batch if ``stop()`` returns True; ``report(step, values)`` gets its
+    result. ``paused()`` returns a context for an evaluation, such as `Progress.paused`.
     """
 
-    def __init__(
-        self,
-        model: nnx.Module,
-        dataset: LogDataset | ParquetDataset,
-        *,
-        batch_size: int,
-        place: Callable[[ClickBatch], ClickBatch] = put_batch,
-        stop: Callable[[], bool] = lambda: False,
-        every: int | None = None,
-        report: Callable[[int, dict[str, float]], None] | None = None,
-        paused: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-    ):
-        self._model, self._dataset, self._batch_size = model, dataset, batch_size
-        self._place, self._stop, self._every, self._report = place, stop, every, report
-        self._paused = paused
+    model: nnx.Module
+    dataset: LogDataset | ParquetDataset
+    batch_size: int
+    place: Callable[[ClickBatch], ClickBatch] = put_batch
+    stop: Callable[[], bool] = lambda: False
+    every: int | None = None
+    report: Callable[[int, dict[str, float]], None] | None = None
+    paused: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+    def __post_init__(self) -> None:
         self._evaluation = Evaluation()
         self._latest: tuple[int, dict[str, float]] | None = None
 
     def on_step_dispatched(self, trainer: Trainer, step: int) -> None:
-        if self._every is not None and step % self._every == 0:
+        if self.every is not None and step % self.every == 0:
             trainer.wait()
             self.values_at(step)
 
     def values_at(self, step: int) -> dict[str, float] | None:
-        """Return the current model's values, computed once a step; None if ``stop`` ended this."""
+        """Return the values of `__call__` at a step, computed once; None if ``stop`` ended it."""
         if self._latest is None or self._latest[0] != step:
-            with self._paused():
+            with self.paused():
                 values = self()
             if values is None:
                 return None
             self._latest = step, values
-            if self._report is not None:
-                self._report(step, values)
+            if self.report is not None:
+                self.report(step, values)
         return self._latest[1]
 
     def __call__(self) -> dict[str, float] | None:
@@ -191,14 +186,14 @@ class HeldOutEvaluation(Callback):
         probabilities, where they are known.
         """
         columns, sums = [], np.zeros(len(SUMS))
-        host_batches = self._dataset.batches(self._batch_size)
+        host_batches = self.dataset.batches(self.batch_size)
         with placed_batches(
-            self._model, host_batches, place=self._place, is_training=False
+            self.model, host_batches, place=self.place, is_training=False
         ) as batches:
-            for outputs in self._evaluation.outputs(self._model, click_loss, batches):
+            for outputs in self._evaluation.outputs(self.model, click_loss, batches):
                 columns.append([on_host(outputs[name]) for name in SAMPLES])
                 sums += on_host(outputs["sums"])
-                if self._stop():
+                if self.stop():
                     return None
         # From `[processes, batches, samples]` to `[batches, processes, samples]`, the order of the
         # rows and so of their true probabilities.
@@ -208,7 +203,7 @@ class HeldOutEvaluation(Callback):
         )
         is_real = weights > 0
         values = {"auc": auc(logits[is_real], labels[is_real], weights[is_real])}
-        probabilities = self._dataset.probabilities()
+        probabilities = self.dataset.probabilities()
         if probabilities is not None:
             values["best_auc"] = auc(probabilities, labels[is_real])
         return values | click_metrics(sums)

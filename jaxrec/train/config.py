@@ -309,7 +309,8 @@ _DEFAULT = TrainConfig()
 def _read_options(path: pathlib.Path) -> list[str]:
     """Return the options of a YAML or TOML file as command-line arguments.
 
-    Keys are option names, groups are mappings; dashes and underscores are equivalent.
+    The file has a key for each option and a mapping for each group; dashes and underscores are
+    equivalent.
     """
     try:
         text = path.read_text()

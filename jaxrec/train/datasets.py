@@ -98,7 +98,7 @@ class LogDataset:
 def _own_rows(
     chunks: Iterable[Clicks], total: int, batch_size: int, shard: Shard
 ) -> Iterator[Clicks]:
-    """Yield a process's part of each batch, of ``total`` rows in all."""
+    """Yield the rows of each batch that belong to a process; all chunks have ``total`` rows."""
     if shard.count == 1:
         yield from chunks
         return
@@ -178,9 +178,9 @@ def run_batches(
 def split_datasets(
     config: TrainConfig, shard: Shard = _ALONE, encoder: TableEncoder | None = None
 ) -> tuple[LogDataset | ParquetDataset, LogDataset | ParquetDataset]:
-    """Return the training rows and the held-out rows, which are the last and so the latest ones.
+    """Return the training rows and the held-out rows of a run; the last rows are held out.
 
-    Without an encoder, the one for Parquet files is learned.
+    ``encoder`` is for Parquet files; None: it is learned.
     """
     data = config.data
     if is_parquet(data.path):
@@ -225,7 +225,7 @@ def bad_lines(*parts: LogDataset | ParquetDataset) -> dict[pathlib.Path, int]:
 
 
 def check_held_out(rows: LogDataset | ParquetDataset, config: TrainConfig) -> None:
-    """Read held-out rows that have not been read yet, to find bad values before training."""
+    """Read held-out rows, if no one has read them yet, to find bad values before training."""
     if isinstance(rows, ParquetDataset):
         # A new run has read its rows when it learned the encoder.
         if config.resume is not None and config.data.eval_path is not None:

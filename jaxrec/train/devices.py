@@ -1,4 +1,4 @@
-"""The devices of a run."""
+"""The devices of a run: one device, or a mesh with a plan for the tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ PLAN_SECONDS = 5.0
 class Devices:
     """One device, or a mesh of several devices with a sharding plan.
 
-    Without an encoder, a sample has at most one id of each feature.
+    ``encoder`` knows the lengths of lists; None: a sample has at most one id of each feature.
+    ``dense`` says where dense layers lie.
     """
 
     mesh: Mesh | None = None

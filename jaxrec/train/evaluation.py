@@ -74,7 +74,10 @@ def _shown(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """Compiled calls of a function, with the arguments for which they were compiled."""
+    """Compiled calls, and what they were compiled for: the model's graph, the loss and the kind.
+
+    ``kind`` is the metric group (None: no metrics), or "outputs" if the calls return outputs.
+    """
 
     graph: Any
     loss: Loss
@@ -166,7 +169,7 @@ class Evaluation:
     def _compiled(
         self, graph: Any, loss: Loss, kind: Any, make: Callable[[], RoutedCalls]
     ) -> RoutedCalls:
-        """Return compiled calls; an earlier evaluation's, if its arguments were the same."""
+        """Return the calls of an earlier evaluation with the same arguments, or ``make()``."""
         for program in self._programs:
             if program.kind is kind and program.loss == loss and program.graph == graph:
                 return program.calls

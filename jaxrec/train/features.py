@@ -1,4 +1,4 @@
-"""Schema and encoder of a run's Parquet files."""
+"""The schema of a run's Parquet files, and the encoder of their columns."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def held_out_rows(data: DataConfig, count: int) -> int:
 
 
 def _with_vocabularies(schema: Schema, data: DataConfig, is_dynamic: bool) -> Schema:
-    """Return a schema with open vocabularies, or check that it has none."""
+    """Return a schema with open vocabularies if ``is_dynamic``; else check that it has none."""
     if is_dynamic:
         return with_dynamic_columns(schema, data.table_rows)
     check_fixed(schema)
@@ -227,7 +227,7 @@ def _inferred_schema(
 
 
 def _files(path: pathlib.Path | None) -> ParquetFiles:
-    """Return the Parquet files of a path."""
+    """Find the Parquet files of a path, or raise an error that says what to give."""
     if path is None:
         raise ConfigError("give the Parquet files with --data")
     if not is_parquet(path):

@@ -35,7 +35,7 @@ class Interrupt(Callback):
         return self.signal is not None
 
     def note(self, number: signal.Signals) -> None:
-        """Store a signal to this process."""
+        """Note that this process got a signal."""
         self._noted = number
         # A process that stopped at once would leave the others waiting in a collective.
         if not jax.distributed.is_initialized():

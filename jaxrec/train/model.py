@@ -160,7 +160,7 @@ def predict(model: Model, batch: ClickBatch) -> Float[Array, " batch"]:
 
 
 def with_rows(model: Model, batch: ClickBatch) -> ClickBatch:
-    """Return a batch whose raw ids, if it has any, are replaced by rows as in an evaluation."""
+    """Replace raw ids of a batch, if it has any, by their rows, without changing vocabularies."""
     if is_raw(batch.features.values):
         (batch,) = ahead(model, [batch], is_training=False)
     return batch
@@ -188,5 +188,5 @@ def load_model(directory: str | os.PathLike[str], step: int | None = None) -> Mo
     config = saved_config(directory)
     # The number of steps sets only the learning rates, which a loaded model does not use.
     model, _ = make_model(config, num_steps=1, encoder=saved_encoder(directory))
-    restore(directory, model, step=step)
+    restore(model, directory, step=step)
     return model

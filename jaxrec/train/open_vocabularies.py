@@ -1,4 +1,4 @@
-"""Open vocabularies of a run: settings and figures of tables keyed by raw ids."""
+"""Open vocabularies of a run: their options, and figures of their tables."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OF_LEARNED_VOCABULARIES = ("min_count", "max_size", "num_unknown")
 
 
 def settings(config: VocabularyConfig) -> Dynamic:
-    """Return the settings of a run's open vocabularies."""
+    """Return the options of `jaxrec train` as settings of `jaxrec.tier.make`."""
     return Dynamic(
         eviction=ttl(batches=config.ttl_batches)
         if config.eviction == "ttl"
@@ -53,14 +53,17 @@ def settings(config: VocabularyConfig) -> Dynamic:
 def dynamic_features(
     config: TrainConfig, encoder: TableEncoder | None, names: Iterable[str]
 ) -> set[str]:
-    """Return the features with open vocabularies, those of the encoder or of ``names``."""
+    """Return the features with open vocabularies: the encoder's dynamic columns.
+
+    Without an encoder they are all of ``names``, or none.
+    """
     if encoder is not None:
         return set(encoder.schema.dynamic)
     return set(names) if config.vocabulary.is_dynamic else set()
 
 
 def with_dynamic_columns(schema: Schema, rows: int) -> Schema:
-    """Return a schema whose columns of encoding "vocabulary" are "dynamic", of ``rows`` rows."""
+    """Return a schema with "dynamic" columns of ``rows`` rows in place of "vocabulary" columns."""
     columns = {}
     for name, column in schema.categorical.items():
         if column.encoding == "vocabulary":
@@ -108,9 +111,9 @@ def scalars(model: nnx.Module) -> dict[str, float]:
 
 
 def describe(model: nnx.Module) -> str:
-    """Return a text on hits, evictions and load of all tables; empty without open vocabularies.
+    """Return a text on hits, evictions and load of all tables; "" without open vocabularies.
 
-    With row stores it adds the milliseconds a step that training waited for rows.
+    With row stores it adds the milliseconds per step that training waited for rows.
     """
     if tier_of(model) is None:
         return ""
@@ -124,7 +127,7 @@ def describe(model: nnx.Module) -> str:
 
 
 def describe_stores(model: nnx.Module) -> str:
-    """Return a text on the rows that went to row stores and back; empty without row stores."""
+    """Return a text on the rows read from row stores and written to them; "" without stores."""
     if tier_of(model) is None or "stall_ms" not in (values := totals(model)):
         return ""
     moved = (

@@ -50,7 +50,7 @@ _LOST = (
 class Progress:
     """Shows the step, samples per second and the running normalized entropy (NE).
 
-    ``num_steps`` counts the whole run, of which ``done`` steps were made before.
+    The run has ``num_steps`` steps, of which ``done`` were made before.
     """
 
     def __init__(
@@ -181,30 +181,27 @@ class Output:
 
     def write(self, text: str) -> int:
         """Write a text, or drop it if the file is lost."""
-        if not self._is_lost:
-            try:
-                return self._file.write(text)
-            except OSError as error:
-                self._lose(error)
+        self._use(lambda: self._file.write(text))
         return len(text)
 
     def flush(self) -> None:
         """Write the buffer, or drop it if the file is lost."""
-        if not self._is_lost:
-            try:
-                self._file.flush()
-            except OSError as error:
-                self._lose(error)
+        self._use(self._file.flush)
 
-    def _lose(self, error: OSError) -> None:
-        self._is_lost = True
-        # Python flushes the file's buffer once more when it ends, and would fail again; that text
-        # goes to the null device.
-        with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), self._file.fileno())
-        message = _LOST.format(error=error.strerror, pid=os.getpid())
-        with contextlib.suppress(OSError):  # both may be one pipe
-            print(message, file=self._report, flush=True)
+    def _use(self, action: Callable[[], Any]) -> None:
+        """Call a function of the file, unless the file is lost; if it fails, the file is lost."""
+        try:
+            if not self._is_lost:
+                action()
+        except OSError as error:
+            self._is_lost = True
+            # Python flushes the file's buffer once more when it ends, and would fail again; that
+            # text goes to the null device.
+            with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self._file.fileno())
+            message = _LOST.format(error=error.strerror, pid=os.getpid())
+            with contextlib.suppress(OSError):  # both may be one pipe
+                print(message, file=self._report, flush=True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)

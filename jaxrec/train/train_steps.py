@@ -1,4 +1,4 @@
-"""The compiled steps of a `Trainer`."""
+"""The compiled steps of a `Trainer`: synchronous ones, and ones that look up a batch ahead."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ class DeviceResult(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class _TrainSteps:
-    """Base of synchronous and semi-synchronous steps; its fields are those of `Trainer`.
+    """Base of synchronous and semi-synchronous steps.
 
-    ``metric_state`` is updated by each step.
+    The fields are those of `Trainer`, and ``metric_state``, the state of ``metrics``, which each
+    step updates.
     """
 
     model: nnx.Module
@@ -62,7 +63,7 @@ class _TrainSteps:
         loss: Float[Array, ""],
         outputs: list[Outputs],
     ) -> DeviceResult:
-        """Return the step's result; a skipped step gets the metrics' state from before."""
+        """Return the step's result; if it was skipped, reset the metrics' state to ``before``."""
         skipped = optimizer.skipped_in_a_row.get_value()
         # Chosen on the devices: whether a step is skipped is known there alone until it has ended.
         state = jax.tree.map(

@@ -355,7 +355,7 @@ class Trainer:
         return self.step - first
 
     def wait(self) -> None:
-        """Wait for the results of all dispatched steps; calls `Callback.on_step_end` for each.
+        """Wait for the results of all dispatched steps, and call `Callback.on_step_end` for each.
 
         Raises:
             NotFiniteError: As `train`.
@@ -421,7 +421,7 @@ class Trainer:
     def _placed(
         self, batches: Iterable[Any], *, is_training: bool
     ) -> AbstractContextManager[Iterator[Any]]:
-        """Process, pad and place batches ahead of the steps that take them."""
+        """Return a context with the batches processed, padded and placed ahead of their steps."""
         stages = self.stages
         if self.batch_size is not None:
             stages = (*stages, functools.partial(pad_batch, batch_size=self.batch_size))
@@ -462,7 +462,7 @@ class Trainer:
 def _not_finite_error(
     model: nnx.Module, step: int, loss: float, batches: tuple[Any, ...], skipped: int
 ) -> NotFiniteError:
-    """Return the error of a skipped step; its batches are searched for ids outside their tables."""
+    """Return the error about a skipped step; it names an id outside its table, if there is one."""
     # A finite loss was skipped for its gradients; only a debugging optimizer knows which.
     subject = "a gradient is not finite" if np.isfinite(loss) else f"the loss is {loss}"
     where = f"{subject} at step {step}"

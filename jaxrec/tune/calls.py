@@ -56,7 +56,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Sizes and kind of the batch that calls are made for."""
+    """The batch for which calls are made: its sizes, its ids and the type of its embeddings."""
 
     size: int  # samples of a device
     ids: float | None = None  # of each feature of a sample; None: pooling factors, or 1
@@ -72,8 +72,8 @@ def calls_of(
 ) -> list[Call]:
     """Return the calls that a training step makes for tables, group by group.
 
-    Each table names its optimizer. ``constraints`` say the ids of a table's features
-    (``pooling_factors``) and whether they have weights.
+    Each table names its optimizer. By table, ``constraints`` say how many ids a sample has of each
+    feature (``pooling_factors``) and whether ids have weights.
     """
     # Weighted and unweighted tables are grouped apart here, since their calls have different forms.
     kinds = [
@@ -93,6 +93,7 @@ def calls_of(
 def _calls_of_group(
     group: Group, constraints: Mapping[str, ParameterConstraints], batch: Batch
 ) -> Iterator[Call]:
+    """Yield the calls that a step makes for one group of tables, first the lookups."""
     is_plain = isinstance(group.row_format, PlainRows)
     names = tuple(table.name for table in group.tables)
     counts = _row_counts(group, batch.max_bytes)

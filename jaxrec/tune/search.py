@@ -66,7 +66,7 @@ class Stopwatch:
             return dataclasses.replace(timing, failure=f"it fails: {reason}")
 
     def _check(self, function: Callable) -> str | None:
-        """Return how results differ from the reference's; None: they agree."""
+        """Return how a function's results differ from the reference's; None: they agree."""
         # First the small examples of the trial, which cover each branch of a kernel. Then the call
         # itself, whose sizes may reach what the examples do not.
         if (failure := trial.compare(self.call.form, function)) is not None:
@@ -79,7 +79,7 @@ class Stopwatch:
         return None
 
     def _median(self, function: Callable) -> float:
-        """Return the median over rounds of a call's mean time, in seconds."""
+        """Return a function's time for the call in seconds: the median of the rounds' means."""
         arrays = self.call.make()
         program = self._program(function)
         in_place = self.call.in_place
@@ -101,7 +101,10 @@ class Stopwatch:
         return statistics.median(run(calls) for _ in range(ROUNDS)) / calls
 
     def _program(self, function: Callable) -> Callable[[dict[str, Any]], Any]:
-        """Return the call compiled with a function; arrays that change in place are donated."""
+        """Compile a function for the call; return it as a function of the arrays by argument.
+
+        Arrays that change in place are donated.
+        """
         in_place, static = self.call.in_place, self.call.static
 
         @functools.partial(jax.jit, donate_argnums=0)
@@ -117,7 +120,7 @@ class Stopwatch:
 
 @jax.jit
 def _agree(expected: jax.Array, result: jax.Array) -> jax.Array:
-    """Return whether results are equal up to rounding."""
+    """Return whether a result is equal to the expected one up to rounding."""
     # On the device: results of a call may have a gigabyte.
     precision = max(1e-5, float(jnp.finfo(result.dtype).eps))
     wide, narrow = expected.astype(jnp.float32), result.astype(jnp.float32)
@@ -125,7 +128,7 @@ def _agree(expected: jax.Array, result: jax.Array) -> jax.Array:
 
 
 def implementations_for(call: Call, platform: str) -> list[Implementation]:
-    """Return the implementations that take a call on a platform, in order of preference."""
+    """Return the implementations that can run a call on a platform, in order of preference."""
     # As if the user named them: the stopwatch does the trial, and reports its failure.
     return [
         each
@@ -171,7 +174,10 @@ def choose(
     implementations: Sequence[Implementation],
     time: Time,
 ) -> TunedCall | None:
-    """Return the choice for a call; None: nothing could be timed."""
+    """Return the fastest implementation and options for a call, or None if nothing was timed.
+
+    ``default`` is the implementation that runs the call without tuning; ``time`` times again.
+    """
     # The fastest of many timings is partly luck. A choice other than the default must save `MARGIN`
     # of the time, and do so again when both are timed once more.
     best = fastest(timings)

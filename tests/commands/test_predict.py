@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 
 from jaxrec.commands import main
-from jaxrec.commands.predict import _columns
+from jaxrec.data.arrays import as_column
 from jaxrec.serve import export, load
+from jaxrec.serve.artifact.batch_spec import output_columns
 from tests.serve.artifact.test_load import columns, of_columns  # noqa: F401
 from tests.serve.record import RECORDED
 
@@ -84,12 +85,13 @@ def test_outputs_are_columns():
         "tasks": (np.int32([1, 2]), np.float32([3, 4])),
         "vector": np.arange(4.0).reshape(2, 2),
     }
-    table = pa.table(dict(_columns(outputs)))
+    predicted = output_columns(outputs)
+    table = pa.table({name: as_column(array) for name, array in predicted.items()})
     assert table.to_pylist() == [
         {"probability": 0.5, "tasks.0": 1, "tasks.1": 3.0, "vector": [0.0, 1.0]},
         {"probability": 0.25, "tasks.0": 2, "tasks.1": 4.0, "vector": [2.0, 3.0]},
     ]
-    assert _columns(np.float32([1]))["score"].to_pylist() == [1.0]
+    assert output_columns(np.float32([1]))["score"].tolist() == [1.0]
 
 
 def spoil(work, name: str) -> None:
@@ -143,7 +145,8 @@ def test_wrong_options(work, capsys):
         (("model", "rows.parquet", "-o", "rows.parquet"), 2, "is one of the input files"),
         (("model", "rows.parquet", "-o", "parts"), 2, "parts is a directory"),
         (("model", "rows.parquet", "-o", "x", "--batch-size", "0"), 2, "must be above 0, got 0"),
-        (("model", "missing", "-o", "x"), 1, "missing"),
+        (("model", "missing", "-o", "x"), 1, "missing: No such file or directory"),
+        (("model", "no.parquet", "-o", "x"), 1, "no.parquet: No such file or directory"),
         (("parts", "rows.parquet", "-o", "x"), 1, "parts is not an exported model"),
         (("linear", "rows.parquet", "-o", "x"), 1, "exported without an encoder of columns"),
         ((str(RECORDED / "int8"), "rows.parquet", "-o", "x"), 1, "without an encoder of columns"),

@@ -367,7 +367,7 @@ def test_a_full_disk(tmp_path):
 
 IN_PROCESS = {
     "malformed": (["--data=bad.tsv"], 1, "bad.tsv, line 21, column 4 (I3)"),
-    "csv": (["--data=x.csv"], 1, "x.csv has 2 columns separated by commas (a, b), and Criteo's"),
+    "csv": (["--data=x.csv"], 1, "x.csv is CSV: 2 columns separated by commas (a, b); jaxrec"),
     "missing": (["--data=missing.tsv"], 1, "missing.tsv: No such file or directory"),
     "unknown": (["--bogus"], 2, "unknown option --bogus; `jaxrec train --help`"),
     "config-missing": (["--config=missing.yaml"], 1, "missing.yaml: No such file"),

@@ -150,6 +150,7 @@ WRONG = {
         "row 11 .*: 2.50 is not an integer of 64 bits",
     ),
     "strings": ("age", pa.array(["1"] * 4), "column 'age' is of type string; expected numbers"),
+    "text-label": ("clicked", pa.array(["1"] * 4), "is of type string; expected numbers, 0 or 1"),
 }
 
 
@@ -206,6 +207,9 @@ def test_bools_are_numbers_and_ids():
     np.testing.assert_allclose(batch.dense[:, 0], np.array([1, -2, 1, 0]) / math.sqrt(2), rtol=1e-6)
     assert encoder.vocabularies["c"].values.to_pylist() == [1, 0]
     assert bags(batch, "c") == bags(batch, "d") == [[1], [2], [1], [0]]
+    text = table.set_column(table.column_names.index("d"), "d", pa.array(["True"] * 4))
+    with pytest.raises(DataError, match="'d' is of type string; expected booleans, as in training"):
+        encoder.batch(text)
 
 
 def test_arrays_of_objects_may_have_nulls():

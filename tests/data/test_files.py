@@ -119,6 +119,8 @@ def test_keys_are_columns(tmp_path):
     assert ParquetGroups(part.paths, ("day",)).read(0)["day"].to_pylist() == [1, 1]
     with pytest.raises(DataError, match=r"has no column 'city'; its columns are x"):
         _ = ParquetGroups(part.paths, ("city",)).sizes
+    with pytest.raises(FileNotFoundError, match=r"No such file or directory: '.*gone.parquet'"):
+        _ = ParquetGroups((tmp_path / "gone.parquet",)).sizes
 
 
 def test_a_column_of_the_file_comes_before_its_key(tmp_path):

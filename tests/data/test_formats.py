@@ -34,10 +34,11 @@ def feather() -> bytes:
 
 
 FILES = {
-    "x.csv": (CSV, r"has 3 columns separated by commas \(user, item, label\), and Criteo's"),
-    "x.csv.gz": (gzip.compress(CSV.encode()), "has 3 columns separated by commas"),
-    "x.tsv": (CSV.replace(",", "\t"), "has 3 columns separated by tabs"),
-    "german.csv": (CSV.replace(",", ";"), "has 3 columns separated by semicolons"),
+    "x.csv": (CSV, r"is CSV: 3 columns separated by commas \(user, item, label\); jaxrec train"),
+    "x.csv.gz": (gzip.compress(CSV.encode()), "is CSV: 3 columns separated by commas"),
+    "x.tsv": (CSV.replace(",", "\t"), "has 3 columns separated by tabs .* and Criteo's format has"),
+    "german.csv": (CSV.replace(",", ";"), "is CSV: 3 columns separated by semicolons"),
+    "one.csv": ("label\n1\n0\n", r"is CSV: 1 columns separated by commas \(label\)"),
     "no_label.txt": ("\t".join(["1"] * 39) + "\n", r"has 39 columns .* \(1, 1, 1, 1, 1, ...\)"),
     "x.inter": (
         "user_id:token\titem_id:token\trating:float\n1\t2\t3.0\n",

@@ -146,8 +146,9 @@ def test_ratings_that_are_none(tmp_path, name, text, message):
 
 
 def test_what_is_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        movielens_ratings(tmp_path / "missing")
+    for read in (movielens_ratings, movielens_movies, movielens_users):
+        with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*missing"):
+            read(tmp_path / "missing")
     for read in (movielens_movies, movielens_users):
         with pytest.raises(DataError, match="here"):
             read(tmp_path)

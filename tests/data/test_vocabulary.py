@@ -163,7 +163,7 @@ def test_wrong_columns_are_named():
     names = Vocabulary.build(np.array(["a"]))
     with pytest.raises(ValueError, match="nulls must be 'unknown' or 'error'"):
         names(np.array(["a"]), nulls="drop")
-    with pytest.raises(TypeError, match="of Arrow type int64, those of the vocabulary of large_s"):
+    with pytest.raises(TypeError, match="type int64, but the vocabulary was made of large_str"):
         names(np.array([1]))
     with pytest.raises(TypeError, match="of Arrow type double; expected strings"):
         Vocabulary.build(np.array([1.0]))

@@ -160,7 +160,7 @@ def test_a_checkpoint_is_that_of_tables_on_the_device(source, tmp_path):
     for store in (HostTables.init, None):
         restored = make_model(store)
         restored.load_table("item", np.zeros((16, 4)))
-        checkpoint.restore(tmp_path, restored)
+        checkpoint.restore(restored, tmp_path)
         np.testing.assert_array_equal(restored.table("item"), trained.table("item"))
 
 

@@ -203,14 +203,14 @@ def test_checkpoints_restore_on_other_devices(mesh, tmp_path, num_devices):
     checkpoint.save(tmp_path, many, jaxrec.Optimizer(many, optax.sgd(0.1)))
     if num_devices == 1:
         restored = make("pooled", "rowwise_adagrad")
-        checkpoint.restore(tmp_path, restored, jaxrec.Optimizer(restored, optax.sgd(0.1)))
+        checkpoint.restore(restored, tmp_path, jaxrec.Optimizer(restored, optax.sgd(0.1)))
     else:
         devices = jax.devices()[:num_devices]
         few = jax.make_mesh((num_devices,), ("data",), (AxisType.Auto,), devices=devices)
         with jax.set_mesh(few):
             placements = row_wise(exchange="pooled"), table_wise(1)
             restored = shard(*placements, few, "pooled", "rowwise_adagrad")
-            checkpoint.restore(tmp_path, restored, jaxrec.Optimizer(restored, optax.sgd(0.1)))
+            checkpoint.restore(restored, tmp_path, jaxrec.Optimizer(restored, optax.sgd(0.1)))
     for name, arrays in read(restored).items():
         for key, array in arrays.items():
             np.testing.assert_array_equal(array, expected[name][key])

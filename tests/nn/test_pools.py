@@ -245,7 +245,7 @@ def test_models_on_a_mesh_and_their_checkpoints(tmp_path):
         other = History()
         if name != "one_device":
             other = jaxrec.shard(other, plan, mesh_of(name))
-        restore(tmp_path, other, jaxrec.Optimizer(other, optax.sgd(0.1)))
+        restore(other, tmp_path, jaxrec.Optimizer(other, optax.sgd(0.1)))
         for found, expected in zip(rows(other), (histories, vectors), strict=True):
             np.testing.assert_array_equal(found, expected)
         if name != "one_device":

@@ -207,14 +207,14 @@ def undisturbed(directory: pathlib.Path):
 def resumed(directory: pathlib.Path):
     """Restore what the killed run saved, with its stores, and train the other steps."""
     model, optimizer = make_model(everywhere(), f"file://{directory}/stores/{{table}}")
-    first = restore(directory / "saved", model, optimizer).batches
+    first = restore(model, directory / "saved", optimizer).batches
     losses = list(train(model, optimizer, map(part_of, all_batches()[first:])))
     return {"end": result(model, losses), "stored": stored(model)}
 
 
 def moved(directory: pathlib.Path):
     model, optimizer = make_model(everywhere())
-    first = restore(directory / "moved", model, optimizer).batches
+    first = restore(model, directory / "moved", optimizer).batches
     losses = list(train(model, optimizer, map(part_of, all_batches()[first:])))
     return {"losses": np.array(losses), **stored(model)}
 

@@ -79,7 +79,7 @@ def test_a_restored_run_goes_on_as_if_undisturbed(tmp_path, settings, before, af
 
     other = make_model(settings, devices=after)
     other_optimizer = jaxrec.Optimizer(other, TX)
-    restore(tmp_path, other, other_optimizer)
+    restore(other, tmp_path, other_optimizer)
     again = steps(other, other_optimizer, batches[12:])
     rtol = 0.0 if before == after else 1e-5
     np.testing.assert_allclose(again, losses[12:], rtol=rtol)
@@ -98,8 +98,8 @@ def test_another_number_of_rows(tmp_path, rows):
 
     other = make_model(settings, rows)
     with pytest.raises(CheckpointError, match="resized=True"):
-        restore(tmp_path, other)
-    restore(tmp_path, other, jaxrec.Optimizer(other, TX), resized=True)
+        restore(other, tmp_path)
+    restore(other, tmp_path, jaxrec.Optimizer(other, TX), resized=True)
     for name in NAMES:
         saved, loaded = rows_by_id(model, name), rows_by_id(other, name)
         assert len(loaded) == min(len(saved), rows - 1)
@@ -126,14 +126,14 @@ def test_other_models_stay_as_they_are(tmp_path):
     save(tmp_path, model, optimizer)
     plain = models.Ranker(120, "adam")
     with pytest.raises(CheckpointError, match="has vocabularies '"):
-        restore(tmp_path, plain)
+        restore(plain, tmp_path)
 
 
 def test_a_plain_checkpoint_has_no_vocabularies(tmp_path):
     plain = models.Ranker(120, "adam")
     save(tmp_path, plain, jaxrec.Optimizer(plain, TX))
     with pytest.raises(CheckpointError, match="lacks the model's vocabularies"):
-        restore(tmp_path, make_model(SETTINGS["store"]))
+        restore(make_model(SETTINGS["store"]), tmp_path)
 
 
 LEFT = {
@@ -155,7 +155,7 @@ def test_a_part_is_restored_by_id(tmp_path, names, optimizer, left):
     other = make(lambda: models.Ranker(120, optimizer), dict.fromkeys(names, settings))
     tables = {"item": other.embeddings, "query": other.embeddings, "item_wide": other.wide}
     before = {name: np.asarray(of.table(name)) for name, of in tables.items()}
-    differences = restore(tmp_path, other, jaxrec.Optimizer(other, TX), partial=True).differences
+    differences = restore(other, tmp_path, jaxrec.Optimizer(other, TX), partial=True).differences
     assert {each.name for each in differences if each.kind == "table"} == left
     for name, of in tables.items():
         if name in left:

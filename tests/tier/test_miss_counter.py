@@ -34,7 +34,7 @@ def test_no_lookup_misses(tmp_path):
         if number == 20:
             list(ahead(model, others, is_training=False))
             save(tmp_path, model, optimizer, batches=number)
-    restore(tmp_path, model, optimizer)
+    restore(model, tmp_path, optimizer)
     list(ahead(model, batches[20:], look_ahead=2))
     assert counter.misses == dict.fromkeys(NAMES, 0)
     seen = [*batches, *others, *batches[20:]]

@@ -125,7 +125,7 @@ def test_a_restored_run_goes_on_as_if_undisturbed(tmp_path, kind):
 
     other = tiered("int8", kind)
     other_optimizer = jaxrec.Optimizer(other, optax.sgd(0.1))
-    restore(tmp_path, other, other_optimizer)
+    restore(other, tmp_path, other_optimizer)
     assert_equal(contents(other, ids), saved)
     again = train(other, other_optimizer, ahead(other, stream(10, kind, seed=1)))
     assert again == train(model, optimizer, ahead(model, stream(10, kind, seed=1)))

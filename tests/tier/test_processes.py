@@ -48,7 +48,7 @@ def resumed(pair, directory):
 def in_one_process(resumed, directory):
     """Losses of one process that restores the checkpoint of two, trains some steps, and saves."""
     model, optimizer = processes.make_model(None)
-    first = restore(directory / "saved", model, optimizer).batches
+    first = restore(model, directory / "saved", optimizer).batches
     batches = processes.all_batches()[first : processes.MOVED_AFTER]
     losses = list(processes.train(model, optimizer, batches))
     save(directory / "moved", model, optimizer, batches=processes.MOVED_AFTER)

@@ -84,7 +84,7 @@ def test_a_restored_run_is_an_undisturbed_one(make_model, tmp_path, first: str, 
     optimizer = jaxrec.Optimizer(other, optax.sgd(0.1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        restore(tmp_path / "run", other, optimizer)
+        restore(other, tmp_path / "run", optimizer)
         assert train(other, optimizer, batches[30:]) == losses[30:]
     assert_same(all_rows(other), all_rows(whole))
 
@@ -134,7 +134,7 @@ def test_a_damaged_snapshot_is_refused(make_model, tmp_path, name: str, damage: 
                 content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
             )
         with pytest.raises(CheckpointError, match=r"damaged|not what was saved"):
-            restore(copy, model, optimizer)
+            restore(model, copy, optimizer)
     assert_same(all_rows(model), expected)
 
 

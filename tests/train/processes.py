@@ -57,7 +57,7 @@ def checkpoint(directory):
 
     held = []
     with host_memory(held.append):
-        restore(directory / "one", model, optimizer)
+        restore(model, directory / "one", optimizer)
     step(model, optimizer, jaxrec.mesh.shard_batch(np.ones((4, 4), np.float32), mesh))
     with CheckpointManager(directory / "two") as manager:
         state = {"sum": jnp.float32(3)}
@@ -66,10 +66,10 @@ def checkpoint(directory):
             manager.wait_until_finished()
         kernel = np.asarray(model.over.kernel[...])
         with host_memory(held.append):
-            assert restore(directory / "two", model, optimizer).step == 1
+            assert restore(model, directory / "two", optimizer).step == 1
         np.testing.assert_array_equal(model.over.kernel[...], kernel)
         assert not model.over.kernel.get_raw_value().is_fully_replicated
-    assert restore_state(directory / "two", state)["sum"] == 3
+    assert restore_state(state, directory / "two")["sum"] == 3
     return [size / (ROWS["large"] * DIM * 4) for size in held]
 
 

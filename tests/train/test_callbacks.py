@@ -25,7 +25,7 @@ def test_checkpoints_have_metrics_and_plan(tmp_path):
         trainer = make(callbacks=[saving])
         assert trainer.train(batches(5)) == 5
         assert all_steps(tmp_path) == [4, 5]  # the best and the last, which is complete
-        metadata = restore(tmp_path, trainer.model, step=4)
+        metadata = restore(trainer.model, tmp_path, step=4)
     assert (metadata.metrics, metadata.plan, metadata.batches) == ({"auc": 0.9}, "{}", 4)
 
 

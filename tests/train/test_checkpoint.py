@@ -88,7 +88,7 @@ def test_everything_comes_back(tmp_path):
     path = checkpoint.save(tmp_path, model, optimizer)
     assert path == tmp_path / "1"
     other = make(seed=1, order=("c", "b", "a"))  # other values, other layout of the tables
-    checkpoint.restore(tmp_path, *other)
+    checkpoint.restore(other[0], tmp_path, other[1])
     expected, got = contents(model, optimizer), contents(*other)
     assert expected.keys() == got.keys()
     for key, value in expected.items():
@@ -107,7 +107,7 @@ def test_the_model_alone(tmp_path):
     advance(model, optimizer)
     checkpoint.save(tmp_path, model, optimizer)
     other = Model(seed=1, optimizer=jaxrec.optim.sgd(0.1))  # another optimizer of a table
-    checkpoint.restore(tmp_path, other)
+    checkpoint.restore(other, tmp_path)
     np.testing.assert_array_equal(other.bags.table("c"), model.bags.table("c"))
 
 
@@ -124,7 +124,7 @@ def test_only_the_newest_is_kept(tmp_path):
 def test_nothing_to_restore(tmp_path):
     for directory in (tmp_path, tmp_path / "missing"):
         with pytest.raises(CheckpointError, match="there is no saved model here"):
-            checkpoint.restore(directory, Model())
+            checkpoint.restore(Model(), directory)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_nothing_to_restore(tmp_path):
 def test_another_model(tmp_path, options, message):
     checkpoint.save(tmp_path, *make())
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.restore(tmp_path, Model(**options))
+        checkpoint.restore(Model(**options), tmp_path)
 
 
 FULL = {
@@ -170,7 +170,7 @@ def test_full_disk_leaves_the_older_checkpoint(tmp_path, monkeypatch, error):
             checkpoint.save(tmp_path, model, optimizer)
     assert raised.value.errno == errno.ENOSPC
     assert {entry.name for entry in tmp_path.iterdir()} == {"1", ".lock"}
-    checkpoint.restore(tmp_path, model, optimizer)
+    checkpoint.restore(model, tmp_path, optimizer)
     for key, value in contents(model, optimizer).items():
         np.testing.assert_array_equal(value, saved[key])
 
@@ -204,7 +204,7 @@ def test_dtype_of_the_model_wins(tmp_path):
     checkpoint.save(tmp_path, model, optimizer)
     other = Model()
     other.over.kernel.set_value(other.over.kernel[...].astype(jnp.bfloat16))
-    checkpoint.restore(tmp_path, other)
+    checkpoint.restore(other, tmp_path)
     assert other.over.kernel[...].dtype == jnp.bfloat16
 
 
@@ -245,17 +245,17 @@ def test_several_are_kept_and_each_restores(tmp_path):
     assert checkpoint.all_steps(tmp_path) == [0, 2, 3]
     for step in (0, 2, 3):
         other = make(seed=3)
-        run = checkpoint.restore(tmp_path, *other, step=step)
+        run = checkpoint.restore(other[0], tmp_path, other[1], step=step)
         assert run == CheckpointMetadata(step, step, {"auc": aucs[step]}, "{}")
         for key, value in contents(*other).items():
             np.testing.assert_array_equal(value, expected[step][key], err_msg=str(key))
-        restored = checkpoint.restore_state(tmp_path, state, step=step)
+        restored = checkpoint.restore_state(state, tmp_path, step=step)
         assert restored["count"].dtype == jnp.int32
         assert jax.tree.map(np.max, restored) == {"sums": step + 1, "count": step + 1}
     with pytest.raises(CheckpointError, match=r"step 1 was not saved; there are \[0, 2, 3\]"):
-        checkpoint.restore(tmp_path, *make(), step=1)
+        checkpoint.restore(make()[0], tmp_path, step=1)
     with pytest.raises(CheckpointError, match=r"here it has \[\(2,\)\]"):
-        checkpoint.restore_state(tmp_path, jnp.zeros(2))
+        checkpoint.restore_state(jnp.zeros(2), tmp_path)
 
 
 @pytest.mark.parametrize("damaged", ["_METADATA", "manifest.ocdbt", "run/metadata"])
@@ -269,10 +269,27 @@ def test_damaged(tmp_path, damaged):
     assert files
     for file in files:
         file.write_bytes(b"\0" * 100)
+    other, other_optimizer = make()
     with pytest.raises(CheckpointError, match="the checkpoint is damaged") as raised:
-        checkpoint.restore(tmp_path, *make())
+        checkpoint.restore(other, tmp_path, other_optimizer)
     assert str(raised.value).count("\n") == 0
-    checkpoint.restore(tmp_path, *make(), step=0)
+    checkpoint.restore(other, tmp_path, other_optimizer, step=0)
+
+
+def test_the_earlier_order_of_arguments(tmp_path):
+    model, optimizer = make()
+    state = {"count": jnp.int32(7)}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(model, optimizer, state=state, batches=3)
+    options = [(tmp_path, model, optimizer), (str(tmp_path), model)]
+    for arguments in options:
+        with pytest.warns(DeprecationWarning, match="restore now takes the directory second"):
+            assert checkpoint.restore(*arguments).batches == 3
+    with pytest.warns(DeprecationWarning, match="restore now takes"):
+        assert checkpoint.restore(tmp_path, model=model, step=0).batches == 3
+    with pytest.warns(DeprecationWarning, match="restore_state now takes"):
+        assert checkpoint.restore_state(tmp_path, state) == state
+    assert checkpoint.restore(directory=tmp_path, model=model).batches == 3
 
 
 def test_a_vocabulary_that_changed(tmp_path):
@@ -301,8 +318,8 @@ def test_a_vocabulary_that_changed(tmp_path):
         other, other_optimizer = trained(rows, 1)
         before = np.asarray(other.bags.table("item"))
         with pytest.raises(CheckpointError, match=r"'item' was saved with shape \(5, 2\)"):
-            checkpoint.restore(tmp_path, other, other_optimizer)
-        checkpoint.restore(tmp_path, other, other_optimizer, resized=True)
+            checkpoint.restore(other, tmp_path, other_optimizer)
+        checkpoint.restore(other, tmp_path, other_optimizer, resized=True)
         got, common = np.asarray(other.bags.table("item")), min(rows, 5)
         np.testing.assert_array_equal(got[:common], saved[:common])
         np.testing.assert_array_equal(got[common:], before[common:])
@@ -323,9 +340,9 @@ def test_entries_that_are_no_checkpoints(tmp_path):
         optimizer.step.set_value(jnp.asarray(5, optimizer.step.get_value().dtype))
         manager.save(model, optimizer)
     assert checkpoint.all_steps(tmp_path) == [5]
-    assert checkpoint.restore(str(tmp_path), *make()).step == 5
+    assert checkpoint.restore(make()[0], str(tmp_path)).step == 5
     with pytest.raises(CheckpointError, match=r"step 2026 was not saved; there are \[5\]"):
-        checkpoint.restore(tmp_path, *make(), step=2026)
+        checkpoint.restore(make()[0], tmp_path, step=2026)
     optimizer.step.set_value(jnp.asarray(2026, optimizer.step.get_value().dtype))
     with pytest.raises(FileExistsError, match="move what is there") as raised:
         checkpoint.save(tmp_path, model, optimizer)
@@ -350,7 +367,7 @@ def test_models_with_other_names(tmp_path):
     other = Model()
     other.extra = nnx.Param(jnp.zeros(2))
     with pytest.raises(CheckpointError, match="lacks the model's variables 'extra'; build"):
-        checkpoint.restore(tmp_path, other)
+        checkpoint.restore(other, tmp_path)
     del other.extra
     other.final, other.over = other.over, None
     message = (
@@ -358,7 +375,7 @@ def test_models_with_other_names(tmp_path):
         "'over/kernel' that the model lacks; build the model as the saved one was"
     )
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        checkpoint.restore(tmp_path, other)
+        checkpoint.restore(other, tmp_path)
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])

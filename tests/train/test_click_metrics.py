@@ -77,7 +77,7 @@ def test_stopped_and_resumed_is_as_never_stopped(tmp_path, never_stopped, steps)
     assert int(stopped[1].step.get_value()) == steps
     checkpoint.save(tmp_path, *stopped)
     resumed = make_model(dataclasses.replace(CONFIG, seed=5), 10)
-    checkpoint.restore(tmp_path, *resumed)
+    checkpoint.restore(resumed[0], tmp_path, resumed[1])
     run(*resumed, rows)
     for got, wanted in zip(numbers(resumed), numbers(never_stopped), strict=True):
         np.testing.assert_array_equal(got, wanted)

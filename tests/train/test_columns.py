@@ -188,7 +188,7 @@ def test_stopped_and_resumed_is_as_never_stopped(directory, tmp_path):
     checkpoint.save(tmp_path, *stopped)
     loaded = TableEncoder.load(tmp_path / FEATURES_DIRECTORY)
     resumed = make_model(dataclasses.replace(config, seed=5), 18, encoder=loaded)
-    checkpoint.restore(tmp_path, *resumed)
+    checkpoint.restore(resumed[0], tmp_path, resumed[1])
     for got, wanted in zip(numbers(run(*resumed, loaded)), numbers(whole), strict=True):
         np.testing.assert_array_equal(got, wanted)
 
@@ -352,7 +352,7 @@ BAD = {
     "missing-schema": (SAME, None, ["--schema=never.yaml"], 1, "never.yaml: No such file"),
     "no-file": (SAME, {}, ["--data=never.parquet"], 1, "never.parquet: No such file"),
     "text": (SAME, {}, ["--data=schema.yaml"], 1, "schema.yaml is not a Parquet file; a schema is"),
-    "csv": (SAME, None, ["--data=rows.csv"], 1, "rows.csv has 2 columns separated by commas (a, "),
+    "csv": (SAME, None, ["--data=rows.csv"], 1, "rows.csv is CSV: 2 columns separated by commas ("),
     "csv-held-out": (SAME, None, ["--data.eval-path=rows.csv"], 1, "rows.csv is not a Parquet"),
     "pattern": (SAME, None, ["--data=x*.parquet"], 1, "no Parquet file matches this pattern"),
     "few": (lambda rows: rows[:1], {}, [], 1, "1 rows are too few to train on some"),

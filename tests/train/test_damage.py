@@ -51,8 +51,8 @@ def other():
 def assert_refused(path, pair, before, *words):
     """Restoring fails with one sentence that has the words, and leaves the model alone."""
     for restore in (
-        lambda: checkpoint.restore(path.parent, *pair),
-        lambda: restore_state(path.parent, STATE),
+        lambda: checkpoint.restore(pair[0], path.parent, pair[1]),
+        lambda: restore_state(STATE, path.parent),
     ):
         with pytest.raises(CheckpointError) as raised:
             restore()
@@ -113,9 +113,9 @@ def test_any_damage(fuzzed, data):
         holds_times = harmed.parent == path and harmed.name != CHECKSUMS_FILE
         is_same = added is None and file.exists() and file.read_bytes() == content
         if holds_times or is_same:
-            checkpoint.restore(path.parent, *pair)
+            checkpoint.restore(pair[0], path.parent, pair[1])
             assert_same(contents(*pair), wanted)
-            checkpoint.restore(undamaged, *pair)
+            checkpoint.restore(pair[0], undamaged, pair[1])
         else:
             assert_refused(path, pair, before, harmed.relative_to(path).as_posix())
     finally:
@@ -186,7 +186,7 @@ def test_checkpoints_of_older_versions_load_with_a_warning(saved):
     without_checksums(saved)
     model, optimizer = make(seed=1)
     with pytest.warns(UserWarning, match=r"saved without checksums by an older jaxrec.*anew"):
-        checkpoint.restore(saved.parent, model, optimizer)
+        checkpoint.restore(model, saved.parent, optimizer)
     assert_same(contents(model, optimizer), contents(*make(seed=0)))
 
 
@@ -240,7 +240,7 @@ def test_the_disk_fails_between_tables(saved, monkeypatch):
     model, optimizer = make(seed=1)
     before = contents(model, optimizer)
     with pytest.raises(OSError, match="Input/output error") as raised:
-        checkpoint.restore(saved.parent, model, optimizer)
+        checkpoint.restore(model, saved.parent, optimizer)
     assert raised.value.__notes__ == [
         f"{saved}: tables 'a', 'b', 'c' of the model are loaded, others not"
     ]
@@ -273,5 +273,5 @@ def test_other_models_stay_as_they_are(saved, options, message):
     pair = make(seed=1, **options)
     before = contents(*pair)
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        checkpoint.restore(saved.parent, *pair)
+        checkpoint.restore(pair[0], saved.parent, pair[1])
     assert_same(contents(*pair), before)

@@ -45,8 +45,8 @@ def restored(path, pair, before):
     """Return whether a checkpoint is loaded; else an error names it, the model is as before."""
     message, notes = None, []
     try:
-        checkpoint.restore(path.parent, *pair)
-        restore_state(path.parent, STATE)
+        checkpoint.restore(pair[0], path.parent, pair[1])
+        restore_state(STATE, path.parent)
     except CheckpointError as error:
         message, notes = str(error), getattr(error, "__notes__", [])
     if message is None:
@@ -85,7 +85,7 @@ def test_edited_json(saved, tmp_path_factory, file, data):
         rewrite(path, file, data.draw(edited(content)))
     if restored(path, pair, before):
         assert_same(contents(*pair), wanted)
-    checkpoint.restore(undamaged, *pair)
+    checkpoint.restore(pair[0], undamaged, pair[1])
 
 
 @settings(max_examples=max_examples(3))
@@ -100,7 +100,7 @@ def test_damage_without_checksums(saved, tmp_path_factory, data):
     file.write_bytes(data.draw(damaged(file.read_bytes())))
     with pytest.warns(UserWarning, match="saved without checksums"):
         restored(path, pair, before)
-    checkpoint.restore(undamaged, *pair)
+    checkpoint.restore(pair[0], undamaged, pair[1])
 
 
 RUN = {
@@ -133,7 +133,7 @@ def test_edited_facts_of_the_run(saved, tmp_path, field, value):
     content = json.loads((path / "run/metadata").read_text())
     rewrite(path, "run/metadata", content | {field: value})
     with pytest.raises(CheckpointError, match=rf"{path}: the checkpoint is damaged \(run/metadata"):
-        checkpoint.restore(tmp_path, *pair)
+        checkpoint.restore(pair[0], tmp_path, pair[1])
     assert_same(contents(*pair), before)
 
 
@@ -156,4 +156,4 @@ def test_edited_shapes(saved, tmp_path, shapes):
         (path / "tables/metadata").write_text("[" * 100_000)
         write_checksums(path)
     with pytest.raises(CheckpointError, match=rf"{path}: the checkpoint is damaged \(tables/meta"):
-        checkpoint.restore(tmp_path, *pair)
+        checkpoint.restore(pair[0], tmp_path, pair[1])

@@ -78,7 +78,7 @@ class Run:
     def restored(self, step=None, made=None, **options):
         model = (made or self.made)()
         optimizer = jaxrec.Optimizer(model, optax.adam(0.1))
-        restore(self.directory, model, optimizer, step=step, **options)
+        restore(model, self.directory, optimizer, step=step, **options)
         return model, optimizer
 
 
@@ -176,7 +176,7 @@ def test_stores_after_a_save_that_fails_and_a_restored_checkpoint(tmp_path, monk
         assert is_changes(run, 6)
         assert_same(run.restored()[0], run.model, with_state=True)
         # The store then has other records than those of the checkpoint before, all of them.
-        restore(run.directory, run.model, run.optimizer, step=2)
+        restore(run.model, run.directory, run.optimizer, step=2)
         run.optimizer.step.set_value(run.optimizer.step.get_value() + 100)
         run.save()
     assert not is_changes(run, 102)
@@ -239,7 +239,7 @@ def test_they_hold_the_rows_that_changed(tmp_path):
     assert size(first) > 20_000 * 16 * 4 / 2
     assert size(second) < 10_000
     other = jaxrec.EmbeddingCollection([config], rngs=nnx.Rngs(1))
-    restore(tmp_path, other)
+    restore(other, tmp_path)
     np.testing.assert_array_equal(other.table("item"), model.table("item"))
 
 
@@ -335,7 +335,7 @@ def test_by_a_trainer(tmp_path):
     links = [checkpoint.files.read_link(tmp_path / str(step)).base for step in (2, 4, 6, 7)]
     assert links == [None, 2, 4, 6]
     other = fixed_model("plain")
-    restore(tmp_path, other, jaxrec.Optimizer(other, optax.adam(0.1)))
+    restore(other, tmp_path, jaxrec.Optimizer(other, optax.adam(0.1)))
     assert_same(other, model, with_state=True)
 
 

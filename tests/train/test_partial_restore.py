@@ -117,9 +117,9 @@ def test_all_but_one_table_comes_back(tmp_path, saved, restored, differences, st
         pair = make(devices, 1, PLACEMENTS[devices], **restored)
         before = contents(*pair)
         with pytest.raises(CheckpointError, match="partial=True") as raised:
-            checkpoint.restore(tmp_path, *pair)
+            checkpoint.restore(pair[0], tmp_path, pair[1])
         assert "'b'" in str(raised.value)
-        metadata = checkpoint.restore(tmp_path, *pair, partial=True)
+        metadata = checkpoint.restore(pair[0], tmp_path, pair[1], partial=True)
         assert {(each.kind, each.name) for each in metadata.differences} == differences
         assert all("'b'" in str(each) for each in metadata.differences)
         for key, arrays in contents(*pair).items():
@@ -132,7 +132,7 @@ def test_layers_that_were_added_and_removed(tmp_path):
     checkpoint.save(tmp_path, *(saved := make(layers=("over", "old"))))
     pair = make(seed=1, layers=("over", "new"))
     before, expected = contents(*pair), contents(*saved)
-    found = checkpoint.restore(tmp_path, *pair, partial=True).differences
+    found = checkpoint.restore(pair[0], tmp_path, pair[1], partial=True).differences
     paths = [f"{layer}/{name}" for layer in ("new", "old") for name in ("bias", "kernel")]
     assert [each.name for each in found if each.kind == "variable"] == paths
     moments = {f"opt_state/0/{moment}/{path}" for moment in ("mu", "nu") for path in paths}
@@ -147,7 +147,7 @@ def test_nothing_of_the_model_is_there(tmp_path):
     pair = make(names=("a",))
     before = contents(*pair)
     with pytest.raises(CheckpointError, match="no table and no parameter of the checkpoint fits"):
-        checkpoint.restore(tmp_path, *pair, partial=True)
+        checkpoint.restore(pair[0], tmp_path, pair[1], partial=True)
     for key, arrays in contents(*pair).items():
         np.testing.assert_array_equal(arrays, before[key])
 

@@ -44,7 +44,7 @@ def test_restores_to_any_placement(tmp_path):
     checkpoint.save(tmp_path, bags, optimizer)
     for devices, placement in ((2, jaxrec.mesh.column_wise((0, 1))), (0, None)):
         other = on(devices, placement, 1)
-        checkpoint.restore(tmp_path, *other)
+        checkpoint.restore(other[0], tmp_path, other[1])
         for name in "abc":
             np.testing.assert_array_equal(other[0].table(name), bags.table(name))
             for key, value in bags.table_state(name).items():
@@ -101,7 +101,7 @@ def test_a_dense_part_restores_to_any_placement(saved, restored, tmp_path):
     moments = other_optimizer.opt_state[0]
     arrays = (other.over.kernel, moments.mu["over"]["kernel"], moments.nu["over"]["kernel"])
     before = [array.get_raw_value().sharding for array in arrays]
-    checkpoint.restore(tmp_path, other, other_optimizer)
+    checkpoint.restore(other, tmp_path, other_optimizer)
     for node, wanted in ((other, model), (other_optimizer, optimizer)):
         dense = nnx.Not(jaxrec.embed.TableVariable)
         for name, each in variables(wanted, dense).items():
@@ -126,8 +126,8 @@ def test_several_processes_save_and_restore(tmp_path, pair):
     assert checkpoint.all_steps(tmp_path / "two") == [1]
     other = processes.Ranker(seed=1)
     optimizer = jaxrec.Optimizer(other, optax.adam(0.1))
-    assert checkpoint.restore(tmp_path / "two", other, optimizer).batches == 7
-    assert checkpoint.restore_state(tmp_path / "two", {"sum": jnp.float32(0)})["sum"] == 3
+    assert checkpoint.restore(other, tmp_path / "two", optimizer).batches == 7
+    assert checkpoint.restore_state({"sum": jnp.float32(0)}, tmp_path / "two")["sum"] == 3
     # The two made a step with a loss of the dense layer alone.
     assert not np.array_equal(other.over.kernel[...], model.over.kernel[...])
     for name in processes.ROWS:
@@ -149,7 +149,7 @@ def test_capacities_of_exchanges_come_back_on_as_many_devices(tmp_path, devices)
     set_capacity_factors(model, {("bags", group): 2.5})
     checkpoint.save(tmp_path, model, optimizer)
     restored, optimizer = on_mesh(devices)
-    jaxrec.train.restore(tmp_path, restored, optimizer)
+    jaxrec.train.restore(restored, tmp_path, optimizer)
     assert capacity_factors(restored) == ({("bags", group): 2.5} if devices == 4 else {})
 
 
@@ -182,7 +182,7 @@ def test_replicas_are_averaged_before_they_are_saved(tmp_path):
     step(model, optimizer, batch)
     checkpoint.save(tmp_path, model, optimizer)
     restored, optimizer = on_mesh()
-    jaxrec.train.restore(tmp_path, restored, optimizer)
+    jaxrec.train.restore(restored, tmp_path, optimizer)
     expected = before - 0.5 * np.float32([[1], [0], [0], [1]])
     np.testing.assert_allclose(restored.table("t"), expected, rtol=1e-6)
     np.testing.assert_array_equal(model.table("t"), restored.table("t"))

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jaxrec.data.contiguous import Appearances, ContiguousMap
+from jaxrec.data.contiguous import MAPS_DIRECTORY, Appearances, ContiguousMap
 from jaxrec.data.criteo.parts import (
     Conversion,
     Part,
@@ -39,7 +39,6 @@ PART_BLOCKS = 256
 
 SUMMARY_FILE = "summary.json"
 RAW_DIRECTORY = "raw"
-MAPS_DIRECTORY = "maps"
 
 # Number of ids of a column that are counted at once: fewer make more sorts, more take more memory.
 COUNTED_IDS = 1 << 22
@@ -144,7 +143,7 @@ def is_converted(output: str | os.PathLike[str]) -> bool:
 def _same_sources(
     made: Mapping[str, int | None], wanted: Mapping[str, int], output: pathlib.Path
 ) -> None:
-    """Raise `DataError` if the source files ``made`` and ``wanted`` differ in name or size."""
+    """Raise a DataError if two logs' files differ; both are sizes in bytes by name, or None."""
     # Names and sizes: reading a terabyte to compare contents would take as long as converting it.
     if set(made) == set(wanted) and all(made[name] in (None, wanted[name]) for name in made):
         return
@@ -163,9 +162,9 @@ def _named(files: Mapping[str, int | None]) -> str:
 
 
 def _same_parts(output: pathlib.Path, files: Sequence[pathlib.Path]) -> None:
-    """Raise `DataError` if a Parquet file in ``output`` was made from a file not in ``files``.
+    """Raise a DataError if a Parquet file in ``output`` was not made from one of ``files``.
 
-    A source of the same name and another size is another file.
+    A text file of the same name and another size is another file.
     """
     sources = {_prefix(file.name, index): file for index, file in enumerate(files)}
     for path in sorted(output.glob("*.parquet")):
@@ -262,7 +261,7 @@ def _prefix(name: str, index: int) -> str:
 
 
 def _renumber(raw: pathlib.Path, output: pathlib.Path, conversion: Conversion) -> tuple[int, ...]:
-    """Copy Parquet files with row numbers in place of raw ids; return the rows of each table."""
+    """Copy Parquet files with row numbers in place of raw ids; return each table's row count."""
     # Existing maps and files are from a run that was stopped, and complete: they stay.
     paths = sorted(raw.glob("*.parquet"))
     (output / MAPS_DIRECTORY).mkdir(exist_ok=True)

@@ -32,7 +32,7 @@ from jaxrec.files.atomic import write_atomically
 
 Counts = Literal["log", "log_above_smallest", "raw"]
 
-# Functions of counts and of the smallest count of their text file, which return dense features.
+# Functions that make dense features of counts, given the smallest count of their text file.
 _TRANSFORMS = {
     "log": lambda counts, smallest: log_counts(counts),
     "log_above_smallest": log_counts_above,
@@ -238,10 +238,7 @@ class RecordGroups:
 
 @dataclasses.dataclass(frozen=True)
 class _Day:
-    """The Parquet files of one text file, whose name is without ``.gz``.
-
-    ``smallest`` is the smallest count of the text file.
-    """
+    """The Parquet files of one text file, with its name without ``.gz`` and its smallest count."""
 
     name: str
     paths: tuple[pathlib.Path, ...]
@@ -250,7 +247,7 @@ class _Day:
     has_raw_ids: bool
 
     def tables(self, names: Sequence[str]) -> Iterator[pa.Table]:
-        """Yield some columns of each row group."""
+        """Yield the columns ``names`` of each row group."""
         groups = ParquetGroups(self.paths, tuple(names))
         return map(groups.read, range(len(groups.sizes)))
 
@@ -303,7 +300,7 @@ def _write_labels_and_dense(
 def _array(
     path: pathlib.Path, shape: tuple[int, ...], dtype: np.typing.DTypeLike
 ) -> Iterator[np.ndarray]:
-    """Make an npy file; the ``with`` block fills its array ``[*shape]``."""
+    """Make an npy file, and yield its mapped array ``[*shape]``, which the block fills."""
     with write_atomically(path) as unfinished:
         array = np.lib.format.open_memmap(unfinished, "w+", np.dtype(dtype), shape)
         yield array

@@ -17,8 +17,8 @@ from jaxrec.data.transforms import (
     CATEGORICAL_NAMES,
     DENSE_NAMES,
     LABEL,
-    NUM_CATEGORICAL,
     NUM_DENSE,
+    check_tables,
     log_counts,
     table_ids,
 )
@@ -64,20 +64,13 @@ class CriteoFile:
     num_dense: int = dataclasses.field(default=NUM_DENSE, init=False)
 
     def __post_init__(self) -> None:
-        if len(self.table_rows) != NUM_CATEGORICAL or min(self.table_rows) < 1:
-            raise ValueError(
-                f"Criteo's log has {NUM_CATEGORICAL} categorical features, each with a table of "
-                f"1 row or more; got table_rows={self.table_rows}"
-            )
-
-        if self.id_bits not in (32, 64):
-            raise ValueError(f"id_bits is {self.id_bits!r}; expected 32 or 64")
+        check_tables("Criteo's log", self.table_rows, self.id_bits)
 
     @functools.cached_property
     def _counts(self) -> tuple[int, int]:
         """Number of rows, and of malformed lines that are left out."""
         rows = bad = 0
-        for block in blocks_of_lines(pathlib.Path(self.path), BLOCK_BYTES):
+        for block in self._blocks():
             left_out = len(self._parse(block).bad) if self.bad_rows == "skip" else 0
             rows += block.count - left_out
             bad += left_out
@@ -109,7 +102,7 @@ class CriteoFile:
             DataError: A line before ``stop`` is malformed.
         """
         first = 0
-        for block in blocks_of_lines(pathlib.Path(self.path), BLOCK_BYTES):
+        for block in self._blocks():
             if first >= stop:
                 return
             # Lines before `start` are only counted. With "skip" they are parsed, since malformed
@@ -131,11 +124,14 @@ class CriteoFile:
         """
         if self.bad_rows == "skip":
             return  # malformed lines are left out, and counting rows has parsed all lines
-        for block in blocks_of_lines(pathlib.Path(self.path), BLOCK_BYTES):
+        for block in self._blocks():
             if block.first + block.count > start:
                 for bad in parse_lines(block, pathlib.Path(self.path), skip=True).bad:
                     if bad.number > start:
                         raise DataError(str(bad))
+
+    def _blocks(self) -> Iterator[Block]:
+        return blocks_of_lines(pathlib.Path(self.path), BLOCK_BYTES)
 
     def _parse(self, block: Block) -> RawClicks:
         return parse_lines(block, pathlib.Path(self.path), skip=self.bad_rows == "skip")

@@ -1,4 +1,4 @@
-"""The Parquet files of a converted click log; their metadata name their range of the text."""
+"""The Parquet files of a converted click log, whose metadata name their range of the text."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Conversion:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Metadata of a Parquet file: its range of the text, and the options of the conversion.
+    """Metadata of a Parquet file: the end of its range of the text, and the conversion's options.
 
     Attributes:
         source: Name of the text file.
@@ -98,7 +98,7 @@ class Part:
 
 
 def same_conversion(made: dict[str, Any], wanted: Conversion, path: pathlib.Path) -> None:
-    """Raise `DataError` if the options of a finished conversion differ."""
+    """Raise a DataError if the Parquet files at ``path`` were ``made`` with other options."""
     if made != as_json(wanted):
         changed = sorted(name for name, x in as_json(wanted).items() if made.get(name) != x)
         raise DataError(
@@ -108,7 +108,7 @@ def same_conversion(made: dict[str, Any], wanted: Conversion, path: pathlib.Path
 
 
 def as_json(conversion: Conversion) -> dict[str, Any]:
-    """Return the options as JSON values."""
+    """Return the options as a Parquet file's metadata has them, in types of JSON."""
     # There and back: tuples become lists, as in the metadata that they are compared with.
     return json.loads(json.dumps(dataclasses.asdict(conversion)))
 
@@ -189,7 +189,10 @@ class PartWriter:
         return [rows.labels, *rows.counts, *ids]
 
     def finish(self, *, last: bool) -> Part:
-        """Write the last row group and the metadata; ``last``: the text ends here."""
+        """Write the last row group and the metadata, and return these.
+
+        ``last`` says whether the text ends here.
+        """
         if self._group:
             self._start_writing()
         self._wait()

@@ -165,7 +165,11 @@ def parse_lines(block: Block, path: pathlib.Path, *, skip: bool = False) -> RawC
 
 
 def _examined(block: bytes, path: pathlib.Path, first: int) -> tuple[list[bytes], list[BadLine]]:
-    """Check lines one by one; return the good ones, rewritten for `parse_fields`, and the bad."""
+    """Check the lines of a block one by one; return well-formed and malformed ones.
+
+    Well-formed lines are rewritten so that `parse_fields` takes them. ``first`` is the number of
+    lines before the block.
+    """
     good, bad = [], []
     for number, line in enumerate(block.split(b"\n")[:-1], start=first + 1):
         fields = line.removesuffix(b"\r").split(b"\t")
@@ -199,7 +203,7 @@ def _problem(fields: Sequence[bytes]) -> str | None:
 
 
 def _expected(column: int, field: bytes) -> str | None:
-    """Return a text that says what a field must be; None if the field is valid."""
+    """Return what a column's field must be, as text; None if the field is valid."""
     if column == 0:
         return None if field in (b"0", b"1") else "a label is 0 or 1"
     if column > NUM_DENSE:
@@ -211,7 +215,7 @@ def _expected(column: int, field: bytes) -> str | None:
 
 
 def _integer(field: bytes) -> int | None:
-    """Parse an integer of 32 bits; return None if the field has none."""
+    """Parse a field as an integer; return None unless it is one of 32 bits."""
     match = _INTEGER.fullmatch(field)
     number = None if match is None else int(match[1] + match[2])
     return number if number is not None and -(2**31) <= number < 2**31 else None
@@ -265,7 +269,10 @@ def _views(lines: bytes | bytearray, start: int, stop: int) -> np.ndarray | None
 def _parse_views(
     views: np.ndarray, labels: np.ndarray, counts: np.ndarray, hashes: np.ndarray
 ) -> bool:
-    """Parse fields ``[rows, 40]`` into the columns; return whether they are well-formed."""
+    """Parse fields ``[rows, 40]`` into the arrays of columns; return whether they are well-formed.
+
+    ``labels`` are ``[rows]``, ``counts`` ``[13, rows]`` and ``hashes`` ``[26, rows]``.
+    """
     of_labels, of_counts, of_hashes = np.split(views, (1, 1 + NUM_DENSE), axis=1)
     # The lowest byte of the word is the first character. Size 2: one digit and the separator.
     values = of_labels["word"][:, 0].astype(np.uint8) - np.uint8(ord("0"))

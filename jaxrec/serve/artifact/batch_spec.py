@@ -8,18 +8,17 @@ file can hold.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-import pyarrow as pa
 
 
 class Structure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Nesting of leaves in dicts, lists and tuples: a kind, the keys of a dict, and the parts."""
+    """A node of nested dicts, lists and tuples: its kind, a dict's keys, and the nodes in it."""
 
     kind: Literal["leaf", "dict", "list", "tuple"] = "leaf"
     keys: tuple[str, ...] = ()
@@ -32,9 +31,9 @@ class Structure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ArrayInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="array"):
-    """An array with a leading batch axis, named by its path, such as ``batch[0]``.
+    """An array with a leading batch axis.
 
-    ``shape`` is that of one sample.
+    ``name`` is its path in the batch, such as ``batch[0]``; ``shape`` leaves the batch axis out.
     """
 
     name: str
@@ -45,8 +44,8 @@ class ArrayInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="a
 class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A key of a `KeyedJaggedArray`.
 
-    ``num_ids`` is None if no table reads the feature, ``fixed`` the number of ids that each sample
-    must have, or None.
+    Ids are below ``num_ids``, which is None if no table reads the feature. Every sample must have
+    ``fixed`` ids; None: any number.
     """
 
     name: str
@@ -55,7 +54,10 @@ class Feature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RaggedInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ragged"):
-    """A `KeyedJaggedArray` with the keys that the program reads; ``name`` is like ``batch[1]``."""
+    """A `KeyedJaggedArray` with the keys that the program reads.
+
+    ``name`` is its path in the batch, such as ``batch[1]``.
+    """
 
     name: str
     features: tuple[Feature, ...]
@@ -71,10 +73,12 @@ Input: TypeAlias = ArrayInput | RaggedInput
 
 
 class BatchSize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A number of samples that the model is compiled for, with capacities for their ids."""
+    """A number of samples that the model is compiled for, with capacities for their ids.
+
+    ``capacities[i][j]`` is for feature ``j`` of the ``i``-th ragged input of `BatchSpec.inputs`.
+    """
 
     samples: int
-    # By ragged input and feature, in the order of `BatchSpec.inputs`.
     capacities: tuple[tuple[int, ...], ...]
 
 
@@ -94,10 +98,10 @@ class BatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(each for each in self.inputs if isinstance(each, RaggedInput))
 
     def shapes(self, size: BatchSize) -> list[jax.ShapeDtypeStruct]:
-        """Return the arrays of a batch of one size, as the program takes them.
+        """Return the shapes of the program's arguments for a batch of one size.
 
-        An `ArrayInput` is one array. A `RaggedInput` is two or three: ``values`` and ``lengths`` of
-        int32, and ``weights`` of float32 where it is weighted.
+        An `ArrayInput` is one array. A `RaggedInput` is two or three: int32 ``values`` and
+        ``lengths``, and float32 ``weights`` if it is weighted.
         """
         shapes, capacities = [], iter(size.capacities)
         for each in self.inputs:
@@ -113,10 +117,11 @@ class BatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def flatten(value: Any, name: str) -> tuple[Structure, list[tuple[str, Any]]]:
-    """Return the structure of a value, and its leaves with their names, which begin with ``name``.
+    """Return the structure of a nested value, and pairs of each leaf's name and the leaf.
 
-    A value has dicts with string keys, lists and tuples; any other object is a leaf. A TypeError
-    names other keys and named tuples.
+    Dicts with string keys, lists and tuples are nodes, and any other object is a leaf. A leaf's
+    name is its path after ``name``: ``name[0]['a']``. Other keys and named tuples raise a
+    TypeError.
     """
     kind: Literal["dict", "list", "tuple"]
     if isinstance(value, dict):
@@ -174,15 +179,13 @@ def leaves_of(structure: Structure, value: Any, name: str) -> list[Any]:
     ]
 
 
-def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
-    """Return the value of a structure with the given leaves."""
-    return _take(structure, iter(leaves))
-
-
-def _take(structure: Structure, leaves: Iterator[Any]) -> Any:
+def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
+    """Nest leaves by a structure: the reverse of `flatten`."""
+    # One iterator, from which the parts take their leaves in turn.
+    leaves = iter(leaves)
     if structure.kind == "leaf":
         return next(leaves)
-    parts = [_take(part, leaves) for part in structure.parts]
+    parts = [unflatten(part, leaves) for part in structure.parts]
     if structure.kind == "dict":
         return dict(zip(structure.keys, parts, strict=True))
     return parts if structure.kind == "list" else tuple(parts)
@@ -193,22 +196,12 @@ SCORE = "score"
 
 
 def output_columns(outputs: Any) -> dict[str, np.ndarray]:
-    """Return outputs by the names of their columns."""
+    """Return a model's outputs, nested as the model returns them, as a dict by column name."""
     _, leaves = flatten(outputs, "")
     return {column_name(name): leaf for name, leaf in leaves}
 
 
 def column_name(output: str) -> str:
-    """Return the column of an output, given its path, such as ``output['a'][0]``: ``a.0``."""
+    """Return the column name of an output's path: ``a.0`` for ``output['a'][0]``."""
     parts = re.findall(r"\['(.*?)'\]|\[(\d+)\]", output)
     return ".".join(key or index for key, index in parts) or SCORE
-
-
-def arrow_column(array: np.ndarray) -> pa.Array:
-    """Return an output as a column of numbers, or of lists of numbers."""
-    if array.dtype.kind == "V":  # bfloat16 and the like
-        array = array.astype(np.float32)
-    flat = pa.array(np.ascontiguousarray(array).reshape(-1))
-    for size in reversed(array.shape[1:]):
-        flat = pa.FixedSizeListArray.from_arrays(flat, size)
-    return flat

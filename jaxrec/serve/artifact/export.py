@@ -109,10 +109,8 @@ def export(
     path = pathlib.Path(path)
     _check_path(path)
     _check_platforms(platforms)
-    if function is None:
-        function = _call
-    pure = PureModel.of(model, function)
-    signature = type(model).__call__ if function is _call else function
+    pure = PureModel.of(model, _call if function is None else function)
+    signature = type(model).__call__ if function is None else function
     example = example if example is None or isinstance(example, tuple) else (example,)
     batch = batch_spec(model, signature, example, encoder, batch_sizes, ids_per_sample)
     # Programs first: most models that cannot be exported fail here, before tables are written.
@@ -199,14 +197,17 @@ def _write_arrays(
 
 
 def write_array(path: pathlib.Path, array: np.ndarray) -> None:
-    """Write a small array."""
+    """Write an array from memory to an npy file, in the type that `stored_dtype` gives."""
     np.save(path, np.asarray(array, order="C").view(stored_dtype(array.dtype.name)))
 
 
 def write_rows(
     path: pathlib.Path, shape: tuple[int, ...], dtype: str, parts: Iterable[tuple[int, np.ndarray]]
 ) -> None:
-    """Write ``parts`` of an array, each as its first row and rows; other elements are zeros."""
+    """Write an npy file from ``parts`` of the array: pairs of a first row's index and the rows.
+
+    Rows that no part has are zeros.
+    """
     # An empty file cannot be mapped.
     if 0 in shape:
         np.save(path, np.zeros(shape, stored_dtype(dtype)))
@@ -219,15 +220,14 @@ def write_rows(
 
 
 def write_columns(directory: pathlib.Path, encoder: TableEncoder) -> ColumnEncoding:
-    """Write the moments and vocabularies of an encoder to ``columns/``, and describe its columns.
+    """Write an encoder's moments and vocabularies to npy files in ``columns/``; describe them.
 
     The encoder must not have columns of encoding "dynamic".
     """
     (directory / COLUMNS_DIRECTORY).mkdir()
     moments = [encoder.moments.get(name, Moments()) for name in encoder.schema.dense]
     numbers = np.array([(each.mean, each.scale) for each in moments], np.float64).reshape(-1, 2)
-    file = f"{COLUMNS_DIRECTORY}/moments.npy"
-    write_array(directory / file, numbers)
+    file = _write_column(directory, "moments", numbers)
     rows = encoder.table_rows
     categorical = [
         CategoricalEncoding(
@@ -239,7 +239,7 @@ def write_columns(directory: pathlib.Path, encoder: TableEncoder) -> ColumnEncod
             vocabulary=_write_vocabulary(directory, number, vocabulary)
             if isinstance(vocabulary := encoder.vocabularies.get(name), Vocabulary)
             else None,
-            ids=_write_ids(directory, number, vocabulary)
+            ids=_write_column(directory, f"{number}.ids", vocabulary.ids)
             if isinstance(vocabulary, FrozenVocabulary)
             else None,
             is_boolean=is_boolean(encoder.example, name),
@@ -254,9 +254,10 @@ def write_columns(directory: pathlib.Path, encoder: TableEncoder) -> ColumnEncod
     return ColumnEncoding(tuple(dense), tuple(categorical), file)
 
 
-def _write_ids(directory: pathlib.Path, number: int, vocabulary: FrozenVocabulary) -> str:
-    file = f"{COLUMNS_DIRECTORY}/{number}.ids.npy"
-    write_array(directory / file, vocabulary.ids)
+def _write_column(directory: pathlib.Path, name: str, array: np.ndarray) -> str:
+    """Write an array to ``columns/``, and return the file's path in the model's folder."""
+    file = f"{COLUMNS_DIRECTORY}/{name}.npy"
+    write_array(directory / file, array)
     return file
 
 
@@ -270,22 +271,16 @@ def _write_vocabulary(
         arrays["values"] = vocabulary.values.to_numpy()
     else:
         arrays["values"], arrays["offsets"] = _strings(vocabulary.values)
-    files = {name: f"{COLUMNS_DIRECTORY}/{number}.{name}.npy" for name in arrays}
-    for name, array in arrays.items():
-        write_array(directory / files[name], array)
+    files: dict[str, Any] = {
+        name: _write_column(directory, f"{number}.{name}", array) for name, array in arrays.items()
+    }
     return VocabularyFiles(
-        is_integer,
-        vocabulary.num_unknown,
-        index.seed,
-        files["hashes"],
-        files["places"],
-        files["values"],
-        files.get("offsets"),
+        is_integer, vocabulary.num_unknown, index.seed, **{"offsets": None, **files}
     )
 
 
 def _strings(values: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes of all strings in one array, and their offsets."""
+    """Return all strings as uint8 ``[bytes]``, and int64 ``[strings + 1]`` offsets into them."""
     if not len(values):
         return np.empty(0, np.uint8), np.zeros(1, np.int64)
     _, offsets, data = values.cast(pa.large_binary()).buffers()

@@ -1,4 +1,4 @@
-"""The inputs of a model that is exported, from an example batch, an encoder or its tables."""
+"""The inputs of an exported model, found from an example batch, an encoder or the tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from flax import nnx
 
 from jaxrec.data import TableEncoder, usual_capacity
 from jaxrec.embed import EmbeddingCollection
-from jaxrec.embed.collection import Collection
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.capacity import capacity_for
@@ -36,7 +35,7 @@ DEFAULT_IDS = 8
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 Capacity = Callable[[int], int]
-"""The capacity for the ids of a feature, as a function of the number of samples of a batch."""
+"""Function that returns a feature's capacity for ids, given the number of samples of a batch."""
 
 
 def batch_spec(
@@ -56,13 +55,13 @@ def batch_spec(
         _check_encoder(encoder, bounds)
     if example is not None:
         structure, leaves = flatten(tuple(example), "batch")
-        per_id = _features(model, EmbeddingCollection)
-        inputs, capacities = _of_example(leaves, bounds, per_id)
+        inputs, capacities = _of_example(leaves, bounds, _per_id_features(model))
     else:
         num_dense, features = _of_signature(model, function, encoder, tuple(bounds))
         inputs, capacities = _of_features(num_dense, features, bounds, encoder)
         structure = Structure("tuple", (), (Structure(),) * len(inputs))
-    inputs, capacities = _with_ids_per_sample(inputs, capacities, ids_per_sample)
+    if ids_per_sample is not None:
+        inputs, capacities = _with_ids_per_sample(inputs, capacities, ids_per_sample)
     ladder = tuple(
         BatchSize(
             size,
@@ -81,7 +80,10 @@ def _checked_sizes(batch_sizes: Sequence[int]) -> list[int]:
 
 
 def _check_encoder(encoder: TableEncoder, bounds: Mapping[str, int]) -> None:
-    """Raise a ValueError if an encoder has more rows than a table, or an open vocabulary."""
+    """Raise a ValueError if an encoder has an open vocabulary, or more rows than a model's table.
+
+    ``bounds`` has the number of rows that each feature's table has.
+    """
     if encoder.schema.dynamic:
         names = ", ".join(map(repr, encoder.schema.dynamic))
         raise ValueError(f"columns {names} have open vocabularies; exported models have fixed ones")
@@ -95,7 +97,7 @@ def _check_encoder(encoder: TableEncoder, bounds: Mapping[str, int]) -> None:
 
 
 def _bounds(model: nnx.Module) -> dict[str, int]:
-    """Return the number of ids of each feature: the fewest rows of the tables that read it."""
+    """Return the number of valid ids of each feature: the fewest rows of a table that reads it."""
     bounds: dict[str, int] = {}
     for module in tapped_modules(model).values():
         for feature, count in module.tables.get_value().bounds.items():
@@ -103,12 +105,12 @@ def _bounds(model: nnx.Module) -> dict[str, int]:
     return bounds
 
 
-def _features(model: nnx.Module, kind: type[Collection]) -> set[str]:
-    """Return the features that collections of a kind read."""
+def _per_id_features(model: nnx.Module) -> set[str]:
+    """Return the features that an `EmbeddingCollection` of the model reads."""
     return {
         feature
         for module in tapped_modules(model).values()
-        if isinstance(module, kind)
+        if isinstance(module, EmbeddingCollection)
         for config in module.configs
         for feature in config.feature_names
     }
@@ -117,7 +119,10 @@ def _features(model: nnx.Module, kind: type[Collection]) -> set[str]:
 def _of_example(
     leaves: Sequence[tuple[str, Any]], bounds: Mapping[str, int], per_id: set[str]
 ) -> tuple[list[Input], list[dict[str, Capacity]]]:
-    """Return inputs like an example batch's, and the capacities of the ragged ones."""
+    """Return the inputs of an example batch, and for each ragged one the features' capacities.
+
+    ``per_id`` has the features whose rows are looked up one by one.
+    """
     inputs: list[Input] = []
     capacities = []
     for name, leaf in leaves:
@@ -198,7 +203,10 @@ def _of_signature(
     encoder: TableEncoder | None,
     features: tuple[str, ...],
 ) -> tuple[int | None, tuple[str, ...]]:
-    """Return the number of dense features, None without any, and the names of the others."""
+    """Return the number of dense features and the names of the categorical ones.
+
+    The number is None if the function takes categorical features alone.
+    """
     if encoder is not None:
         return len(encoder.schema.dense), tuple(encoder.schema.categorical)
     # The first parameter is the model, or self.
@@ -224,7 +232,10 @@ def _of_features(
     bounds: Mapping[str, int],
     encoder: TableEncoder | None,
 ) -> tuple[list[Input], list[dict[str, Capacity]]]:
-    """Return the inputs ``(dense, features)`` or ``(features,)``, and the capacities."""
+    """Return the inputs ``(dense, features)`` or ``(features,)``, and the features' capacities.
+
+    Without an encoder a sample has `DEFAULT_IDS` ids of each feature.
+    """
     inputs: list[Input] = []
     if num_dense is not None:
         inputs.append(ArrayInput("batch[0]", "float32", (num_dense,)))
@@ -242,11 +253,12 @@ def _of_features(
 def _with_ids_per_sample(
     inputs: Sequence[Input],
     capacities: Sequence[dict[str, Capacity]],
-    ids_per_sample: float | Mapping[str, float] | None,
+    ids_per_sample: float | Mapping[str, float],
 ) -> tuple[list[Input], list[dict[str, Capacity]]]:
-    """Return the inputs with the capacities that the user chose for some features or for all."""
-    if ids_per_sample is None:
-        return list(inputs), list(capacities)
+    """Return the inputs and capacities with the user's mean number of ids of some or all features.
+
+    The named features get a capacity for that number, and are not fixed any more.
+    """
     names = [key for of_keys in capacities for key in of_keys]
     if not isinstance(ids_per_sample, Mapping):
         ids_per_sample = dict.fromkeys(names, ids_per_sample)
@@ -257,19 +269,16 @@ def _with_ids_per_sample(
             )
         if isinstance(ids, bool) or not isinstance(ids, int | float) or not 0 < ids < 2**31:
             raise ValueError(f"ids_per_sample of {name!r} is a number above 0, got {ids!r}")
-    changed: list[Input] = []
-    for each in inputs:
-        if isinstance(each, RaggedInput):
-            features = tuple(
-                # Without ``fixed``: a capacity by hand allows any number of ids.
-                Feature(feature.name, feature.num_ids)
-                if feature.name in ids_per_sample
-                else feature
-                for feature in each.features
-            )
-            each = RaggedInput(each.name, features, each.is_weighted)
-        changed.append(each)
-    return changed, [
+
+    def changed(each: RaggedInput) -> RaggedInput:
+        features = tuple(
+            # Without ``fixed``: a capacity by hand allows any number of ids.
+            Feature(x.name, x.num_ids) if x.name in ids_per_sample else x
+            for x in each.features
+        )
+        return RaggedInput(each.name, features, each.is_weighted)
+
+    return [changed(x) if isinstance(x, RaggedInput) else x for x in inputs], [
         {
             name: _mean(ids_per_sample[name]) if name in ids_per_sample else capacity
             for name, capacity in of_keys.items()

@@ -1,4 +1,4 @@
-"""Exported models that predict."""
+"""Reading exported models, and predicting with them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ from jaxrec.serve.artifact.requests import Request
 class ServedVariables:
     """Variables of a served model by name, in the order of the programs' arguments.
 
-    ``version`` is that of `jaxrec.tier.publish`; 0: as they were exported.
+    ``version`` is the number of the version of `jaxrec.tier.publish` that they have; 0: none, they
+    are as they were exported.
     """
 
     arrays: Mapping[str, jax.Array]
@@ -255,7 +256,7 @@ def load(
 
 
 def _platform(device: jax.Device) -> str:
-    """Return the platform of a device as `jax.export` names it."""
+    """Return `jax.export`'s name of a device's platform: "cuda" for NVIDIA's GPUs."""
     return "cuda" if device.platform == "gpu" and device in trial.cards() else device.platform
 
 
@@ -291,30 +292,29 @@ def _encoder(directory: pathlib.Path, manifest: Manifest) -> TableEncoder:
 
 def _check_targets(directory: pathlib.Path, program: Program) -> None:
     """Raise an ArtifactError where this machine lacks a function that a program calls."""
-    if not program.targets:
-        return
-    problem = cpu.missing()
-    if problem is None:
-        lacking = [target for target in program.targets if target not in exported_targets()]
-        if not lacking:
-            return
-        problem = "a later version of jaxrec exported it; install that version"
-        raise ArtifactError(f"{directory / program.file} calls {lacking[0]}: {problem}")
-    raise ArtifactError(
-        f"{directory / program.file} calls {program.targets[0]}, which is missing here: {problem}"
-    )
+    path = directory / program.file
+    if program.targets and (problem := cpu.missing()) is not None:
+        raise ArtifactError(f"{path} calls {program.targets[0]}, which is missing here: {problem}")
+    if lacking := [target for target in program.targets if target not in exported_targets()]:
+        raise ArtifactError(
+            f"{path} calls {lacking[0]}: a later version of jaxrec exported it; install that "
+            "version"
+        )
 
 
 def check_files(
     directory: pathlib.Path, files: Mapping[str, StoredFile], *, with_checksums: bool = True
 ) -> None:
-    """Check that the files of an exported model are those that were written."""
+    """Raise an ArtifactError if a file of a folder differs from its size or checksum in ``files``.
+
+    Without ``with_checksums`` only sizes are compared.
+    """
     if damage := find_damage(directory, files, "exported", with_checksums=with_checksums):
         raise ArtifactError(f"{directory}/{damage}")
 
 
 def read_array(directory: pathlib.Path, stored: StoredArray) -> np.ndarray:
-    """Return an array of the model, mapped from its file or copied."""
+    """Return an array of the model, mapped from its file if ``stored.is_mapped``, else read."""
     path = directory / stored.file
     dtype = stored_dtype(stored.dtype)
     try:

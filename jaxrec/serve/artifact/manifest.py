@@ -84,6 +84,16 @@ class StoredTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pooling: str | None
     feature_names: tuple[str, ...]
 
+    @property
+    def path(self) -> str:
+        """Path of the collection, and the table's name."""
+        return f"{self.collection}/{self.name}" if self.collection else self.name
+
+    @property
+    def row_map(self) -> str:
+        """Path of the table's `RowMap` among the arrays; only pruned tables have one."""
+        return f"{self.collection}/row_maps/{self.name}".removeprefix("/")
+
 
 class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The model for one platform and batch size, as `jax.export` writes it.
@@ -205,13 +215,12 @@ class ColumnEncoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def files(self) -> list[str]:
         """Paths of all files."""
-        files = [self.moments]
+        files: list[str | None] = [self.moments]
         for column in self.categorical:
             if (each := column.vocabulary) is not None:
-                files += [each.hashes, each.places, each.values]
-                files += [] if each.offsets is None else [each.offsets]
-            files += [] if column.ids is None else [column.ids]
-        return files
+                files += [each.hashes, each.places, each.values, each.offsets]
+            files.append(column.ids)
+        return [file for file in files if file is not None]
 
 
 # Unknown fields are refused here and in all parts, not ignored: a later version may have added one
@@ -248,12 +257,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     encoding: ColumnEncoding | None = None
 
     def to_json(self) -> bytes:
-        """Return the content of the file, which holds its own checksum."""
+        """Return the text of ``manifest.json``, which ends with a checksum of the rest."""
         return seal({"format": FORMAT, **msgspec.to_builtins(self)}, is_hex=True)
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
-        """Read the content of the file."""
+        """Read the text of ``manifest.json``; a ValueError says what is wrong with it."""
         content = unseal(text, FORMAT)
         try:
             manifest = msgspec.convert(content, cls)
@@ -263,7 +272,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         return manifest
 
     def check(self) -> None:
-        """Raise a ValueError where entries do not fit each other."""
+        """Raise a ValueError where entries contradict each other or have impossible sizes."""
         used = [*(array.file for array in self.arrays), *(each.file for each in self.programs)]
         used += [each.stablehlo for each in self.programs if each.stablehlo is not None]
         used += [] if self.encoding is None else self.encoding.files
@@ -293,19 +302,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
                 raise ValueError(
                     f"{each.file} is for {each.samples} samples, but the batch sizes are {samples}"
                 )
-        for ragged, capacities in (
-            pair for size in self.batch.sizes for pair in self._capacities(size.capacities)
-        ):
-            if len(ragged) != len(capacities):
-                raise ValueError(f"{len(capacities)} capacities for {len(ragged)} features")
-            # Offsets of a batch's ids are int32, so their sum must fit as well.
-            if any(not 0 <= each <= _MOST for each in capacities) or sum(capacities) > _MOST:
-                raise ValueError(f"capacities of {list(capacities)} ids; they must fit int32")
+        self._check_capacities()
         if samples[-1] * max((len(each.keys) for each in self.batch.ragged), default=1) > _MOST:
             raise ValueError(f"a batch of {samples[-1]} samples is too large")
 
     def _check_arrays(self) -> None:
-        """Raise a ValueError where arrays have no type or no size that a program could take."""
+        """Raise a ValueError where an array or feature has a type or size that no program takes."""
         inputs = [each for each in self.batch.inputs if isinstance(each, ArrayInput)]
         most = max((size.samples for size in self.batch.sizes), default=1)
         described: list[ArrayInput | ArrayOutput | StoredArray]
@@ -336,7 +338,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
                     )
 
     def _check_tables(self) -> None:
-        """Raise a ValueError where a table does not lie in its array."""
+        """Raise a ValueError where a table's rows are not in the array that it names."""
         arrays = {each.name: each for each in self.arrays}
         for table in self.tables:
             array = arrays.get(table.array)
@@ -345,8 +347,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
                     f"table {table.name!r} has rows of {table.row_format!r} in the array "
                     f"{table.array!r}; there is no such format, or no such array"
                 )
-            rows, maps = array.shape[:1], f"{table.collection}/" * bool(table.collection)
-            is_pruned = f"{maps}row_maps/{table.name}/kept" in arrays
+            rows, is_pruned = array.shape[:1], f"{table.row_map}/kept" in arrays
             # A pruned table has fewer rows than ids; the map of rows to keep says how many.
             last = table.first_row + (0 if is_pruned else table.num_embeddings)
             if not rows or not 0 <= table.first_row <= last <= rows[0] or table.embedding_dim < 1:
@@ -355,24 +356,22 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
                     f"on, but its array has the shape {list(array.shape)}"
                 )
 
-    def _capacities(
-        self, capacities: tuple[tuple[int, ...], ...]
-    ) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
-        keys = [each.keys for each in self.batch.ragged]
-        if len(keys) != len(capacities):
-            raise ValueError(f"capacities of {len(capacities)} inputs, but {len(keys)} are ragged")
-        return list(zip(keys, capacities, strict=True))
+    def _check_capacities(self) -> None:
+        """Raise a ValueError where a batch size has no capacity for each feature."""
+        ragged = self.batch.ragged
+        for size in self.batch.sizes:
+            if len(ragged) != (count := len(size.capacities)):
+                raise ValueError(f"capacities of {count} inputs, but {len(ragged)} are ragged")
+            for each, capacities in zip(ragged, size.capacities, strict=True):
+                if len(each.keys) != len(capacities):
+                    raise ValueError(f"{len(capacities)} capacities for {len(each.keys)} features")
+                # Offsets of a batch's ids are int32, so their sum must fit as well.
+                if any(not 0 <= x <= _MOST for x in capacities) or sum(capacities) > _MOST:
+                    raise ValueError(f"capacities of {list(capacities)} ids; they must fit int32")
 
     def platforms(self) -> tuple[str, ...]:
         """Return the platforms that there are programs for."""
         return tuple(dict.fromkeys(each.platform for each in self.programs))
-
-    def program(self, platform: str, samples: int) -> Program:
-        """Return the program of a platform and a batch size."""
-        for each in self.programs:
-            if (each.platform, each.samples) == (platform, samples):
-                return each
-        raise KeyError(f"there is no program for {samples} samples on {platform}")
 
 
 def read_manifest(directory: pathlib.Path) -> Manifest:

@@ -1,4 +1,4 @@
-"""The file of a program, checked against the manifest and its calls before it runs.
+"""Reading a program's file: its types and its calls are checked before it runs.
 
 A custom call runs a function of the process by its name, with arguments that the program chooses.
 Some functions take an address as an argument. So a program from elsewhere may call only functions
@@ -82,7 +82,7 @@ def native_calls() -> list[jax_export.DisabledSafetyCheck]:
 def read_program(
     directory: pathlib.Path, manifest: Manifest, program: Program
 ) -> jax_export.Exported:
-    """Read a program, and check its calls, arguments and results."""
+    """Read a program's file, and check its calls and types against the manifest."""
     path = directory / program.file
     try:
         exported = jax_export.deserialize(bytearray(path.read_bytes()))
@@ -117,7 +117,10 @@ def read_program(
 
 
 def _check_calls(path: pathlib.Path, program: Program, calls: tuple[str, ...]) -> None:
-    """Raise an ArtifactError where a program calls a function that jaxrec does not know."""
+    """Raise an ArtifactError where a program calls an unknown function, or one not in its entry.
+
+    ``program`` is the manifest's entry; ``calls`` are the functions that the program calls.
+    """
     if unknown := unknown_calls(calls):
         why = (
             "a later version of jaxrec exported it; install that version"
@@ -141,10 +144,10 @@ def _check_types(
     described: Sequence[Any],
     typed: Sequence[str],
 ) -> None:
-    """Raise an ArtifactError where a program's arguments or results are not the manifest's.
+    """Raise an ArtifactError where a program's arguments or results differ from the manifest's.
 
-    ``wanted`` is by the manifest, ``described`` by jax.export's file, and ``typed`` has the types
-    of the program itself, as MLIR writes them.
+    ``wanted`` has the manifest's shapes, ``described`` those that jax.export's file names, and
+    ``typed`` the types of the program itself as MLIR writes them, such as ``tensor<4x8xf32>``.
     """
     # Both are compared: the file's description stands beside the program, and may differ from it.
     pairs = [(tuple(each.shape), each.dtype) for each in wanted]
@@ -191,7 +194,7 @@ def parse_program(content: bytes) -> Any:
 
 
 def program_calls(module: Any) -> tuple[str, ...]:
-    """Return the targets of a module's custom calls, and the names of its transfers to the host."""
+    """Return the functions that a module calls, and the names of its transfers to the host."""
     calls = set()
 
     def visit(operation: Any) -> Any:
@@ -206,11 +209,11 @@ def program_calls(module: Any) -> tuple[str, ...]:
 
 
 def is_of_jaxrec(target: str) -> bool:
-    """Return whether a target is a function of jaxrec's native library."""
+    """Return whether a call's target, the function's name, is one of jaxrec's native library."""
     return target.startswith("jaxrec")
 
 
 def unknown_calls(calls: tuple[str, ...]) -> list[str]:
-    """Return the calls that are neither of jaxrec's native library nor known ones of JAX."""
+    """Return the calls of functions that neither jaxrec's native library nor the list above has."""
     known = exported_targets()
     return [each for each in calls if each not in known and not _OF_JAX.fullmatch(each)]

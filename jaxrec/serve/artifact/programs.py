@@ -1,8 +1,8 @@
-"""StableHLO programs of a model for one platform and one batch size, by `jax.export`."""
+"""StableHLO programs of a model, made by `jax.export` for each platform and batch size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +35,7 @@ KERNELS: Mapping[str, tuple[str, ...]] = {"cpu": ("cpu", "reference"), "cuda": (
 
 
 class Outputs(NamedTuple):
-    """Nesting and description of a program's outputs, in the order of the structure's leaves."""
+    """A program's outputs: their nesting, and the arrays in the order of its leaves."""
 
     structure: Structure
     arrays: tuple[ArrayOutput, ...]
@@ -44,8 +44,8 @@ class Outputs(NamedTuple):
 class ModelPrograms(NamedTuple):
     """Programs of a model by platform and batch size.
 
-    ``arrays`` names the model's arrays that an output depends on: the programs' arguments, before
-    those of the batch.
+    ``arrays`` names the model's arrays that an output depends on. All programs take them as their
+    first arguments, before the arrays of the batch.
     """
 
     arrays: list[str]
@@ -54,7 +54,7 @@ class ModelPrograms(NamedTuple):
 
 
 def export_programs(pure: PureModel, batch: BatchSpec, platforms: Sequence[str]) -> ModelPrograms:
-    """Trace a model for some platforms and all batch sizes."""
+    """Export a model for each of some platforms and each batch size."""
     names = list(pure.shapes)
     first, outputs = _export_program(
         pure, batch, batch.sizes[0], names, platforms[0], keep_unused=False
@@ -88,43 +88,10 @@ def _export_program(
 ) -> tuple[jax_export.Exported, Outputs]:
     """Export the model for one batch size and platform; describe its outputs.
 
-    With ``keep_unused``, the StableHLO function also has the arguments that the model never reads.
-    """
-    run, arguments, outputs = _traced(pure, batch, size, names)
-    checks = [jax_export.DisabledSafetyCheck.custom_call(name) for name in exported_targets()]
-    function = jax.jit(run, keep_unused=keep_unused)
-    with kernels.use_kernels(*KERNELS[platform]):
-        try:
-            exported = jax_export.export(function, platforms=(platform,), disabled_checks=checks)(
-                *arguments
-            )
-        except NotImplementedError as error:
-            raise ValueError(f"the model cannot be exported: {error}") from error
-    return exported, outputs[-1]
-
-
-def native_targets(exported: jax_export.Exported) -> tuple[str, ...]:
-    """Return the functions of jaxrec's native library that a program calls."""
-    # Checked at export, by the same list as at loading: an error then comes to those who can change
-    # the model.
-    calls = program_calls(parse_program(exported.mlir_module_serialized))
-    if unknown := unknown_calls(calls):
-        raise ValueError(
-            f"the model cannot be exported: its program calls {unknown[0]}, which is not one of "
-            "the functions that exported programs may call; compute it by operations of JAX"
-        )
-    return tuple(each for each in calls if is_of_jaxrec(each))
-
-
-def _traced(
-    pure: PureModel, batch: BatchSpec, size: BatchSize, names: Sequence[str]
-) -> tuple[Callable[..., list], list[jax.ShapeDtypeStruct], list[Outputs]]:
-    """Return a function of flat arguments, their shapes, and a list that its trace fills.
-
-    The trace appends the description of the outputs.
+    The program takes the arrays ``names`` of the model, then those of the batch. With
+    ``keep_unused`` it also keeps arguments that no output depends on.
     """
     shapes = pure.shapes
-    arguments = [shapes[name] for name in names] + batch.shapes(size)
     outputs: list[Outputs] = []
 
     def run(*arguments: Any) -> list:
@@ -145,11 +112,36 @@ def _traced(
         outputs.append(Outputs(structure, tuple(described)))
         return results
 
-    return run, arguments, outputs
+    checks = [jax_export.DisabledSafetyCheck.custom_call(name) for name in exported_targets()]
+    export = jax_export.export(
+        jax.jit(run, keep_unused=keep_unused), platforms=(platform,), disabled_checks=checks
+    )
+    with kernels.use_kernels(*KERNELS[platform]):
+        try:
+            exported = export(*(shapes[name] for name in names), *batch.shapes(size))
+        except NotImplementedError as error:
+            raise ValueError(f"the model cannot be exported: {error}") from error
+    return exported, outputs[-1]
+
+
+def native_targets(exported: jax_export.Exported) -> tuple[str, ...]:
+    """Return the functions of jaxrec's native library that a program calls.
+
+    A ValueError names a function that exported programs may not call.
+    """
+    # Checked at export, by the same list as at loading: an error then comes to those who can change
+    # the model.
+    calls = program_calls(parse_program(exported.mlir_module_serialized))
+    if unknown := unknown_calls(calls):
+        raise ValueError(
+            f"the model cannot be exported: its program calls {unknown[0]}, which is not one of "
+            "the functions that exported programs may call; compute it by operations of JAX"
+        )
+    return tuple(each for each in calls if is_of_jaxrec(each))
 
 
 def _inputs(batch: BatchSpec, size: BatchSize, arrays: list[Any]) -> tuple[Any, ...]:
-    """Return the arguments of the model's function, given the flat arrays of a batch."""
+    """Return the arguments of the model's function, made of the program's arrays of a batch."""
     leaves: list[Any] = []
     capacities = iter(size.capacities)
     for each in batch.inputs:
@@ -171,7 +163,7 @@ def _inputs(batch: BatchSpec, size: BatchSize, arrays: list[Any]) -> tuple[Any, 
 
 
 def _plain(outputs: Any) -> Any:
-    """Return outputs in which each `KeyedArray` is a dict."""
+    """Return nested outputs with a dict in place of each `KeyedArray`."""
     if isinstance(outputs, KeyedArray):
         return outputs.to_dict()
     if isinstance(outputs, dict):

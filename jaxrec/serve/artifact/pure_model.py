@@ -22,55 +22,53 @@ from jaxrec.embed.tables import Tables
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.embed.variables import PlacedVariable, dense_variables
 from jaxrec.serve.artifact.manifest import StoredTable
-from jaxrec.serve.quantized.models import is_quantized, shared_copy
-
-Function = Callable[..., Any]
-"""A function of a model and the arguments of a batch."""
+from jaxrec.serve.quantized.models import is_quantized, one_copy, shared_copy, stores_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PureModel:
     """A model in evaluation mode as a function of its arrays.
 
-    Trained tables become tables for inference on one device, with rows as they are, so that neither
-    optimizer state nor a placement is part of the function. Quantized ones stay so.
+    Trained tables become tables for inference on one device with the same rows: the function has
+    neither optimizer state nor a placement. Quantized tables stay quantized.
 
     Attributes:
-        function: Function of the model and a batch.
-        dense: Arrays beside the tables, on the host, by the path of the variable.
-        stores: Tables of each collection, by its path, with shapes for arrays.
-        sources: Stores that hold the rows of `stores`.
-        state: The model without rows: its graph, its tables' state and its other state.
+        function: Function of the model and the arguments of a batch.
+        dense: Arrays outside of the tables, on the host, by the path of the variable.
+        stores: Inference tables of each collection, by its path, with `jax.ShapeDtypeStruct`s in
+            place of arrays.
+        sources: The model's own stores by the same paths, which have the rows.
+        state: The model as `nnx.split` takes it apart: graph, state of the table variables, and
+            all other state.
     """
 
-    function: Function
+    function: Callable[..., Any]
     dense: dict[str, np.ndarray]
     stores: dict[str, TableStore]
     sources: dict[str, TableStore]
     state: tuple[Any, Any, Any]
 
     @classmethod
-    def of(cls, model: nnx.Module, function: Function) -> PureModel:
-        """Take a model apart."""
+    def of(cls, model: nnx.Module, function: Callable[..., Any]) -> PureModel:
+        """Split a model into its arrays and a function of them."""
         if not isinstance(model, nnx.Module):
             raise TypeError(f"export takes a flax.nnx.Module, got {type(model).__name__}")
         if any(isinstance(each, PlacedVariable) for each in dense_variables(model).values()):
             model = shared_copy(model)  # with whole arrays
-        modules = tapped_modules(model)
-        sources = {path: module.tables.get_value() for path, module in modules.items()}
+        sources = stores_of(model)
         for path, store in sources.items():
             _check_store(path, store)
         parts: tuple[Any, ...] = nnx.split(model, TableVariable, ...)
-        graph, tables, rest = parts
         # Random keys stay in the model's state: npy files have no type for them, and evaluation
         # draws no numbers.
-        dense = {name: _on_host(leaf) for name, leaf in _named_leaves(rest) if not _is_key(leaf)}
+        leaves = _named_leaves(parts[2])
+        dense = {name: np.asarray(one_copy(leaf)) for name, leaf in leaves if not _is_key(leaf)}
         stores = {path: _inference_store(store) for path, store in sources.items()}
-        return cls(function, dense, stores, sources, (graph, tables, rest))
+        return cls(function, dense, stores, sources, parts)
 
     @functools.cached_property
     def table_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of the arrays of tables, by the path of their collection and their own."""
+        """Shapes of the tables' arrays, by ``COLLECTION/ARRAY``."""
         return {
             f"{path}/{name}": jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             for path, store in self.stores.items()
@@ -87,7 +85,7 @@ class PureModel:
         return self.table_shapes | dense
 
     def __call__(self, arrays: Mapping[str, Array], batch: Sequence[Any]) -> Any:
-        """Return the outputs of a batch; traced."""
+        """Return the function's outputs for arrays by the names of `shapes` and a batch; traced."""
         graph, tables, rest = self.state
         rest = _with_leaves(
             rest, [x if _is_key(x) else arrays[name] for name, x in _named_leaves(rest)]
@@ -105,20 +103,28 @@ class PureModel:
         return self.function(model, *batch)
 
     def table_parts(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield an array of a table on the host, in parts: the first row's index, and the rows."""
-        path = next(path for path in self.stores if name in self._names(path))
+        """Yield a table array's rows on the host in parts: the first row's index, and the rows.
+
+        ``name`` is a key of `table_shapes`.
+        """
+        path, array = next(
+            (path, array)
+            for path, store in self.stores.items()
+            for array, _ in _named_leaves(store)
+            if f"{path}/{array}" == name
+        )
         source = self.sources[path]
         if _is_packed(source):
-            yield from _array_parts(dict(_named_leaves(source))[name.removeprefix(f"{path}/")])
+            yield from _array_parts(dict(_named_leaves(source))[array])
             return
-        group = self.stores[path].groups[name.rpartition("/")[2]]
+        group = self.stores[path].groups[array.rpartition("/")[2]]
         pack = jax.jit(group.row_format.pack)
         for table, first in zip(group.tables, group.row_offsets, strict=True):
             for start, rows in source.parts(table.name):
                 yield first + start, np.asarray(pack(rows))
 
     def tables(self) -> Iterator[StoredTable]:
-        """Yield the tables and the positions of their rows."""
+        """Yield the manifest's entry of each table, which says where in an array its rows are."""
         for path, store in self.stores.items():
             # Tables that wrap others, such as pruned ones, keep the rows in the inner tables.
             inner: Any = getattr(store, "inner", store)
@@ -138,9 +144,6 @@ class PureModel:
                     feature_names=tuple(config.feature_names),
                 )
 
-    def _names(self, path: str) -> set[str]:
-        return {f"{path}/{name}" for name, _ in _named_leaves(self.stores[path])}
-
 
 def _check_store(path: str, store: TableStore) -> None:
     if store.placed is not store:
@@ -153,12 +156,12 @@ def _check_store(path: str, store: TableStore) -> None:
 
 
 def _is_packed(store: TableStore) -> bool:
-    """Return whether a store has the arrays of the exported function: quantized, on one device."""
+    """Return whether a store's arrays are exported as they are: quantized, on one device."""
     return is_quantized(store) and store.devices.mesh is None
 
 
 def _inference_store(store: TableStore) -> TableStore:
-    """Return a store's tables for inference, with `jax.ShapeDtypeStruct` in place of arrays."""
+    """Return inference tables for a store, with `jax.ShapeDtypeStruct`s in place of arrays."""
     if _is_packed(store):
         return jax.eval_shape(lambda: store)
     formats = {config.name: TABLE_FORMATS[str(config.dtype)] for config in store.configs}
@@ -166,7 +169,7 @@ def _inference_store(store: TableStore) -> TableStore:
 
 
 def _array_parts(array: Array) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield an array on the host by rows of some 16 MiB."""
+    """Yield an array on the host in parts of about 16 MiB: the first row's index, and the rows."""
     row_bytes = array.dtype.itemsize * max(1, math.prod(array.shape[1:]))
     step = rows_per_part(-(-row_bytes // 4))
     for start in range(0, array.shape[0], step):
@@ -178,7 +181,7 @@ def _with_leaves(tree: Any, leaves: Sequence[Any]) -> Any:
 
 
 def _named_leaves(state: Any) -> list[tuple[str, Any]]:
-    """Return the arrays of a state with the paths of their variables."""
+    """Return pairs of the path of an array in a state, such as ``over/kernel``, and the array."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     return [
@@ -189,10 +192,3 @@ def _named_leaves(state: Any) -> list[tuple[str, Any]]:
 
 def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _on_host(leaf: Any) -> np.ndarray:
-    """Return an array that each device has, or that lies on one, in host memory."""
-    if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
-        leaf = leaf.addressable_data(0)
-    return np.asarray(leaf)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jaxrec.serve.artifact.manifest import StoredTable
 from jaxrec.serve.quantized.pruned_tables import RowMap
 from jaxrec.tier import VersionError
 from jaxrec.tier.deltas.folder import Chain, Follower
-from jaxrec.tier.deltas.manifest import ROWS, File, Files, Manifest
+from jaxrec.tier.deltas.manifest import ROWS, Files, Manifest
 
 # Number of rows that are packed and written by one call of a compiled function.
 _PART = 1 << 12
@@ -71,43 +70,41 @@ class Refresher(Follower):
     def _read(self, manifest: Manifest, files: Files, staged: _Staged) -> None:
         """Check the files of a version and stage their values."""
         for table in self._served.manifest.tables:
-            name = f"{table.collection}/{table.name}" if table.collection else table.name
-            self._check_table(manifest, table, name)
-            if (file := files.get(name, {}).get(ROWS)) is not None:
+            self._check_table(manifest, table)
+            if (file := files.get(table.path, {}).get(ROWS)) is not None:
                 self._folder.check(file)
-                for ids, rows in self._rows(file, manifest, name):
-                    staged.write(table, ids, rows)
+                facts = manifest.tables[table.path]
+                shape = jax.ShapeDtypeStruct((0, facts.embedding_dim), jnp.dtype(facts.dtype))
+                with self._folder.reading(file) as source:
+                    for ids, values in read_rows(source, {"rows": shape}):
+                        staged.write(table, ids, values["rows"])
         self._folder.check(manifest.dense)
         with self._folder.reading(manifest.dense) as source:
             arrays = read_arrays(source)
         staged.set_dense(arrays)
 
-    def _check_table(self, manifest: Manifest, table: StoredTable, name: str) -> None:
-        facts = manifest.tables.get(name)
+    def _check_table(self, manifest: Manifest, table: StoredTable) -> None:
+        """Raise a ValueError if a version does not have the rows of an exported table."""
+        facts = manifest.tables.get(table.path)
         if facts is None:
             raise ValueError(
-                f"{self._folder}: version {manifest.version} has no table {name!r}, which the "
-                "exported model has; publish the model that was exported"
+                f"{self._folder}: version {manifest.version} has no table {table.path!r}, which "
+                "the exported model has; publish the model that was exported"
             )
-        published = (facts.num_embeddings, facts.embedding_dim)
-        exported = (table.num_embeddings, table.embedding_dim)
-        if facts.is_open or facts.seed is not None or published != exported:
-            form = f"the shape {list(published)}"
-            if facts.is_open or facts.seed is not None:
-                form = "an open vocabulary" if facts.is_open else "a cache (jaxrec.tier.Cached)"
-            raise ValueError(
-                f"{self._folder}: table {name!r} was published with {form}, but exported with the "
-                f"shape {list(exported)}; export the model that is published"
-            )
-
-    def _rows(
-        self, file: File, manifest: Manifest, name: str
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        facts = manifest.tables[name]
-        with self._folder.reading(file) as source:
-            shape = jax.ShapeDtypeStruct((0, facts.embedding_dim), jnp.dtype(facts.dtype))
-            for ids, values in read_rows(source, {"rows": shape}):
-                yield ids, values["rows"]
+        published = [facts.num_embeddings, facts.embedding_dim]
+        exported = [table.num_embeddings, table.embedding_dim]
+        if facts.is_open:
+            form = "an open vocabulary"
+        elif facts.seed is not None:
+            form = "a cache (jaxrec.tier.Cached)"
+        elif published != exported:
+            form = f"the shape {published}"
+        else:
+            return
+        raise ValueError(
+            f"{self._folder}: table {table.path!r} was published with {form}, but exported with "
+            f"the shape {exported}; export the model that is published"
+        )
 
 
 class _Staged:
@@ -120,10 +117,13 @@ class _Staged:
         self.arrays: dict[str, Array] = {}
 
     def write(self, table: StoredTable, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Set the rows of ids of a table, packed in its format."""
+        """Set float rows ``[ids, dim]`` of a table by their ids, packed in the table's format."""
         row_format = FORMATS[table.row_format]
-        for number in (ids[~((ids >= 0) & (ids < table.num_embeddings))])[:1]:
-            raise ValueError(f"table {table.name!r}: id {number} is outside of the table")
+        is_outside = (ids < 0) | (ids >= table.num_embeddings)
+        if is_outside.any():
+            raise ValueError(
+                f"table {table.name!r}: id {ids[is_outside][0]} is outside of the table"
+            )
         check_rows(row_format, f"table {table.name!r}, given ", rows)
         slots = self._slots(table, ids)
         rows, slots = rows[slots >= 0], slots[slots >= 0]
@@ -144,18 +144,17 @@ class _Staged:
             )
 
     def _slots(self, table: StoredTable, ids: np.ndarray) -> np.ndarray:
-        """Return the row of each id in the table's array, -1 for pruned ids."""
-        maps = f"{table.collection}/" * bool(table.collection) + f"row_maps/{table.name}"
-        if f"{maps}/kept" not in self._old:
+        """Return the int32 row of each id in the table's array, -1 for pruned ids."""
+        if f"{table.row_map}/kept" not in self._old:
             return (ids + table.first_row).astype(np.int32)
-        kept, before = (self._old[f"{maps}/{name}"] for name in ("kept", "before"))
+        kept, before = (self._old[f"{table.row_map}/{name}"] for name in ("kept", "before"))
         num_rows = int(np.bitwise_count(np.asarray(kept)).sum())
         row_map = RowMap(kept, before, table.num_embeddings, num_rows)
         slots = row_map.find_on_host(ids)
         return np.where(slots == num_rows, -1, slots + table.first_row).astype(np.int32)
 
     def set_dense(self, published: dict[str, np.ndarray]) -> None:
-        """Set the variables outside of tables."""
+        """Set the variables outside of tables, by name; all of them must be published."""
         for name in self._dense:
             old = self._old[name]
             if name not in published:
@@ -179,6 +178,6 @@ def _write(
     *,
     row_format: RowFormat,
 ) -> Shaped[Array, "rows width"]:
-    """Pack rows and set them, in place: the array is donated."""
+    """Pack rows and write them to slots of a table's array, which is donated."""
     packed = row_format.pack(rows).astype(array.dtype)
     return array.at[slots].set(packed, mode="drop")

@@ -1,4 +1,4 @@
-"""Batches of a request: checked, cut to the sizes that a model is compiled for, and padded."""
+"""Requests of any number of samples, cut and padded to the sizes that a model is compiled for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxrec.serve.artifact.batch_spec import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chunk:
-    """Samples ``start`` to ``stop - 1`` of a request, padded to the size of one program."""
+    """Samples ``start`` to ``stop - 1`` of a request; ``arrays`` are padded to ``size``."""
 
     start: int
     stop: int
@@ -64,10 +64,10 @@ class Request:
 
     @classmethod
     def of_inputs(cls, spec: BatchSpec, inputs: Sequence[np.ndarray | list[Column]]) -> Request:
-        """Make a request of checked inputs, in the order of ``spec.inputs``.
+        """Make a request of converted inputs, in the order of ``spec.inputs``.
 
-        An `ArrayInput` is an array in its type, a `RaggedInput` the columns of its features, whose
-        ids fit int32.
+        Give an array of its type for an `ArrayInput`, and a `Column` for each feature of a
+        `RaggedInput`, with ids that fit int32.
         """
         # Past the constructor, which checks arguments of another form.
         request = cls.__new__(cls)
@@ -85,7 +85,7 @@ class Request:
     def _set(self, spec: BatchSpec, inputs: list[np.ndarray | list[Column]]) -> None:
         self._spec, self._inputs = spec, inputs
         sizes = {
-            each.name: len(given) if isinstance(given, np.ndarray) else _num_samples(given)
+            each.name: len(given) if isinstance(given, np.ndarray) else given[0].lengths.size
             for each, given in zip(spec.inputs, inputs, strict=True)
             if len(given) or isinstance(given, np.ndarray)
         }
@@ -97,7 +97,7 @@ class Request:
         self.num_samples = next(iter(sizes.values()), 0)
 
     def check(self) -> None:
-        """Check everything that `chunks` checks, so that it cannot fail."""
+        """Raise each error that `chunks` could raise, so that it cannot fail later."""
         self._check_fixed()
         for (each, columns), capacities in zip(
             self._ragged, self._spec.sizes[-1].capacities, strict=True
@@ -108,7 +108,7 @@ class Request:
             _check_ids(each, columns, 0, self.num_samples)
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield the samples in order, cut to sizes that the model is compiled for."""
+        """Yield the samples in order, in chunks of sizes that the model is compiled for."""
         self._check_fixed()
         start = 0
         while start < self.num_samples:
@@ -190,7 +190,7 @@ class Request:
 
 
 def checked_array(each: ArrayInput, leaf: Any) -> np.ndarray:
-    """Return an input as an array of the program's type."""
+    """Convert a value to an array of an input's shape and type; refuse numbers that do not fit."""
     if isinstance(leaf, KeyedJaggedArray):
         raise TypeError(f"{each.name} must be an array of {each.dtype}, got a KeyedJaggedArray")
     array = np.asarray(leaf)
@@ -217,12 +217,8 @@ def checked_array(each: ArrayInput, leaf: Any) -> np.ndarray:
     return converted
 
 
-def _num_samples(columns: Sequence[Column]) -> int:
-    return columns[0].lengths.size
-
-
 def _joined(parts: Sequence[np.ndarray | list[Column]]) -> np.ndarray | list[Column]:
-    """Return one input of several requests as one."""
+    """Concatenate one input of several requests: arrays, or the columns of each feature."""
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     if arrays:
         return np.concatenate(arrays)
@@ -249,7 +245,7 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
 
 
 def _columns(each: RaggedInput, leaf: Any) -> list[Column]:
-    """Return the features of a ragged input in the program's order."""
+    """Return a column for each feature of a ragged input, in the program's order."""
     if not isinstance(leaf, KeyedJaggedArray):
         raise TypeError(f"{each.name} must be a KeyedJaggedArray, got {type(leaf).__name__}")
     if is_raw(leaf.values):
@@ -297,7 +293,10 @@ def _packed(
     samples: int,
     capacities: Sequence[int],
 ) -> list[np.ndarray]:
-    """Return ``values``, ``lengths`` and ``weights`` of samples ``start`` to ``stop - 1``."""
+    """Return a program's ``values``, ``lengths`` and ``weights`` of some samples, padded.
+
+    The samples are ``start`` to ``stop - 1``; the arrays are for ``samples`` samples.
+    """
     values = np.zeros(sum(capacities), np.int32)
     lengths = np.zeros((len(columns), samples), np.int32)
     weights = np.zeros(values.size, np.float32) if each.is_weighted else None
@@ -321,13 +320,13 @@ def _packed(
 # Cached, since every request of a batch size needs the same array.
 @functools.lru_cache(maxsize=64)
 def _limits(each: RaggedInput, capacities: tuple[int, ...]) -> np.ndarray:
-    """Return the bound of the ids at each position of ``values``."""
+    """Return uint32 bounds ``[capacity of all features]``: the ids at each position are below."""
     bounds = [feature.num_ids or INT32_BOUND for feature in each.features]
     return np.repeat(np.array(bounds, np.uint32), capacities)
 
 
 def _check_ids(each: RaggedInput, columns: Sequence[Column], start: int, stop: int) -> None:
-    """Raise a ValueError where an id of some samples is outside of its table."""
+    """Raise a ValueError if an id of samples ``start`` to ``stop - 1`` is outside of its table."""
     for feature, column in zip(each.features, columns, strict=True):
         used = slice(int(column.offsets[start]), int(column.offsets[stop]))
         lengths = column.lengths[start:stop]

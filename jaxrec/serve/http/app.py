@@ -42,9 +42,9 @@ Result = TypeVar("Result")
 class Application:
     """An endpoint for one model.
 
-    ``poll_seconds`` lie between two looks of the refresher; empty ``allowed_hosts`` allow all names
-    in the ``Host`` header. ``asgi`` is the application for uvicorn; ``failure`` the error that
-    ended the start.
+    The refresher looks for new versions every ``poll_seconds``. The ``Host`` header must have one
+    of ``allowed_hosts``; empty: any name. ``asgi`` is the application that uvicorn runs.
+    ``failure`` is the error that ended the start, or None.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Application:
         )
 
     def stop(self) -> None:
-        """Set the endpoint to not ready, and close connections after their response."""
+        """Report that the endpoint stops, and close each connection after its next response."""
         self.is_ready, self.is_stopping = False, True
         self.metrics.is_ready.set(0)
 
@@ -108,7 +108,7 @@ class Application:
             self._batcher.thread.shutdown(wait=False, cancel_futures=True)
 
     async def _start(self) -> None:
-        """Apply published versions, compile the programs, be ready, and follow versions."""
+        """Apply published versions, compile the programs, report ready, and follow new versions."""
         loop = asyncio.get_running_loop()
         try:
             await self._follower.begin()
@@ -127,7 +127,7 @@ class Application:
         await self._follower.follow()
 
     async def _until_started(self) -> None:
-        """Wait until the model is loaded; refuse after too long or if too many requests wait."""
+        """Wait until the model is loaded; refuse if too many requests wait or it takes too long."""
         if self._is_started.is_set():
             return
         if self._num_waiting >= self.limits.max_concurrent:
@@ -151,7 +151,7 @@ class Application:
         try:
             response = await self._scores(request)
         except RequestError as error:
-            response = self._error_response(request, error)
+            response = await self._refused(request, error)
         self.metrics.seconds.observe(time.perf_counter() - start)
         self.metrics.responses.labels(response.status_code).inc()
         return response
@@ -186,7 +186,7 @@ class Application:
     async def _offload(
         self, is_large: bool, function: Callable[[Any], Result], argument: Any
     ) -> Result:
-        """Call a function, in the thread that predicts if ``is_large``."""
+        """Call a function here, or in the thread that predicts if ``is_large``."""
         # One thread for large bodies, so that one at a time is decoded: that takes several times
         # its bytes.
         if not is_large:
@@ -226,7 +226,7 @@ class Application:
         return self._respond(page.HTML, media_type="text/html", headers=page.HEADERS)
 
     def _check_host(self, request: Request) -> None:
-        """Raise where the ``Host`` header names another server."""
+        """Raise a RequestError if the ``Host`` header names another server."""
         if not self._allowed_hosts:
             return
         # A web page can point its own name at this machine ("DNS rebinding"), and read the endpoint
@@ -240,7 +240,11 @@ class Application:
 
     async def _refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        return self._error_response(request, error)
+        # The statuses of bodies that were not read to their end.
+        if error.status in (408, 413):
+            content = msgspec.json.encode({"error": error.message})
+            return _Refusal(request, content, error.status)
+        return self._json(error.status, {"error": error.message}, error.headers)
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -253,13 +257,6 @@ class Application:
     async def _failed(self, _: Request, error: Exception) -> Response:
         logger.error("a request failed", exc_info=error)
         return self._json(500, {"error": "the request failed; the server's log says why"})
-
-    def _error_response(self, request: Request, error: RequestError) -> Response:
-        # The statuses of bodies that were not read to their end.
-        if error.status in (408, 413):
-            content = msgspec.json.encode({"error": error.message})
-            return _Refusal(request, content, error.status)
-        return self._json(error.status, {"error": error.message}, error.headers)
 
     def _json(self, status: int, content: Any, headers: Any = None) -> Response:
         encoded = msgspec.json.encode(content)
@@ -296,7 +293,7 @@ class _Refusal(Response):
 
 
 def loopback_hosts(host: str) -> tuple[str, ...]:
-    """Return the names of a server that listens on a loopback address, else ``()``."""
+    """Return the ``Host`` names of a server on a loopback address; ``()`` for other addresses."""
     with contextlib.suppress(ValueError):
         if not ipaddress.ip_address(host).is_loopback:
             return ()
@@ -306,7 +303,7 @@ def loopback_hosts(host: str) -> tuple[str, ...]:
 
 
 def _accepted(header: str, default: str) -> str:
-    """Return the media type of a response, given the ``Accept`` header and the body's type."""
+    """Return a response's media type by the ``Accept`` header; ``default`` is the request's own."""
     kinds = [each.partition(";")[0].strip().lower() for each in header.split(",") if each.strip()]
     for kind in kinds:
         if kind in (JSON, ARROW):

@@ -1,4 +1,4 @@
-"""Requests of the arguments of a model that was exported without an encoder."""
+"""Requests with a column for each argument of a model that was exported without an encoder."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from jaxrec.data.column_types import is_list
+from jaxrec.data.encode import joined
 from jaxrec.ragged.bounds import find_bad_ids
 from jaxrec.serve.artifact.batch_spec import ArrayInput, BatchSpec, Feature, RaggedInput
 from jaxrec.serve.artifact.requests import Column, Request, checked_array, offsets_of
@@ -21,10 +23,10 @@ WEIGHTS = ".weights"
 class ArgumentColumns(InputColumns):
     """A column for each array and for each feature of the batches that a model takes.
 
-    The column of an array has the last name of its path, such as ``bias`` for ``batch[0]['bias']``,
-    or ``input0`` for ``batch[0]``. A feature has its own name, and its weights ``NAME.weights``.
-    Where two columns would have one name, arrays have their path as name and features their input's
-    as well.
+    An array's column has the last name of its path, such as ``bias`` for ``batch[0]['bias']``, or
+    ``input0`` for ``batch[0]``. A feature's column has the feature's name, and its weights are
+    ``NAME.weights``. Where two columns would share a name, an array gets its whole path and a
+    feature its input's path before its name.
     """
 
     def __init__(self, spec: BatchSpec) -> None:
@@ -78,7 +80,7 @@ class ArgumentColumns(InputColumns):
 
 
 def _column_names(spec: BatchSpec) -> dict[tuple[str, str], str]:
-    """Return the name of the column of each array and each feature."""
+    """Return column names by input and feature; the feature of an array is ""."""
     short: dict[tuple[str, str], str] = {}
     for number, each in enumerate(spec.inputs):
         if isinstance(each, RaggedInput):
@@ -108,8 +110,8 @@ def _array_column(name: str, each: ArrayInput) -> InputColumn:
 
 
 def _array(name: str, each: ArrayInput, table: pa.Table) -> np.ndarray:
-    """Return a column as an array ``[samples, *shape]``."""
-    column = _whole(name, table)
+    """Return a column as an array ``[samples, *shape]`` of the input's type."""
+    column = joined(table[name])
     shape = [len(column)]
     for dimension in each.shape:
         # One level of lists for each dimension, each of which must have one length in all samples.
@@ -133,7 +135,7 @@ def _array(name: str, each: ArrayInput, table: pa.Table) -> np.ndarray:
 
 
 def _bags(name: str, each: RaggedInput, feature: Feature, table: pa.Table) -> Column:
-    """Return the ids of a feature."""
+    """Return a feature's ids, checked against its table, and their weights."""
     ids, lengths = _numbers(name, table, is_integer=True)
     # As int64, before the cast to int32, which would turn a large id into another valid one.
     bad = find_bad_ids(feature.name, ids, lengths, feature.num_ids)
@@ -153,8 +155,8 @@ def _bags(name: str, each: RaggedInput, feature: Feature, table: pa.Table) -> Co
 
 
 def _numbers(name: str, table: pa.Table, *, is_integer: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of a column of numbers or lists of them, and the number per sample."""
-    flat, lengths = _flat(name, _whole(name, table))
+    """Return a column's numbers ``[values]``, and the int32 number of them in each sample."""
+    flat, lengths = _flat(name, joined(table[name]))
     is_number = pa.types.is_integer(flat.type) or (
         not is_integer and pa.types.is_floating(flat.type)
     )
@@ -172,12 +174,8 @@ def _numbers(name: str, table: pa.Table, *, is_integer: bool) -> tuple[np.ndarra
 
 
 def _flat(name: str, column: pa.Array) -> tuple[pa.Array, np.ndarray | None]:
-    """Return the values of a column and the length of each sample's list, None without lists."""
-    kind = column.type
-    is_list = (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )
-    if not is_list:
+    """Return a column's values without lists, and the length of each list; None without lists."""
+    if not is_list(column.type):
         return column, None
     _check_nulls(name, column, None)
     return column.flatten(), pc.list_value_length(column).to_numpy().astype(np.int32)
@@ -192,10 +190,3 @@ def _check_nulls(name: str, array: pa.Array, lengths: np.ndarray | None) -> None
             f"column {name!r}, sample {position}: the value is null; leave an id out of its list, "
             "or give a number"
         )
-
-
-def _whole(name: str, table: pa.Table) -> pa.Array:
-    column = table[name]
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)

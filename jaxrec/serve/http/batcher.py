@@ -1,4 +1,4 @@
-"""Dynamic batching: requests of a moment are predicted together."""
+"""Dynamic batching: requests that come at about the same time are predicted together."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Batcher:
         self.thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="predict")
 
     async def submit(self, payload: Payload) -> Scores:
-        """Return the scores of a request; refuse it if too many wait, or if it takes too long."""
+        """Wait for a request's scores, or refuse it: too many wait, or it takes too long."""
         limits = self._limits
         if self._active >= limits.max_concurrent:
             raise busy(f"{self._active} requests are under way; try again later")
@@ -73,7 +73,7 @@ class Batcher:
             self._active -= 1
 
     async def run(self) -> None:
-        """Predict the requests that come, until the task is cancelled."""
+        """Predict requests as they come, until the task is cancelled."""
         while True:
             await self._wait_for_batch()
             if not (batch := self._take()):
@@ -94,7 +94,7 @@ class Batcher:
                     each.result.set_result(result)
 
     async def _results(self, payloads: list[Payload]) -> Sequence[Scores | RequestError]:
-        """Return the results of a batch, one for each request."""
+        """Predict a batch in the thread; return each request's scores or error."""
         start = time.perf_counter()
         loop = asyncio.get_running_loop()
         results = await loop.run_in_executor(self.thread, self._predict, payloads)
@@ -106,7 +106,7 @@ class Batcher:
         return results
 
     async def _wait_for_batch(self) -> None:
-        """Wait for a request, then for others until its deadline or until there are enough."""
+        """Wait for a request, then until its deadline or until ``max_batch`` samples wait."""
         while not self._queue:
             self._has_new.clear()
             await self._has_new.wait()
@@ -122,7 +122,7 @@ class Batcher:
                 return
 
     def _take(self) -> list[_Waiting]:
-        """Remove the requests of a batch from the queue, at least one."""
+        """Remove the first requests from the queue: one, and more up to ``max_batch`` samples."""
         batch: list[_Waiting] = []
         samples = 0
         while self._queue:

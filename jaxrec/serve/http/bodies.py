@@ -14,7 +14,7 @@ import pyarrow as pa
 from flatbuffers import number_types
 from flatbuffers.table import Table as FlatTable
 
-from jaxrec.serve.artifact.batch_spec import arrow_column
+from jaxrec.data.arrays import as_column
 from jaxrec.serve.http.input_columns import InputColumn, InputColumns
 from jaxrec.serve.http.limits import RequestError, invalid
 
@@ -36,7 +36,7 @@ _DAMAGE = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Payload:
-    """Samples of a request: lists by column of a JSON body, or the table of an Arrow body."""
+    """Samples of a request: lists by column from a JSON body, or a table from an Arrow body."""
 
     columns: Mapping[str, list[Any]] | pa.Table
     num_samples: int
@@ -61,7 +61,7 @@ class JsonDecoder:
         )
 
     def decode(self, body: bytes | bytearray) -> Payload:
-        """Return the columns of a body; errors name the column and the sample."""
+        """Return the columns of a JSON body; a RequestError names the column and the sample."""
         try:
             columns = self._decode(body)
         except msgspec.ValidationError as error:
@@ -113,12 +113,12 @@ class JsonDecoder:
 
 
 def missing(name: str, names: tuple[str, ...]) -> str:
-    """Return the error of a body without a column."""
+    """Return the error message for a body without a column that the model reads."""
     return f"the request has no column {name!r}; the model reads {', '.join(map(repr, names))}"
 
 
 def count_samples(columns: Mapping[str, Any], max_samples: int) -> int:
-    """Return the number of samples, equal in all columns."""
+    """Return the number of samples of a body, which must be equal in all columns."""
     sizes = {name: len(values) for name, values in columns.items()}
     (first, size), *_ = sizes.items() or [("", 0)]
     for name, other in sizes.items():
@@ -135,7 +135,7 @@ def count_samples(columns: Mapping[str, Any], max_samples: int) -> int:
 
 
 def encode_json(columns: Mapping[str, np.ndarray]) -> bytes:
-    """Return a body of scores; a number that is not finite becomes null."""
+    """Encode scores by column as a JSON body; a number that is not finite becomes null."""
     return msgspec.json.encode(
         {
             name: (array if array.dtype.kind in "fiub" else array.astype(np.float32)).tolist()
@@ -152,7 +152,7 @@ class ArrowDecoder:
         self._max_samples = max_samples
 
     def decode(self, body: bytes | bytearray) -> Payload:
-        """Return the columns of a body."""
+        """Return the columns of an Arrow body; a RequestError says what is wrong with it."""
         buffer = pa.py_buffer(bytes(body))
         try:
             table = self._read(buffer)
@@ -201,8 +201,8 @@ class ArrowDecoder:
 
 
 def encode_arrow(columns: Mapping[str, np.ndarray]) -> bytes:
-    """Return a body of scores."""
-    table = pa.table({name: arrow_column(array) for name, array in columns.items()})
+    """Encode scores by column as an Arrow IPC stream."""
+    table = pa.table({name: as_column(array) for name, array in columns.items()})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
@@ -210,7 +210,7 @@ def encode_arrow(columns: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _check_messages(buffer: pa.Buffer) -> None:
-    """Raise where a message is compressed or has dictionaries."""
+    """Raise a RequestError if a message of a stream is compressed or has dictionaries."""
     # A small body could hold any number of values with either. PyArrow does not say whether a
     # message is compressed, so read that from its flatbuffer.
     for message in pa.ipc.MessageReader.open_stream(buffer):
@@ -236,7 +236,7 @@ def _is_untyped(kind: pa.DataType) -> bool:
 
 
 def _typed(column: InputColumn, values: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a column of nulls or empty lists, which Arrow types null, in the type of the model."""
+    """Cast a column of nulls or empty lists, which has the type null, to the model's type."""
     kind = column.arrow_type or pa.string()
     if pa.types.is_list(values.type):
         if any(len(chunk.flatten()) for chunk in values.chunks):

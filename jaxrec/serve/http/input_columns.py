@@ -1,4 +1,4 @@
-"""The columns of requests: their types in JSON and in Arrow, and how they become inputs."""
+"""The columns of requests: their types in JSON and in Arrow, and their conversion to inputs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _MOST_WHOLE = 2.0**53
 class InputColumn:
     """A column of the requests that a model answers.
 
-    With ``is_list`` each sample has a list of any number of values; ``shape`` is that of a sample's
-    array. Ids are below ``num_ids``. Without ``arrow_type`` the values decide; ``example`` has a
-    value for each of two samples.
+    With ``is_list`` a sample has a list of any length; with ``shape`` it has an array of that
+    shape. Ids are below ``num_ids``. If ``arrow_type`` is None, a request's values choose the type.
+    ``example`` has the values of two samples.
     """
 
     name: str
@@ -60,7 +60,7 @@ class InputColumn:
         return self.kind in ("integer", "text or integer")
 
     def whole(self, values: list[Any]) -> list[Any]:
-        """Return the values of a JSON body with integers for floats such as 3.0."""
+        """Convert floats such as 3.0 among the values of a JSON body to integers."""
 
         def integer(value: Any, sample: int) -> Any:
             if isinstance(value, list):
@@ -108,7 +108,7 @@ class InputColumn:
         }
 
     def _type_of(self, values: list[Any]) -> pa.DataType:
-        """Return the type of values that are text or integers: string, int64 or uint64."""
+        """Return the Arrow type of the values of a JSON body: string, int64 or uint64."""
         flat = [each for value in values for each in (value if self.is_list else (value,)) or ()]
         first = next((each for each in flat if each is not None), None)
         if isinstance(first, str) or (first is None and self.kind != "integer"):
@@ -117,7 +117,7 @@ class InputColumn:
         return pa.int64() if largest in _INT64 else pa.uint64()
 
     def _problem(self, values: list[Any]) -> str:
-        """Return an error that names the first sample with a wrong value; empty if there is none.
+        """Return a message that names the first sample with a wrong value; "" if there is none.
 
         A value is wrong if earlier values have another type, or if it is an integer of more than
         64 bits.
@@ -137,9 +137,9 @@ class InputColumn:
 
 
 class InputColumns(abc.ABC):
-    """The columns that a model reads, and how they become its inputs.
+    """The columns that a model reads; `request` converts them to the model's inputs.
 
-    `RawColumns` and `ArgumentColumns` implement it.
+    `RawColumns` implements it for models with an encoder, `ArgumentColumns` for others.
     """
 
     def __init__(self, columns: Iterable[InputColumn]) -> None:
@@ -154,7 +154,7 @@ class InputColumns(abc.ABC):
         """
 
     def table(self, parts: Sequence[Any]) -> pa.Table:
-        """Return the columns of several JSON bodies, one body after the other."""
+        """Concatenate the columns of several JSON bodies to a table."""
         arrays = []
         for column in self.columns:
             values = parts[0][column.name]
@@ -164,5 +164,5 @@ class InputColumns(abc.ABC):
         return pa.table(arrays, list(self.names))
 
     def example(self) -> dict[str, list[Any]]:
-        """Return a body with an example of two samples."""
+        """Return an example of a JSON body, with two samples."""
         return {column.name: list(column.example) for column in self.columns}

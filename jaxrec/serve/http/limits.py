@@ -1,4 +1,4 @@
-"""Limits of the endpoint, bodies that are read within them, and errors that clients get."""
+"""Limits of the endpoint, the reading of bodies within them, and the errors that clients get."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Limits:
         timeout: Longest time from a complete body to its response, in seconds.
         read_timeout: Longest time for a header, and then for a body, in seconds.
         keep_alive: Time after which an idle connection is closed.
-        drain: Time from a signal to the end of new connections, in seconds.
-        stop: Longest time for the requests under way at that end, in seconds.
+        drain: Time after a signal in which new connections are still accepted, in seconds.
+        stop: Longest time after that for requests under way, in seconds.
     """
 
     max_batch: int = 1024
@@ -75,7 +75,7 @@ def busy(message: str) -> RequestError:
 
 
 class Memory:
-    """Bytes of all bodies that the endpoint holds."""
+    """Counter of the bytes of all bodies that the endpoint holds, which refuses too many."""
 
     def __init__(self, limits: Limits, metrics: Metrics) -> None:
         self._limits, self._metrics, self._held = limits, metrics, 0

@@ -20,7 +20,7 @@ HTML = pathlib.Path(__file__).with_name("page.html").read_bytes()
 
 
 def _hashes(tag: str) -> str:
-    """Return the hashes of the page's scripts or styles, as its policy names them."""
+    """Return the hashes of the page's ``<tag>`` elements, as a Content-Security-Policy has them."""
     found = re.findall(rb"<%s>(.*?)</%s>" % (tag.encode(), tag.encode()), HTML, re.DOTALL)
     digests = (base64.b64encode(hashlib.sha256(content).digest()).decode() for content in found)
     return " ".join(f"'sha256-{digest}'" for digest in digests)
@@ -41,7 +41,6 @@ HEADERS = {
 def describe(served: ServedModel, columns: InputColumns, limits: Limits) -> dict[str, Any]:
     """Return the description of a model for clients, in types of JSON."""
     manifest = served.manifest
-    arrays = {array.name: array for array in manifest.arrays}
     return {
         "jaxrec": manifest.jaxrec,
         "jax": manifest.jax,
@@ -68,7 +67,7 @@ def describe(served: ServedModel, columns: InputColumns, limits: Limits) -> dict
             for table in manifest.tables
         ],
         "bytes": sum(
-            math.prod(array.shape) * jnp.dtype(array.dtype).itemsize for array in arrays.values()
+            math.prod(array.shape) * jnp.dtype(array.dtype).itemsize for array in manifest.arrays
         ),
         "example": columns.example(),
     }

@@ -54,7 +54,7 @@ class Predictor:
         )
 
     def predict(self, payloads: Sequence[Payload]) -> list[Scores | RequestError]:
-        """Return the scores of each request, or its error.
+        """Return each request's scores or error, in order.
 
         A wrong request does not change the results of others. All scores are of one version.
         """
@@ -77,7 +77,10 @@ class Predictor:
         return [results[number] for number in range(len(payloads))]
 
     def _scores(self, request: Request, sizes: Mapping[int, int]) -> dict[int, Scores]:
-        """Return the scores of several requests by number; ``sizes`` is in the order of samples."""
+        """Predict a request, and cut the scores into those of the requests that it joins.
+
+        ``sizes`` has their numbers of samples by their numbers, in the order of the samples.
+        """
         # Read once, so that the version is that of the tables that were used.
         variables = self.served.variables
         columns = output_columns(self.served.predict_request(request, variables))
@@ -89,7 +92,7 @@ class Predictor:
         return results
 
     def _joined(self, payloads: Mapping[int, Payload]) -> tuple[list[int], Request]:
-        """Return the numbers of payloads in the order of their samples, and these samples."""
+        """Join payloads to one request; return their numbers in its order, and the request."""
         lists: dict[int, Mapping[str, list[Any]]] = {}
         tables: dict[pa.Schema, dict[int, pa.Table]] = {}
         for number, payload in payloads.items():
@@ -115,38 +118,38 @@ def _message(error: Exception) -> str:
     return " ".join(str(text).split())
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Follower:
     """Looks for published versions every ``seconds``, and applies them."""
 
-    def __init__(
-        self, served: ServedModel, refresher: Refresher | None, seconds: float, metrics: Metrics
-    ) -> None:
-        self._served, self._refresher = served, refresher
-        self._seconds, self._metrics = seconds, metrics
+    served: ServedModel
+    refresher: Refresher | None
+    seconds: float
+    metrics: Metrics
 
     async def begin(self) -> None:
-        """Apply the versions that are there before the first request."""
-        if self._refresher is not None:
+        """Apply the published versions before the first request."""
+        if self.refresher is not None:
             try:
-                await self._update(self._refresher)
+                await self._update(self.refresher)
             except (OSError, VersionError) as error:
                 self._report(error)
 
     async def follow(self) -> None:
-        """Apply versions as they appear, until the task is cancelled."""
-        while self._refresher is not None:
-            await asyncio.sleep(self._seconds)
+        """Apply later versions as they appear, until the task is cancelled."""
+        while self.refresher is not None:
+            await asyncio.sleep(self.seconds)
             try:
-                await self._update(self._refresher)
+                await self._update(self.refresher)
             except Exception as error:  # the tables of before stay in use
                 self._report(error)
 
     async def _update(self, refresher: Refresher) -> None:
         if await asyncio.to_thread(refresher.update):
-            version = self._served.variables.version
-            self._metrics.tables_version.set(version)
+            version = self.served.variables.version
+            self.metrics.tables_version.set(version)
             logger.info("tables are of version %d", version)
 
     def _report(self, error: Exception) -> None:
-        self._metrics.refresh_errors.inc()
-        logger.warning("tables stay at version %d: %s", self._served.variables.version, error)
+        self.metrics.refresh_errors.inc()
+        logger.warning("tables stay at version %d: %s", self.served.variables.version, error)

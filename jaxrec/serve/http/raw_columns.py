@@ -1,4 +1,4 @@
-"""Requests of raw columns, which the encoder of the model encodes as in training."""
+"""Requests with raw columns, which the model's encoder encodes as in training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxrec.serve.http.input_columns import InputColumn, InputColumns, Kind
 
 
 class RawColumns(InputColumns):
-    """The columns of an encoder's schema."""
+    """A column for each dense and categorical column of an encoder's schema."""
 
     def __init__(self, encoder: TableEncoder, spec: BatchSpec) -> None:
         super().__init__([*_dense(encoder), *_categorical(encoder)])
@@ -41,7 +41,7 @@ class RawColumns(InputColumns):
 
 
 def _bags(column: pa.Array) -> Column:
-    """Return the row indices of an encoded column."""
+    """Return an encoded column's row indices as a column of the request."""
     ids, lengths = bags_of(column)
     return Column(ids, lengths, offsets_of(lengths), None)
 
@@ -114,7 +114,7 @@ def _example(encoder: TableEncoder, name: str) -> tuple[Any, ...]:
 
 
 def _whole(value: Any) -> Any:
-    """Return a value of a categorical column as a signed 64-bit integer, if it is a number."""
+    """Convert numbers of a categorical column's value to signed 64-bit integers."""
     if isinstance(value, list):
         return [_whole(each) for each in value]
     if isinstance(value, float):
@@ -124,7 +124,7 @@ def _whole(value: Any) -> Any:
 
 
 def _shown(value: Any) -> Any:
-    """Return a value of a column in a type of JSON."""
+    """Convert a column's value to a type of JSON."""
     if isinstance(value, list):
         return [_shown(each) for each in value]
     if isinstance(value, decimal.Decimal):

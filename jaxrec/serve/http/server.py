@@ -1,4 +1,4 @@
-"""The server: its socket, its connections with their limits, its signals and its end."""
+"""The server: its socket, the limits of its connections, and its end on a signal."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ServerConfig(uvicorn.Config):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """A connection whose header must come within some time and bytes."""
+    """A connection that refuses a header that is too large or takes too long."""
 
     # uvicorn limits neither, so clients that send slowly, or send headers without end, would keep
     # connections and memory.
@@ -101,7 +101,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse_header()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Leave a line in the log out: every client can ask for another protocol."""
+        """Do not warn, as uvicorn does: every client can ask for another protocol."""
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -156,7 +156,10 @@ class LimitedProtocol(HttpToolsProtocol):
         )
 
     def _refuse(self, status: str, problem: str, *, is_sending: bool = False) -> None:
-        """Answer without a request, and close the connection."""
+        """Send an error response and close the connection.
+
+        With ``is_sending`` the client may still send: it can read the response for a moment.
+        """
         if self.transport.is_closing() or self._discarded is not None:
             return
         body = b'{"error":"%s"}' % problem.encode()
@@ -177,7 +180,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def _without_upgrade(data: bytes) -> bytes:
-    """Return the start of a request without its offer of another protocol."""
+    """Return the first bytes of a request without the header field ``upgrade``."""
     # A server may ignore the offer, but httptools takes the bytes after the header for the other
     # protocol.
     head, end, body = data.partition(b"\r\n\r\n")
@@ -199,7 +202,7 @@ class ModelServer(uvicorn.Server):
         application.metrics.connections.set_function(lambda: len(connections))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin the end; called by the signal."""
+        """Begin to stop; uvicorn calls it on SIGTERM and SIGINT."""
         if self.should_exit and sig == 2:
             self.force_exit = True
         self._application.stop()
@@ -262,7 +265,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 def allow_connections(wanted: int) -> int:
-    """Raise the process's limit of open files, and return how many connections it may have."""
+    """Raise the process's limit of open files; return how many of ``wanted`` connections fit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = sys.maxsize if hard == resource.RLIM_INFINITY else hard
     target = min(wanted + _OTHER_FILES, most)
@@ -273,7 +276,7 @@ def allow_connections(wanted: int) -> int:
 
 
 def serve(application: Application, listener: socket.socket) -> None:
-    """Answer requests until a signal; raise the error that ended the start of the model."""
+    """Answer requests until a signal; raise the error if the model cannot be started."""
     # The thread that predicts and the one that answers take turns often: with Python's 5 ms each
     # response would wait for that long.
     sys.setswitchinterval(_SWITCH_SECONDS)

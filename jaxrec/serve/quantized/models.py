@@ -17,9 +17,9 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 
 def shared_copy(model: Model) -> Model:
-    """Return a copy of a model whose variables are its own and share the model's arrays.
+    """Copy a model's variables but not its arrays, which both models then share.
 
-    Dense variables that are sharded over a mesh are whole on every device in the copy.
+    Dense variables that are sharded over a mesh are gathered: the copy has them on every device.
     """
     graph, state = nnx.split(model)
     # `nnx.split` returns the model's own variables; a map over the tree makes new ones.
@@ -29,13 +29,14 @@ def shared_copy(model: Model) -> Model:
 
 
 def on_one_device(model: Model) -> Model:
-    """Return a model whose tables lie on one device, with the bytes that they have.
+    """Return a model whose tables lie on one device; rows keep their bytes.
 
-    A model with tables over a mesh is copied; see `TableStore.to_one_device` for the TypeErrors.
+    A model over a mesh is copied; see `TableStore.to_one_device` for the TypeErrors.
     """
-    if all(store.devices.mesh is None for store in stores(model).values()):
+    stores = stores_of(model)
+    if all(store.devices.mesh is None for store in stores.values()):
         return model
-    whole = {path: store.to_one_device() for path, store in stores(model).items()}
+    whole = {path: store.to_one_device() for path, store in stores.items()}
     copy = shared_copy(model)
     for path, module in tapped_modules(copy).items():
         module.tables.set_value(whole[path])
@@ -44,17 +45,23 @@ def on_one_device(model: Model) -> Model:
     return copy
 
 
+def one_copy(array: Any) -> Any:
+    """Return one device's copy of an array that several devices have; other arrays as they are."""
+    if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1:
+        return array.addressable_data(0)
+    return array
+
+
 def copy_to_one_device(array: Any) -> Any:
-    """Return a copy of an array, from the first device of this process where it is replicated."""
+    """Copy an array to one device; one that several devices have goes to this process's first."""
     if not isinstance(array, jax.Array):
         return array
-    if len(array.sharding.device_set) > 1:
-        array = jax.device_put(array.addressable_data(0), jax.local_devices()[0])
+    one = one_copy(array)
     # A copy and no alias: a training step donates the model's arrays.
-    return jnp.copy(array)
+    return jnp.copy(one if one is array else jax.device_put(one, jax.local_devices()[0]))
 
 
-def stores(model: nnx.Module) -> dict[str, TableStore]:
+def stores_of(model: nnx.Module) -> dict[str, TableStore]:
     """Return the table stores of a model by the paths of their collections."""
     return {path: module.tables.get_value() for path, module in tapped_modules(model).items()}
 
@@ -66,25 +73,25 @@ def is_quantized(store: TableStore) -> bool:
 
 def quantized_stores(model: nnx.Module) -> dict[str, TableStore]:
     """Return the stores of a model by collection; raise a TypeError if one is not quantized."""
-    found = stores(model)
-    for store in found.values():
+    stores = stores_of(model)
+    for store in stores.values():
         if not is_quantized(store):
             names = ", ".join(repr(config.name) for config in store.configs)
             raise TypeError(
                 f"tables {names} are not quantized; give the model that jaxrec.serve.quantize "
                 "returned, on one device or over a mesh"
             )
-    return found
+    return stores
 
 
 def paired_stores(
     small: nnx.Module, other: nnx.Module
 ) -> Iterator[tuple[str, TableStore, TableStore]]:
-    """Yield the path of each collection of a quantized model, its store, and the other model's.
+    """Yield each collection's path, its store in a quantized model, and its store in another one.
 
-    A ValueError names a table that only one of the models has in this shape.
+    A ValueError names a table that only one of the models has, or that has another shape in it.
     """
-    first, second = quantized_stores(small), stores(other)
+    first, second = quantized_stores(small), stores_of(other)
     if different := sorted({*_shapes(first)} ^ {*_shapes(second)}):
         _, name, rows, columns = different[0]
         raise ValueError(
@@ -95,7 +102,7 @@ def paired_stores(
         yield path, store, second[path]
 
 
-def _shapes(each: Mapping[str, TableStore]) -> Iterator[tuple[str, str, int, int]]:
-    for path, store in each.items():
+def _shapes(stores: Mapping[str, TableStore]) -> Iterator[tuple[str, str, int, int]]:
+    for path, store in stores.items():
         for config in store.configs:
             yield path, config.name, config.num_embeddings, config.embedding_dim

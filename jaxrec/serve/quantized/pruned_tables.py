@@ -32,8 +32,8 @@ _WORD_BITS = 32
 class RowMap:
     """Map from the ids of a pruned table to the rows that remain, which keep their order.
 
-    The row of an id is the number of remaining ids before it: a count for each word of 32 ids, plus
-    the set bits of the id's own word below its bit.
+    The row of an id is the number of ids before it that have rows: ``before`` of its word, plus the
+    set bits of ``kept`` below its own bit.
 
     Attributes:
         kept: ``[words]`` bit ``id % 32`` of word ``id // 32`` is set if the id has a row.
@@ -50,7 +50,7 @@ class RowMap:
 
     @classmethod
     def of_kept(cls, is_kept: Bool[np.ndarray, " ids"]) -> RowMap:
-        """Make the map of a table, given which ids keep their rows."""
+        """Make the map of a table from whether each id keeps its row."""
         words = -(-is_kept.size // _WORD_BITS)
         bits = np.zeros(words * _WORD_BITS, np.bool_)
         bits[: is_kept.size] = is_kept
@@ -70,7 +70,7 @@ class RowMap:
         return _find(jnp, self.kept, self.before, ids, self.num_ids, self.num_rows)
 
     def find_on_host(self, ids: np.ndarray) -> np.ndarray:
-        """Find ids of the table as `find` does, in NumPy."""
+        """Return what `find` returns for ids ``[n]``, computed by NumPy."""
         kept, before = np.asarray(self.kept), np.asarray(self.before)
         return _find(np, kept, before, ids.astype(np.int32), self.num_ids, self.num_rows)
 
@@ -98,7 +98,7 @@ def _find(xp: Any, kept: Any, before: Any, ids: Any, num_ids: int, num_rows: int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrunedTables(WrappingStore):
-    """Quantized tables that have rows for some of their ids; the others read zeros.
+    """Quantized tables that have rows for some of their ids; the other ids read zeros.
 
     FBGEMM's pruning of inference tables: the ids of a batch are mapped to the rows that remain, and
     a pruned id adds nothing to its bag. A mean divides by the number of all ids, pruned ones too.
@@ -147,7 +147,7 @@ class PrunedTables(WrappingStore):
         return cls(inner, dict(row_maps), inference_layout(configs, formats))
 
     def zeros(self) -> PrunedTables:
-        """Return these tables with zeros as stored bytes."""
+        """Return these tables with all bytes of their rows 0."""
         return self.with_inner(self.inner.zeros())
 
     @property
@@ -207,7 +207,7 @@ class PrunedTables(WrappingStore):
         return dict(zip(self.whole.output_keys, rows.values(), strict=True)), residuals
 
     def _remapped(self, features: KeyedJaggedArray) -> KeyedJaggedArray:
-        """Return the features of the inner tables, with rows instead of ids of pruned tables."""
+        """Return a batch for the inner tables: ids of pruned tables are replaced by their rows."""
         if features.values.ndim != 1:
             return features  # a batch over a mesh, which the inner tables refuse
         # A feature that several tables read has other rows in each pruned one, so it becomes one
@@ -242,11 +242,12 @@ class PrunedTables(WrappingStore):
         if name not in self.row_maps:
             return self.with_inner(self.inner.write(name, values))
         group, index = self.whole.find(name)
-        expected = (group.tables[index].num_embeddings, group.dim)
+        config = group.tables[index]
+        expected = (config.num_embeddings, group.dim)
         if np.shape(values) != expected:
             raise ValueError(f"table {name!r} has shape {expected}, got {np.shape(values)}")
         host = np.asarray(values)
-        self.whole.find(name)[0].tables[index].check_rows(f"table {name!r}, given ", host)
+        config.check_rows(f"table {name!r}, given ", host)
         kept = host[self.row_maps[name].kept_ids()]
         padded = np.concatenate([kept, np.zeros((1, group.dim), kept.dtype)])
         return self.with_inner(self.inner.write(name, padded))
@@ -304,19 +305,21 @@ class PrunedTables(WrappingStore):
         if name not in self.row_maps:
             return self.inner.checkpoint_view(name)
         rows = self.read(name)
-        padding = part_rows(rows.shape[0], 1) - rows.shape[0]
-        return LogicalTable(jnp.pad(rows, ((0, padding), (0, 0))), {})
+        return _padded(rows, part_rows(rows.shape[0], 1))
 
     def from_checkpoint(self, name: str, logical: LogicalTable, num_rows: int) -> PrunedTables:
         if name in self.row_maps:
             kept = self.row_maps[name].kept_ids()
             kept = kept[kept < num_rows]
             inner_rows = self.inner.checkpoint_shapes(name).rows.shape[0]
-            rows = jnp.asarray(logical.rows)[kept]
-            padding = inner_rows - len(kept)
-            logical = LogicalTable(jnp.pad(rows, ((0, padding), (0, 0))), {})
+            logical = _padded(jnp.asarray(logical.rows)[kept], inner_rows)
             num_rows = len(kept)
         return self.with_inner(self.inner.from_checkpoint(name, logical, num_rows))
+
+
+def _padded(rows: Float[Array, "rows dim"], count: int) -> LogicalTable:
+    """Return rows and zeros, ``count`` in all, as a checkpoint's table without state."""
+    return LogicalTable(jnp.pad(rows, ((0, count - rows.shape[0]), (0, 0))), {})
 
 
 def row_maps_of(store: TableStore) -> dict[str, RowMap]:
@@ -325,14 +328,17 @@ def row_maps_of(store: TableStore) -> dict[str, RowMap]:
 
 
 def _renamed(feature: str, config: TableConfig) -> str:
-    """Return the name of a feature whose values are rows of one pruned table."""
+    """Return the name of a feature whose ids are replaced by rows of one pruned table."""
     return f"{feature}@{config.name}"
 
 
 def _kept_parts(
     parts: Iterator[tuple[int, np.ndarray]], row_map: RowMap, config: TableConfig
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the rows that remain, in parts of one size: the first row's index, and the rows."""
+    """Yield the rows of ids that are not pruned, in parts: the first row's index, and the rows.
+
+    ``parts`` are all rows of the table, in the same form.
+    """
     # Parts of one size again, since each size would compile the packing anew.
     first, waiting = 0, np.zeros((0, 0), np.float32)
     for start, rows in parts:

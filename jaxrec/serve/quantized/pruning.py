@@ -69,6 +69,8 @@ class Pruning(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PruningByNorm(Pruning):
+    """`Pruning` by the Euclidean norm of each row; see `by_norm`."""
+
     def scores(self, store: TableStore, name: str) -> np.ndarray:
         parts = [np.linalg.norm(rows.astype(np.float32), axis=1) for _, rows in store.parts(name)]
         return np.concatenate(parts)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxrec.mesh import shard_batch
 from jaxrec.metrics import NormalizedEntropy, auc
 from jaxrec.plan.report import format_bytes
-from jaxrec.serve.quantized.models import paired_stores, shared_copy, stores
+from jaxrec.serve.quantized.models import paired_stores, shared_copy, stores_of
 from jaxrec.serve.quantized.table_quality import TableQuality, draw, table_quality
 
 Predict: TypeAlias = Callable[[Any, Any], tuple[Any, ...]]
@@ -70,8 +70,8 @@ class QualityReport:
 
     def __str__(self) -> str:
         head = ("table", "dtype", "rows", "pruned", "before", "after", "", "rms error", "largest")
-        lines = [head, *map(_line, self.tables), _total(self)]
-        sections = [_aligned(lines, left=2)]
+        total = ("all", "", *_sizes(self.tables), "", "")
+        sections = [_aligned([head, *map(_line, self.tables), total], left=2)]
         if self.before is not None and self.after is not None:
             sections.append(_scores_text(self.before, self.after))
         return "\n\n".join(sections)
@@ -159,7 +159,7 @@ def _scores(
 
 
 def _program(model: nnx.Module, predict: Predict) -> Callable[[Any], Any]:
-    """Return a compiled function of a batch, of a copy in evaluation mode that shares arrays."""
+    """Compile ``predict`` of a model in evaluation mode; return it as a function of a batch."""
     copy = shared_copy(model)
     copy.eval()
     graph, variables = nnx.split(copy)
@@ -173,7 +173,7 @@ def _program(model: nnx.Module, predict: Predict) -> Callable[[Any], Any]:
 
 def _mesh(model: nnx.Module) -> Mesh | None:
     """Return the mesh of a model's tables; None on one device."""
-    for store in stores(model).values():
+    for store in stores_of(model).values():
         if (mesh := store.devices.mesh) is not None:
             if jax.process_count() > 1:
                 raise TypeError(
@@ -206,25 +206,16 @@ def _score(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> Score
 
 
 def _line(table: TableQuality) -> tuple[str, ...]:
-    return (
-        table.name,
-        table.dtype,
-        f"{table.rows:,}",
-        f"{table.pruned_rows:,}",
-        format_bytes(table.bytes_before),
-        format_bytes(table.bytes_after),
-        f"{table.bytes_after / table.bytes_before:.3f}",
-        f"{table.relative_rms_error:.3%}",
-        f"{table.relative_largest_error:.3%}",
-    )
+    errors = (f"{table.relative_rms_error:.3%}", f"{table.relative_largest_error:.3%}")
+    return table.name, table.dtype, *_sizes([table]), *errors
 
 
-def _total(report: QualityReport) -> tuple[str, ...]:
-    rows = f"{sum(table.rows for table in report.tables):,}"
-    pruned = f"{sum(table.pruned_rows for table in report.tables):,}"
-    before, after = report.bytes_before, report.bytes_after
-    share = f"{after / before:.3f}"
-    return "all", "", rows, pruned, format_bytes(before), format_bytes(after), share, "", ""
+def _sizes(tables: Sequence[TableQuality]) -> tuple[str, ...]:
+    """Return the cells of tables together: rows, pruned rows, bytes before and after, share."""
+    rows, pruned = sum(x.rows for x in tables), sum(x.pruned_rows for x in tables)
+    before, after = sum(x.bytes_before for x in tables), sum(x.bytes_after for x in tables)
+    sizes = f"{rows:,}", f"{pruned:,}", format_bytes(before), format_bytes(after)
+    return *sizes, f"{after / before:.3f}"
 
 
 def _scores_text(before: Scores, after: Scores) -> str:
@@ -250,7 +241,7 @@ def _title(report: QualityReport) -> str:
 
 
 def _aligned(lines: Sequence[tuple[str, ...]], left: int) -> str:
-    """Return lines with aligned columns, the first ``left`` of them on the left."""
+    """Return cells as aligned text: the first ``left`` columns to the left, others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(

@@ -16,9 +16,9 @@ from jaxrec.embed.formats import RowFormat
 from jaxrec.embed.layout import inference_layout
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.tables import Tables
-from jaxrec.embed.taps import TappedModule, tapped_modules
+from jaxrec.embed.taps import tapped_modules
 from jaxrec.embed.variables import gather_variables
-from jaxrec.serve.quantized.models import copy_to_one_device
+from jaxrec.serve.quantized.models import copy_to_one_device, stores_of
 from jaxrec.serve.quantized.pruned_tables import PrunedTables, RowMap
 from jaxrec.serve.quantized.pruning import Pruning
 from jaxrec.serve.quantized.rows import table_formats
@@ -77,18 +77,15 @@ def quantize(
     if not isinstance(model, nnx.Module):
         raise TypeError(f"quantize takes a flax.nnx.Module, got {type(model).__name__}")
     output_dtype = _checked_output(output_dtype)
-    modules = tapped_modules(model)
-    if not modules:
+    stores = stores_of(model)
+    if not stores:
         raise ValueError(f"{type(model).__name__} has no tables to quantize")
-    stores: dict[str, TableStore] = {
-        path: module.tables.get_value() for path, module in modules.items()
-    }
     for store in stores.values():
         check_store(store)
     tables = [config for store in stores.values() for config in store.configs]
     formats = table_formats(tables, dtype, per_table or {})
     row_maps = _row_maps(stores.values(), prune or {})
-    small = _copy_without_tables(model, modules)
+    small = _copy_without_tables(model)
     for path, module in tapped_modules(small).items():
         store = stores[path]
         module.tables.set_value(empty_store(store.configs, formats, row_maps).like(store))
@@ -103,7 +100,7 @@ def empty_store(
     formats: Mapping[str, RowFormat],
     row_maps: Mapping[str, RowMap],
 ) -> Tables | PrunedTables:
-    """Return a quantized store without arrays; tables without a map keep all rows."""
+    """Return a quantized store without arrays; tables that ``row_maps`` lacks are not pruned."""
     names = {config.name for config in configs}
     if row_maps := {name: row_map for name, row_map in row_maps.items() if name in names}:
         return PrunedTables.of(configs, formats, row_maps)
@@ -147,7 +144,7 @@ def check_store(store: TableStore) -> None:
 
 
 def _row_maps(stores: Iterable[TableStore], prune: Mapping[str, Pruning]) -> dict[str, RowMap]:
-    """Return the map of each table that is pruned."""
+    """Return the map of each table that ``prune`` names, made by the table's rule."""
     owners = {config.name: store for store in stores for config in store.configs}
     for name, rule in prune.items():
         if name not in owners:
@@ -162,18 +159,18 @@ def _row_maps(stores: Iterable[TableStore], prune: Mapping[str, Pruning]) -> dic
     return {name: RowMap.of_kept(rule.kept(owners[name], name)) for name, rule in prune.items()}
 
 
-def _copy_without_tables(model: Model, modules: Mapping[str, TappedModule]) -> Model:
+def _copy_without_tables(model: Model) -> Model:
     """Return a copy of a model whose collections have stores without rows."""
-    stores = {path: module.tables.get_value() for path, module in modules.items()}
+    stores = [(module, module.tables.get_value()) for module in tapped_modules(model).values()]
     try:
-        for path, module in modules.items():
-            module.tables.set_value(stores[path].without_rows)
+        for module, store in stores:
+            module.tables.set_value(store.without_rows)
         copy = nnx.clone(model)
     finally:
         # A clone copies all arrays. So the tables are taken out of the user's model for that
         # moment, and put back even if the clone fails.
-        for path, module in modules.items():
-            module.tables.set_value(stores[path])
+        for module, store in stores:
+            module.tables.set_value(store)
     gather_variables(copy)
     nnx.update(copy, jax.tree.map(copy_to_one_device, nnx.state(copy)))
     return copy

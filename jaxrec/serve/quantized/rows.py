@@ -1,4 +1,4 @@
-"""The formats that users choose by name, and packed rows, as functions of arrays."""
+"""Row formats by name, and functions that pack and unpack arrays of rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxrec.embed.formats import FORMATS, RowFormat, check_rows
 from jaxrec.embed.formats.integers import Fused8Rows, IntegerRows
 
 ROW_FORMATS: Mapping[str, RowFormat] = {**FORMATS, Fused8Rows().name: Fused8Rows()}
-"""The formats of rows outside of tables, by name."""
+"""Formats of `pack_rows` and `unpack_rows` by name: those of tables, and one of FBGEMM's."""
 
 
 def find_format(name: str, formats: Mapping[str, RowFormat] = FORMATS) -> RowFormat:
@@ -28,7 +28,11 @@ def find_format(name: str, formats: Mapping[str, RowFormat] = FORMATS) -> RowFor
 def table_formats(
     tables: Sequence[TableConfig], dtype: str, per_table: Mapping[str, str]
 ) -> dict[str, RowFormat]:
-    """Return the row format of each table, by name: ``per_table``'s, else ``dtype``."""
+    """Return each table's row format by the table's name: its entry in ``per_table``, or ``dtype``.
+
+    Raises a KeyError for an unknown table, and a ValueError for a format that cannot store a
+    table's width.
+    """
     names = [table.name for table in tables]
     for name in per_table:
         if name not in names:
@@ -135,14 +139,14 @@ def _unpack(
 
 
 def with_scale(row_format: RowFormat) -> IntegerRows:
-    """Return a format whose scale may follow the codes; a ValueError for other formats."""
+    """Return the format if its rows can have the scale behind the codes, or raise a ValueError."""
     if not isinstance(row_format, IntegerRows):
         raise ValueError(f"scale_last is for int8, int4 and int2 rows, not for {row_format.name}")
     return row_format
 
 
 def _widest(row_format: RowFormat, shape: tuple[int, ...]) -> int:
-    """Return the largest number of columns that fits a stored width."""
+    """Return the largest number of columns that rows of the stored ``shape`` can hold."""
     width = shape[-1] if shape else 0
     per_element = 8 // row_format.bits if isinstance(row_format, IntegerRows) else 1
     return max(1, (width - row_format.width(0)) * per_element)

@@ -18,6 +18,7 @@ import optax
 import yaml
 from flax import nnx
 
+from jaxrec._public import directory_second
 from jaxrec.embed.collection import Collection
 from jaxrec.embed.formats import FORMATS
 from jaxrec.embed.store import TableStore
@@ -45,7 +46,7 @@ RUN_FILE = "run.yaml"
 
 
 class _Arrays(nnx.Module):
-    """The arrays of a model under flat names, as variables that checkpoints save as they are."""
+    """The arrays of a model, by path, as plain variables that checkpoints save byte for byte."""
 
     def __init__(self, model: nnx.Module) -> None:
         # Checkpoints save tables as logical float rows, which would unpack them; plain variables
@@ -55,7 +56,7 @@ class _Arrays(nnx.Module):
         )
 
     def write_to(self, model: nnx.Module) -> None:
-        """Set the arrays of a model that has the structure of the model behind these."""
+        """Set the arrays of another model with the same structure."""
         for name, variable in variables(model).items():
             paths, tree = jax.tree.flatten_with_path(variable.get_value())
             new = [
@@ -99,7 +100,7 @@ def save_quantized(model: nnx.Module, directory: str | os.PathLike[str], *, step
         >>> model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
         >>> small, directory = jaxrec.serve.quantize(model, "int4"), tempfile.mkdtemp()
         >>> save_quantized(small, directory)
-        >>> again = restore_quantized(directory, model)
+        >>> again = restore_quantized(model, directory)
         >>> bool((again.table("user") == small.table("user")).all())
         True
     """
@@ -127,15 +128,16 @@ def is_quantized(directory: str | os.PathLike[str]) -> bool:
     return pathlib.Path(directory, FORMATS_FILE).exists()
 
 
+@directory_second
 def restore_quantized(
-    directory: str | os.PathLike[str], model: Model, *, step: int | None = None
+    model: Model, directory: str | os.PathLike[str], *, step: int | None = None
 ) -> Model:
     """Return the model that `save_quantized` saved; its rows have the same bytes.
 
     Args:
-        directory: The directory.
         model: A model of the same structure, float or quantized, whose values are not used. It may
             be abstract, as `nnx.eval_shape` returns it, so that no float tables take memory.
+        directory: The directory.
         step: Step of the checkpoint; None: the newest.
 
     Raises:
@@ -160,7 +162,7 @@ def restore_quantized(
     for variable in variables(copy).values():
         variable.set_value(jax.tree.map(_concrete, variable.get_value()))
     arrays = _Arrays(copy)
-    checkpoint.restore(directory, arrays, step=step)
+    checkpoint.restore(arrays, directory, step=step)
     arrays.write_to(copy)
     return copy
 
@@ -172,7 +174,7 @@ def save_quantized_run(
     *,
     step: int,
 ) -> None:
-    """Save the quantized model of a run, with the options and the features of the run."""
+    """Save the quantized model ``small`` of a run, with the run's options and column encoder."""
     run, directory = pathlib.Path(run), pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(run / CONFIG_FILE, directory / RUN_FILE)
@@ -202,11 +204,11 @@ def load_quantized(directory: str | os.PathLike[str]) -> RunModel:
     config = load_config(directory / RUN_FILE)
     encoder = saved_encoder(directory)
     model = nnx.eval_shape(lambda: make_model(config, num_steps=1, encoder=encoder)[0])
-    return restore_quantized(directory, model)
+    return restore_quantized(model, directory)
 
 
 def _concrete(leaf: Any) -> Any:
-    """Return an array of zeros for an abstract one."""
+    """Return zeros, or random keys, for an abstract array; other arrays as they are."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -215,7 +217,7 @@ def _concrete(leaf: Any) -> Any:
 
 
 def _description(model: nnx.Module) -> dict[str, Any]:
-    """Return formats and numbers of rows by collection and table."""
+    """Return the content of ``quantized.yaml``: format and rows by collection and table."""
     described: dict[str, Any] = {}
     modules = tapped_modules(model)
     for path, store in quantized_stores(model).items():
@@ -251,7 +253,10 @@ def _read_description(directory: pathlib.Path) -> dict[str, Any]:
 
 
 def _empty_store(store: TableStore, tables: Mapping[str, Any]) -> Tables | PrunedTables:
-    """Return a quantized store of zeros."""
+    """Return a quantized store of zeros for the tables of ``store``.
+
+    ``tables`` has the format and the number of rows of each, as ``quantized.yaml`` does.
+    """
     formats = {name: FORMATS[table["format"]] for name, table in tables.items()}
     row_maps = {
         config.name: RowMap.zeros(config.num_embeddings, tables[config.name]["rows"])

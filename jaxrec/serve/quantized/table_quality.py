@@ -57,7 +57,7 @@ class TableQuality:
 
 
 def table_quality(before: TableStore, after: TableStore, name: str) -> TableQuality:
-    """Compare a table of one store with its quantized copy in another, in parts."""
+    """Compare a table of the store ``before`` with its quantized copy in ``after``."""
     (config,) = (config for config in before.configs if config.name == name)
     squares, error_squares, largest = 0.0, 0.0, 0.0
     for (_, rows), (_, packed) in zip(before.parts(name), after.parts(name), strict=True):

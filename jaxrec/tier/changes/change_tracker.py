@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxrec.data.pipeline import each_batch
+from jaxrec.embed.collection import find_collections
 from jaxrec.embed.store import TableStore
 from jaxrec.mesh.agree import gather_ids
 from jaxrec.ragged import KeyedJaggedArray
@@ -26,7 +27,7 @@ from jaxrec.tier.changes.tracked_tables import (
 )
 from jaxrec.tier.planning.batch_ids import HostBatch
 from jaxrec.tier.planning.id_rows import raw_ids
-from jaxrec.tier.planning.model_tables import TableVocabulary, all_collections
+from jaxrec.tier.planning.model_tables import TableVocabulary
 from jaxrec.tier.planning.tier import TierObserver, tier_of
 from jaxrec.tier.vocabulary.vocabulary import Assignment
 
@@ -166,7 +167,7 @@ class ChangeTracker(TierObserver):
         """Raise a ValueError unless ``model`` is the one whose changes are tracked."""
         found, tracked = (
             {path: module.configs for path, module in collections.items()}
-            for collections in (all_collections(model), self._model.collections)
+            for collections in (find_collections(model), self._model.collections)
         )
         if found != tracked or tier_of(model) is not self._tier:
             raise ValueError(

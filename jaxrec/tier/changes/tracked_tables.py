@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 from flax import nnx
 
-from jaxrec.embed.collection import Collection
+from jaxrec.embed.collection import Collection, find_collections
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.store import TableStore
 from jaxrec.ragged.raw_ids import RESERVED
 from jaxrec.tier.changes.change_flags import IdFlags, RowFlags
 from jaxrec.tier.managed_collision.modules import ManagedCollisions
-from jaxrec.tier.planning.model_tables import TableVocabulary, all_collections
+from jaxrec.tier.planning.model_tables import TableVocabulary
 from jaxrec.tier.planning.tier import Tier
 from jaxrec.tier.vocabulary.vocabulary import Assignment, Vocabulary
 
@@ -212,7 +212,7 @@ def _collections(model: nnx.Module) -> dict[str, Collection]:
                 "step, where ChangeTracker does not see them; use a table with an open vocabulary "
                 "(jaxrec.tier.make)"
             )
-    if not (found := all_collections(model)):
+    if not (found := find_collections(model)):
         raise TypeError(
             "the model has no tables: no jaxrec.EmbeddingBagCollection or EmbeddingCollection"
         )

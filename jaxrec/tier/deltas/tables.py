@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from jaxrec.embed.collection import Collection
+from jaxrec.embed.collection import Collection, find_collections
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.rows import check_values, read, write
 from jaxrec.embed.slots import TableRows
 from jaxrec.files.rows import Shapes, Values, rows_at_once
 from jaxrec.tier.deltas.manifest import TableFacts
-from jaxrec.tier.planning.model_tables import TableVocabulary, all_collections
+from jaxrec.tier.planning.model_tables import TableVocabulary
 from jaxrec.tier.planning.tier import Tier, tier_of
 from jaxrec.tier.rows.first_rows import NewRows, first_rows, reset
 
@@ -313,7 +313,7 @@ def published_tables(model: nnx.Module) -> dict[str, PublishedTable]:
         for number, table in enumerate(of.tables)
     }
     tables: dict[str, PublishedTable] = {}
-    for path, collection in all_collections(model).items():
+    for path, collection in find_collections(model).items():
         for config in collection.configs:
             place = places.get((path, config.name))
             table: PublishedTable = (

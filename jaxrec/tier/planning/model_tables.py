@@ -7,9 +7,8 @@ import warnings
 
 from flax import nnx
 
-from jaxrec.embed.collection import Collection
+from jaxrec.embed.collection import Collection, find_collections
 from jaxrec.embed.config import TableConfig
-from jaxrec.embed.taps import tapped_modules
 from jaxrec.optim import RowOptimizer
 from jaxrec.tier.rows.transfer import RowTransfer
 from jaxrec.tier.store import TierStore
@@ -55,15 +54,9 @@ class TableVocabulary:
             self.transfer.num_earlier = 0
 
 
-def all_collections(model: nnx.Module) -> dict[str, Collection]:
-    """Return the collections of tables in a model, by path."""
-    modules = tapped_modules(model).items()
-    return {path: module for path, module in modules if isinstance(module, Collection)}
-
-
 def collections_of(model: nnx.Module) -> dict[str, Collection]:
     """Return the collections that `jaxrec.tier.make` gave vocabularies, by path."""
-    found = all_collections(model).items()
+    found = find_collections(model).items()
     return {path: each for path, each in found if isinstance(each.tables.get_value(), TierStore)}
 
 

@@ -1,4 +1,4 @@
-"""Reading the arrays of checkpoints by Orbax, whose errors become one sentence."""
+"""Reading the arrays of checkpoints by Orbax; its errors become errors of one sentence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _READ_ERRORS = (ValueError, KeyError, TypeError, AttributeError, FileNotFoundErr
 
 
 def read_arrays(path: pathlib.Path, wanted: set[str]) -> dict[str, Any]:
-    """Read top-level parts of `tree.saved_tree` to the host; missing parts are empty."""
+    """Read the named top-level parts of a checkpoint's tree to the host; missing ones are empty.
+
+    `tree.saved_tree` describes the tree.
+    """
     with _reader(path) as (saved, restore):
         target = {name: saved[name] for name in wanted if name in saved}
         return {name: {} for name in wanted} | _to_host(restore, target)
@@ -73,7 +76,7 @@ def read_table(
 
 
 def _to_host(restore: Callable[[Any, Any], Any], forms: Any) -> Any:
-    """Read arrays to the host, nested like ``forms``."""
+    """Read the arrays whose shapes and types ``forms`` has to the host, nested as these are."""
     import orbax.checkpoint as ocp
 
     # Orbax wants arrays as targets; those of `np.empty` take no memory until they are written.
@@ -87,20 +90,14 @@ def read_changes(path: pathlib.Path) -> dict[str, dict[str, dict[str, np.ndarray
     Each table has row indices under "index", rows under "rows", and the arrays of its state by
     name.
     """
-    changes = read_arrays(path, {"changes"})["changes"]
+
+    def arrays(table: dict[str, Any]) -> dict[str, np.ndarray]:
+        named = {"index": table["index"], "rows": table["rows"], **(table.get("state") or {})}
+        return {key: array[:-1] for key, array in named.items()}  # `saved_tree` appended an element
+
     return {
-        collection: {
-            name: {
-                key: array[:-1]  # `tree.saved_tree` appended an element
-                for key, array in (
-                    ("index", table["index"]),
-                    ("rows", table["rows"]),
-                    *(table.get("state") or {}).items(),
-                )
-            }
-            for name, table in tables.items()
-        }
-        for collection, tables in changes.items()
+        collection: {name: arrays(table) for name, table in tables.items()}
+        for collection, tables in read_arrays(path, {"changes"})["changes"].items()
     }
 
 
@@ -109,7 +106,7 @@ _LEVELS = {"dense": 1, "optimizer": 1, "run": 1, "vocabularies": 2, "tables": 3,
 
 
 def _forms(tree: Any) -> dict[str, Any]:
-    """Return the shapes and types of a checkpoint's arrays; empty parts are empty dictionaries."""
+    """Return Orbax's description of a checkpoint's arrays, checked, with {} for empty parts."""
     # Orbax writes an empty dictionary as None, so that depth alone tells an array from a part.
     forms = {name: _form(name, tree[name], _LEVELS[name]) for name in tree}
     for part, wanted in (("tables", {"rows"}), ("changes", {"rows", "index"})):
@@ -133,7 +130,7 @@ def _form(name: str, tree: Any, levels: int) -> Any:
 
 @contextlib.contextmanager
 def _reader(path: pathlib.Path) -> Iterator[tuple[dict[str, Any], Callable[[Any, Any], Any]]]:
-    """Yield the tree of a checkpoint's arrays, and a function that reads some of them.
+    """Yield the shapes and types of a checkpoint's arrays, and a function that reads some of them.
 
     Errors of Orbax become a `CheckpointError` of one sentence, and Orbax logs nothing.
     """
@@ -165,7 +162,7 @@ def _reader(path: pathlib.Path) -> Iterator[tuple[dict[str, Any], Callable[[Any,
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence Orbax's log, which repeats the errors that Orbax raises, and its late writes."""
+    """Within this context, silence Orbax's log, which repeats its errors, and its late writes."""
 
     def is_wanted(record: logging.LogRecord) -> bool:
         return "orbax" not in record.pathname
@@ -190,7 +187,10 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def os_errors(path: pathlib.Path) -> Iterator[None]:
-    """Silence Orbax's log, and raise the operating system's error that an error of Orbax wraps."""
+    """Within this context, silence Orbax's log, and raise the system's error that Orbax wraps.
+
+    ``path`` is the checkpoint's folder; after an error its unfinished files are removed.
+    """
     try:
         with quiet():
             yield

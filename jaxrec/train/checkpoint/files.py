@@ -1,4 +1,4 @@
-"""The files of checkpoints: their names, checksums and metadata, and which ones are kept."""
+"""The files of checkpoints, with their checksums and metadata, and the policy that keeps some."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class _RunFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclasses.dataclass(frozen=True)
 class PreservationPolicy:
-    """Which checkpoints of a directory are kept; others are deleted after each save.
+    """Rule that chooses the checkpoints to keep; others are deleted after each save.
 
     Attributes:
         latest: Number of newest checkpoints to keep.
@@ -203,7 +203,7 @@ def all_steps(directory: str | os.PathLike[str]) -> list[int]:
 
 
 def is_checkpoint(path: pathlib.Path) -> bool:
-    """Return whether a folder is named after a step and has a file of a checkpoint."""
+    """Return whether a folder has a step's number as name and a file of a checkpoint in it."""
     is_step = path.name.isdecimal() and path.name == str(int(path.name))
     return is_step and any((path / name).exists() for name in _ENTRIES)
 
@@ -251,7 +251,7 @@ def chain(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _links(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield the folders of a chain, the last one first."""
+    """Yield a checkpoint's folder and those that it builds on, the full one last."""
     current = path
     yield path
     while (link := read_link(current)).base is not None:
@@ -291,7 +291,7 @@ def write_checksums(directory: pathlib.Path) -> None:
 
 
 def find_damage(directory: pathlib.Path) -> str:
-    """Return the first damaged file of a checkpoint and its damage; empty if all files are whole.
+    """Return text that names the first damaged file of a checkpoint; "" if all are whole.
 
     Each process reads a part of the files, and all return the same text.
     """
@@ -378,7 +378,7 @@ def read_run(path: pathlib.Path) -> CheckpointMetadata:
 
 
 def read_shapes(path: pathlib.Path) -> dict[str, dict[str, tuple[int, int]]]:
-    """Read each table's rows on the devices and columns, by collection and table."""
+    """Read ``(rows on the devices, columns)`` of each table, by collection and table."""
     shapes = _read_as(path, "tables/metadata", dict[str, dict[str, tuple[int, int]]])
     if any(min(shape) < 0 for tables in shapes.values() for shape in tables.values()):
         raise damaged(path, "tables/metadata does not hold the shapes of tables")

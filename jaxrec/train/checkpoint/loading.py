@@ -17,6 +17,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxrec._public import directory_second
+from jaxrec.embed.collection import Collection
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.rows import write
 from jaxrec.embed.slots import TableRows
@@ -45,12 +47,7 @@ from jaxrec.train.checkpoint.files import (
     read_shapes,
 )
 from jaxrec.train.checkpoint.matching import Match, listed, match_checkpoint, refusal
-from jaxrec.train.checkpoint.tree import (
-    Collection,
-    collections,
-    placed_configs,
-    without_end,
-)
+from jaxrec.train.checkpoint.tree import collections, placed_configs, without_end
 
 State = TypeVar("State")
 
@@ -58,9 +55,10 @@ State = TypeVar("State")
 _READ_BYTES = 1 << 30
 
 
+@directory_second
 def restore(
-    directory: str | os.PathLike[str],
     model: nnx.Module,
+    directory: str | os.PathLike[str],
     optimizer: nnx.Optimizer | None = None,
     *,
     step: int | None = None,
@@ -74,8 +72,8 @@ def restore(
     the error names the tables that are already loaded.
 
     Args:
-        directory: Directory of the checkpoints.
         model: A model with the same tables and parameters; their placement may differ.
+        directory: Directory of the checkpoints.
         optimizer: The model's optimizer; None: load the model only.
         step: The checkpoint's step; None: the newest.
         resized: Whether tables may have more or fewer rows than the saved ones, as after a
@@ -103,9 +101,9 @@ def restore(
         ...     model = jaxrec.EmbeddingBagCollection(tables, optimizer=adam, rngs=nnx.Rngs(0))
         ...     return model, jaxrec.Optimizer(model, optax.sgd(0.1))
         >>> path = jaxrec.train.checkpoint.save(tempfile.mkdtemp(), *make())
-        >>> frozen = make(trainable=False)
-        >>> differences = restore(path.parent, *frozen, partial=True).differences
-        >>> [(difference.kind, difference.name) for difference in differences]
+        >>> model, optimizer = make(trainable=False)
+        >>> metadata = restore(model, path.parent, optimizer, partial=True)
+        >>> [(difference.kind, difference.name) for difference in metadata.differences]
         [('optimizer of table', 'user')]
     """
     path = open_checkpoint(directory, step)
@@ -185,14 +183,15 @@ class StateError(CheckpointError):
         )
 
 
+@directory_second
 def restore_state(
-    directory: str | os.PathLike[str], state: State, *, step: int | None = None
+    state: State, directory: str | os.PathLike[str], *, step: int | None = None
 ) -> State:
     """Return the pytree that was passed to `CheckpointManager.save` as ``state``.
 
     Args:
-        directory: Directory of the checkpoints.
         state: A pytree of the same structure, shapes and types, such as the initial state.
+        directory: Directory of the checkpoints.
         step: The checkpoint's step; None: the newest.
 
     Raises:
@@ -219,7 +218,8 @@ def _together(
 ) -> Iterator[tuple[list[TableConfig], bool]]:
     """Yield groups of tables to read at once, up to `_READ_BYTES` or one larger table.
 
-    ``has_state`` has the tables to load; each group comes with whether its state is loaded.
+    ``has_state`` says by name which tables to load, and whether with their state. The tables of a
+    group agree on this, and it comes with the group.
     """
     # One read has one tree of arguments, with state or without.
     for with_state in (True, False):
@@ -269,7 +269,7 @@ def _load_vocabularies(
     links: Sequence[pathlib.Path],
     has_state: Mapping[str, Mapping[str, bool]],
 ) -> None:
-    """Load vocabularies, their row stores, and the rows whose index differs from the saved one."""
+    """Load vocabularies and their row stores, and move the rows whose index changes."""
     wanted = [each for each in tier.vocabularies if each.name in state]
     if len(wanted) < len(tier.vocabularies):
         tier.settle(model)  # the others keep their ids and rows
@@ -309,9 +309,9 @@ def _move_rows(
     links: Sequence[pathlib.Path],
     has_state: Mapping[str, Mapping[str, bool]],
 ) -> None:
-    """Load the rows of ids whose row index in the table is not the saved one.
+    """Load the rows of ids that have another row index in the model than in the checkpoint.
 
-    Rows of ids that no longer have room go to the store.
+    ``places`` has both indices by vocabulary. Rows of ids that no longer have room go to the store.
     """
     for each in vocabularies:
         loaded = places[each.name]

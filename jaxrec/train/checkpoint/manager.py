@@ -81,7 +81,7 @@ class CheckpointManager:
         >>> optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
         >>> with CheckpointManager(tempfile.mkdtemp(), PreservationPolicy(latest=2)) as manager:
         ...     path = manager.save(model, optimizer, batches=0)
-        >>> jaxrec.train.restore(path.parent, model, optimizer)
+        >>> jaxrec.train.restore(model, path.parent, optimizer)
         CheckpointMetadata(step=0, batches=0, metrics={}, plan=None)
     """
 
@@ -173,11 +173,10 @@ class CheckpointManager:
             increment = _Increment(self._increments, step)
         try:
             with os_errors(path):
-                take = _no_changes if increment is None else increment.take
+                take = (lambda: None) if increment is None else increment.take
                 tree = saved_tree(model, optimizer, state, stores, take)
-            chunks = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
-            link = NO_LINK if increment is None else increment.link
-            with os_errors(path):
+                chunks = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES)
+                link = NO_LINK if increment is None else increment.link
                 self._checkpointer.save(
                     path,
                     self._arguments(
@@ -263,7 +262,10 @@ class _Increments:
                 each.transfer.watchers.add(written)
 
     def link(self, step: int, position: str | None) -> Link:
-        """Return the link of a step's checkpoint: full, or built on the one at ``position``."""
+        """Return the link of a step's checkpoint: full, or built on the last one.
+
+        ``position`` has the last one's step and token; None: there is none.
+        """
         # A step may be saved anew by a resumed run. The token tells that checkpoint from the one on
         # which later ones were built.
         token = secrets.token_hex(8)
@@ -284,7 +286,7 @@ class _Increments:
 
 
 class _Increment:
-    """The changes that one checkpoint saves; they count as read once it is complete."""
+    """The changes that one checkpoint saves; once it is complete they are not saved again."""
 
     def __init__(self, increments: _Increments, step: int) -> None:
         self._increments, self._step = increments, step
@@ -307,7 +309,7 @@ class _Increment:
         return None if self.link.base is None else Changes(changes.ids, self._written)
 
     def complete(self) -> None:
-        """Mark the changes as read, up to this checkpoint."""
+        """Mark the changes as saved by this checkpoint."""
         if self._changes is not None:
             self._changes.position = f"{self._step} {self.link.token}"
         self._stack.close()
@@ -363,10 +365,6 @@ def _bases(directory: pathlib.Path, steps: Iterable[int]) -> set[int]:
         with contextlib.suppress(CheckpointError):
             bases |= {int(link.name) for link in chain(directory / str(step))}
     return bases
-
-
-def _no_changes() -> None:
-    """Return None: the checkpoint is full."""
 
 
 def _stores(directory: pathlib.Path, step: str) -> pathlib.Path:

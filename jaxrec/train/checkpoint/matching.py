@@ -1,4 +1,4 @@
-"""The parts of a checkpoint that fit a model, and the differences of the others."""
+"""Comparison of a checkpoint with a model: the parts that fit, and the differences."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from jaxrec.embed.collection import Collection
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.variables import dense_variables, plain, variables
 from jaxrec.tier.planning.tier import RUN_STATE, Tier, tier_of
 from jaxrec.tier.saved_stores import vocabulary_difference
 from jaxrec.train.checkpoint.files import CheckpointError, Difference
-from jaxrec.train.checkpoint.tree import Collection, collections, placed_configs
+from jaxrec.train.checkpoint.tree import collections, placed_configs
 
 _NOT_SAVED, _ONLY_SAVED = "is not in the checkpoint", "is in the checkpoint alone"
 
@@ -28,9 +29,9 @@ class Match:
 
     Attributes:
         tables: Tables that fit, by collection and name; True if their optimizer state fits too.
-        vocabularies: Names of the vocabularies.
-        dense, optimizer: Variables and their saved values.
-        differences: Everything that does not fit.
+        vocabularies: Names of the vocabularies that fit.
+        dense, optimizer: Pairs of a variable of the model or the optimizer and its saved value.
+        differences: The parts that do not fit.
     """
 
     tables: dict[str, dict[str, bool]] = dataclasses.field(default_factory=dict)
@@ -44,13 +45,10 @@ class Match:
     ) -> list[str]:
         """Return the names that model and checkpoint share, and note the others as differences."""
         wanted, saved = list(wanted), set(saved)
-        for reason, names in (
-            (_NOT_SAVED, set(wanted) - saved),
-            (_ONLY_SAVED, saved - set(wanted)),
-        ):
-            self.differences += [
-                Difference(kind, name, reason, collection) for name in sorted(names)
-            ]
+        for name in sorted(set(wanted) - saved):
+            self.note(kind, name, _NOT_SAVED, collection)
+        for name in sorted(saved - set(wanted)):
+            self.note(kind, name, _ONLY_SAVED, collection)
         return [name for name in wanted if name in saved]
 
     def note(self, kind: str, name: str, reason: str, collection: str = "") -> None:
@@ -147,7 +145,7 @@ def _shape_difference(table: TableConfig, saved: tuple[int, ...], may_differ: bo
 
 
 def _state_difference(collection: Collection, name: str, saved: Mapping[str, Any]) -> str:
-    """Return how the saved state of a table differs in names and widths; empty if it fits."""
+    """Return how a table's saved optimizer state differs in names and widths; "" if it fits."""
     wanted = collection.tables.get_value().checkpoint_shapes(name).state
     state = saved.get("state") or {}
     if _widths(wanted) == _widths(state):
@@ -166,7 +164,7 @@ def _kept(state: Mapping[str, Any]) -> str:
 def _match_vocabularies(
     match: Match, tier: Tier | None, saved: Mapping[str, Mapping[str, Any]], *, has_state: bool
 ) -> None:
-    """Match vocabularies; a vocabulary's tables are loaded with it or not at all."""
+    """Match vocabularies, and leave out tables whose vocabulary is not loaded with them."""
     vocabularies = {} if tier is None else {each.name: each for each in tier.vocabularies}
     others = set(saved) - {RUN_STATE}
     common = match.common("vocabulary", vocabularies, others)
@@ -201,7 +199,7 @@ def _match_vocabularies(
 def _match_variables(
     match: Match, kind: str, named: Mapping[str, nnx.Variable], saved: Mapping[str, np.ndarray]
 ) -> list[tuple[nnx.Variable, np.ndarray]]:
-    """Return the variables whose saved values have their shapes, with these values."""
+    """Return pairs of a variable and its saved value, for those of equal shape; note the others."""
     pairs = []
     for name in match.common(kind, named, saved):
         wanted = plain(named[name].get_raw_value()).shape

@@ -1,4 +1,4 @@
-"""The arrays of a model and its optimizer, under names that are the same for all placements."""
+"""The arrays of a model and its optimizer, by names that do not depend on their placement."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
+from jaxrec.embed.collection import Collection, find_collections
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.variables import dense_variables, plain, variables
 from jaxrec.tier.changes.tracked_tables import ChangedIds
 from jaxrec.tier.planning.tier import Tier, tier_of
 from jaxrec.tier.saved_stores import snapshot_stores
 
-Collection = EmbeddingBagCollection | EmbeddingCollection
-
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """Changed ids by collection and table, and of row stores by vocabulary (None: all ids)."""
+    """The changes that an incremental checkpoint saves.
+
+    ``tables`` has the changed ids by collection and table; ``stores`` has by vocabulary the ids
+    whose records in row stores changed, None: all.
+    """
 
     tables: Mapping[tuple[str, str], ChangedIds]
     stores: Mapping[str, np.ndarray | None]
 
 
 TakeChanges: TypeAlias = Callable[[], Changes | None]
-"""Returns the changes to be saved; None: all rows are saved."""
+"""Function that returns the changes to save; None: all rows are saved."""
 
 
 def saved_tree(
@@ -42,7 +44,7 @@ def saved_tree(
     stores: pathlib.Path | None = None,
     take_changes: TakeChanges = lambda: None,
 ) -> dict[str, Any]:
-    """Copy all arrays into the nested dictionaries of a checkpoint.
+    """Copy a model's, its optimizer's and the run's arrays to the nested dictionaries of a file.
 
     ``stores`` is the folder for snapshots of row stores; None: they are not saved. ``take_changes``
     is called once the tables agree with their vocabularies.
@@ -70,7 +72,10 @@ def saved_tree(
 
 
 def _changed_rows(tier: Tier, key: tuple[str, str], changed: ChangedIds) -> ChangedIds:
-    """Return the changed rows of a table as row indices, without ids that only the store has."""
+    """Return the changed ids of a table as row indices; ids that only the store has are left out.
+
+    ``key`` is the path of the collection and the name of the table.
+    """
     for each in tier.vocabularies:
         if any((table.collection, table.config.name) == key for table in each.tables):
             # The file of an incremental checkpoint names rows, as a full one does; the vocabulary
@@ -97,31 +102,26 @@ def _saved_tree(
     state: Any,
     changes: Mapping[tuple[str, str], ChangedIds] | None,
 ) -> dict[str, Any]:
+    """Copy all arrays but those of vocabularies; ``changes`` None: the whole tables."""
 
     def copies(named: Mapping[str, nnx.Variable]) -> dict[str, Any]:
         return {name: _copy(variable.get_raw_value()) for name, variable in named.items()}
 
-    def of_tables(read: Callable[[str, Collection, str], dict[str, Any]]) -> dict[str, Any]:
-        return {
-            name: {table.name: read(name, collection, table.name) for table in collection.configs}
-            for name, collection in collections(model).items()
-        }
-
-    def whole(path: str, collection: Collection, name: str) -> dict[str, Any]:
-        return _off_devices(collection, name)
-
-    def changed(path: str, collection: Collection, name: str) -> dict[str, Any]:
-        assert changes is not None
+    def table(path: str, collection: Collection, name: str) -> dict[str, Any]:
+        if changes is None:
+            return _off_devices(collection, name)
         rows = changes["" if path == "." else path, name].ids
         values = collection.tables.get_value().placed.rows_of(name, rows).read()
         arrays = {"index": rows, "rows": values.pop("rows"), "state": values}
         return jax.tree.map(_with_end, arrays)
 
-    tables = {"tables": of_tables(whole)} if changes is None else {"changes": of_tables(changed)}
     return {
         "dense": copies(dense_variables(model)),
         "optimizer": copies(variables(optimizer)),
-        **tables,
+        "tables" if changes is None else "changes": {
+            path: {config.name: table(path, each, config.name) for config in each.configs}
+            for path, each in collections(model).items()
+        },
         "run": {str(i): _copy(jnp.asarray(x)) for i, x in enumerate(jax.tree.leaves(state))},
     }
 
@@ -163,8 +163,4 @@ def placed_configs(collection: Collection) -> tuple[TableConfig, ...]:
 
 def collections(model: nnx.Module) -> dict[str, Collection]:
     """Return the model's collections by path; "." is the model itself."""
-    return {
-        "/".join(map(str, path)) or ".": module
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
-    }
+    return {path or ".": each for path, each in find_collections(model).items()}

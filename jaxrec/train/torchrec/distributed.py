@@ -82,7 +82,10 @@ _KNOWN: Mapping[tuple[str, str], Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The part of a tensor that the bytes ``start`` to ``start + length`` of a file hold."""
+    """Part of a tensor, of shape ``sizes`` from the element at ``offsets`` on.
+
+    It is in ``length`` bytes of a file, from ``start`` on.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -92,7 +95,7 @@ class Shard:
 
 
 def open_distributed(path: pathlib.Path) -> StateDict:
-    """Open the tensors of a directory."""
+    """Open a directory of `torch.distributed.checkpoint` as a state dict."""
     shapes, shards = _read_metadata(path)
     return StateDict(
         path,
@@ -177,7 +180,10 @@ def _read_metadata(
 
 
 def _stored(stored: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...]], Record]:
-    """Return the place of each shard by tensor and position; raise a ValueError if two overlap."""
+    """Return each shard's entry, which names its bytes, by tensor and offsets.
+
+    A ValueError says that two entries share bytes, or that one is malformed.
+    """
     places: dict[tuple[str, tuple[int, ...]], Record] = {}
     parts: list[tuple[str, int, int]] = []
     for index, info in stored.items():
@@ -202,7 +208,7 @@ def _stored(stored: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...]], Reco
 def _shards(
     name: str, kind: Record, places: Mapping[tuple[str, tuple[int, ...]], Record]
 ) -> Iterator[Shard]:
-    """Yield the shards of a tensor that have elements."""
+    """Yield a tensor's shards that have elements; ``places`` are the entries of `_stored`."""
     if not isinstance(kind.chunks, list):
         raise ValueError(f"{name[:200]!r} has no shards but {shorten(kind.chunks)}")
     for chunk in kind.chunks:
@@ -236,7 +242,7 @@ def _text(value: Any) -> str:
 def _read(
     path: pathlib.Path, name: str, shape: tuple[int, ...], shards: list[Shard]
 ) -> Shaped[np.ndarray, "..."]:
-    """Read a tensor whose shards hold each element once."""
+    """Read a tensor from its shards, which hold each element once."""
     whole: np.ndarray | None = None
     for shard in shards:
         file = path / shard.file

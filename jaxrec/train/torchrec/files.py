@@ -1,4 +1,4 @@
-"""Files of state dicts: safetensors, npz, `torch.save` and `torch.distributed.checkpoint`."""
+"""Opening state dicts: safetensors, npz, `torch.save` and `torch.distributed.checkpoint`."""
 
 from __future__ import annotations
 
@@ -100,9 +100,12 @@ def _torch(path: pathlib.Path, file: TensorFile) -> StateDict:
 
 
 def _flat(value: Any, path: pathlib.Path, limit: int) -> dict[str, StoredTensor | int | float]:
-    """Return the tensors and numbers of nested dictionaries by dotted names."""
+    """Return the tensors and numbers of nested dictionaries by dotted names.
+
+    All names together may have ``limit`` characters.
+    """
     # Dictionaries may contain each other any number of times, so that a small pickle can make
-    # endless names: `limit` is the largest number of characters of all of them.
+    # endless names.
     found: dict[str, StoredTensor | int | float] = {}
     left = [("", value, 0)]
     while left:

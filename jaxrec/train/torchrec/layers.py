@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Shaped
 
-from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
+from jaxrec.embed.collection import Collection
 from jaxrec.nn import (
     DLRM,
     DLRM_DCN,
@@ -28,17 +28,16 @@ from jaxrec.nn import (
 Path: TypeAlias = tuple[Any, ...]
 Layers: TypeAlias = Mapping[str, str]
 
-Collection = EmbeddingBagCollection | EmbeddingCollection
-
 
 @dataclasses.dataclass(frozen=True)
 class DenseArray:
-    """A dense variable of a model and its name in a state dict.
+    """A dense variable of a model and its array in a state dict.
 
     Attributes:
         path: The variable's path in the model.
-        name: Name of PyTorch's array.
-        order: PyTorch's axes in the order of the variable's; None: the same order.
+        variable: The variable.
+        name: Name of PyTorch's array in the state dict.
+        order: For each axis of the variable, the axis of PyTorch's array; None: the same.
         is_column: Whether PyTorch has ``[n, 1]`` where the variable has ``[n]``.
     """
 
@@ -57,14 +56,14 @@ class DenseArray:
         return shape if self.order is None else tuple(shape[i] for i in np.argsort(self.order))
 
     def from_torch(self, array: Any) -> Shaped[np.ndarray, "..."]:
-        """Return an array of PyTorch in the variable's order of axes."""
+        """Return PyTorch's array with the variable's axes."""
         array = np.asarray(array)
         if self.is_column:
             return array[:, 0]
         return array if self.order is None else array.transpose(self.order)
 
     def to_torch(self, array: Any) -> Shaped[np.ndarray, "..."]:
-        """Return an array in PyTorch's order of axes."""
+        """Return the variable's array with PyTorch's axes."""
         array = np.asarray(array)
         if self.is_column:
             return array[:, None]
@@ -182,7 +181,10 @@ def _own_variables(module: Any) -> dict[str, nnx.Variable]:
 
 
 def _order(module: Any, attribute: Any, count: int) -> tuple[int, ...] | None:
-    """Return PyTorch's axes in the order of a kernel's, whose last two are inputs and outputs."""
+    """Return `DenseArray.order` of a module's variable with ``count`` axes.
+
+    Flax's kernels are ``[..., inputs, outputs]``, PyTorch's weights ``[outputs, inputs, ...]``.
+    """
     if attribute != "kernel" or not isinstance(module, nnx.Linear | nnx.Conv):
         return None
     return (*range(2, count), 1, 0)
@@ -192,7 +194,7 @@ Names: TypeAlias = Iterator[tuple[str, str]]
 
 
 def _within(ours: str, theirs: str, names: Names) -> Names:
-    """Yield the names of a part of a module, with the part's paths before them."""
+    """Yield pairs of names of a submodule with its paths, ``ours`` and ``theirs``, in front."""
     for path, name in names:
         yield f"{ours}.{path}", f"{theirs}.{name}"
 
@@ -311,9 +313,9 @@ DENSE_STATES: dict[str, tuple[str, ...]] = {
 
 
 def table_state_names(kept: list[str], state: str) -> tuple[str, ...]:
-    """Return TorchRec's names of a row optimizer's state, first the one to write.
+    """Return TorchRec's names of a row optimizer's array ``state``; the first is the one to write.
 
-    ``kept`` has the names of all state that the optimizer keeps.
+    ``kept`` has the names of all arrays that the optimizer keeps.
     """
     if state == "second_moment" and "first_moment" not in kept:
         return _FIRST  # row-wise RMSprop has one state
@@ -323,7 +325,10 @@ def table_state_names(kept: list[str], state: str) -> tuple[str, ...]:
 def dense_states(
     optimizer: nnx.Optimizer, arrays: list[DenseArray]
 ) -> Iterator[tuple[DenseArray, nnx.Variable, tuple[str, ...]]]:
-    """Yield optax's state of dense arrays with PyTorch's names, first the one to write."""
+    """Yield each dense array, a variable of its state in optax, and PyTorch's names of that state.
+
+    The first name is the one to write.
+    """
     by_path = {array.path: array for array in arrays}
     for path, variable in nnx.to_flat_state(nnx.state(optimizer)):
         # optax keeps a state as a tree of the parameters' paths, behind transformations of any

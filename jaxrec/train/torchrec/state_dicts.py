@@ -1,4 +1,4 @@
-"""Tables, dense layers and optimizer state of a model, from TorchRec's files and to them."""
+"""Reading a model's tables, layers and optimizer state from TorchRec's files, and writing them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxrec.embed import EmbeddingBagCollection
+from jaxrec.embed.collection import Collection, EmbeddingBagCollection, find_collections
 from jaxrec.embed.variables import value_like
 from jaxrec.files.atomic import write_atomically
 from jaxrec.mesh.agree import on_process_zero
 from jaxrec.train.checkpoint import CheckpointError
 from jaxrec.train.torchrec.files import open_state_dict
 from jaxrec.train.torchrec.layers import (
-    Collection,
     DenseArray,
     Layers,
     counters,
@@ -113,9 +112,12 @@ class _Entries:
     """The entries of a file that a model takes.
 
     Attributes:
-        tables: Entries by collection path and table name.
-        of_tables: Entries of the row optimizers' state, by the same key and the state's name.
-        steps: Entries with the number of updates.
+        state: The file.
+        collections: The model's collections by dotted path.
+        dense: Entries of dense layers and of their optimizer state.
+        tables: Names of the tables' entries, by collection path and table name.
+        of_tables: Names of the entries of row optimizers' state, by the same key and by state.
+        steps: Names of the entries with the number of updates.
     """
 
     state: StateDict
@@ -212,7 +214,7 @@ class _Entries:
 
 
 class _Names:
-    """The names of a file, and which entry each name of the model means."""
+    """Finds the entries of a file for a model's tables, layers and optimizer state."""
 
     def __init__(self, state: StateDict) -> None:
         self._state = state
@@ -247,11 +249,11 @@ class _Names:
         return self._only(found, name)
 
     def states(self, name: str, keys: Sequence[str]) -> list[str]:
-        """Return the entries of a parameter's optimizer state."""
+        """Return the entries with a parameter's optimizer state, named ``keys``."""
         return [each for each in self._state.names if _is_state_of(each, name, keys)]
 
     def state(self, name: str, keys: Sequence[str]) -> str:
-        """Return the only entry of a parameter's optimizer state."""
+        """Return the entry of `states`; raise a CheckpointError unless there is exactly one."""
         return self._only(self.states(name, keys), f"state.{name}.{' or '.join(keys)}")
 
     def _only(self, found: list[str], name: str) -> str:
@@ -273,17 +275,14 @@ def _is_state(name: str, suffix: str) -> bool:
 
 
 def _collections(model: nnx.Module) -> dict[str, Collection]:
-    return {
-        dotted(where): module
-        for where, module in nnx.iter_modules(model)
-        if isinstance(module, Collection)
-    }
+    """Return a model's collections by dotted path, as state dicts have it."""
+    return {path.replace("/", "."): each for path, each in find_collections(model).items()}
 
 
 def _state_entries(
     collections: dict[str, Collection], tables: dict[tuple[str, str], str], names: _Names
 ) -> dict[tuple[str, str], dict[str, str]]:
-    """Return the entries of the row optimizers' state, by table and the state's name."""
+    """Return the names of the entries of row optimizers' state, by table and by state."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for where, table in tables:
         store = collections[where].tables.get_value()

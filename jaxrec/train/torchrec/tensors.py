@@ -1,4 +1,4 @@
-"""State dicts, and files of `torch.save`: their arrays are read one at a time."""
+"""State dicts, whose arrays are read one at a time, and files of `torch.save`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ _WANTED = (
 
 @dataclasses.dataclass(frozen=True)
 class StateDict:
-    """The arrays of a file by dotted names; ``read`` reads one, ``shape`` only its shape."""
+    """The arrays of a file by dotted names.
+
+    ``read(name)`` reads an array, ``shape(name)`` only its shape.
+    """
 
     path: pathlib.Path
     names: Sequence[str]
@@ -148,7 +151,7 @@ class TensorFile:
         return np.array(self.view(tensor))
 
     def view(self, tensor: StoredTensor) -> Shaped[np.ndarray, "..."]:
-        """Return a tensor's numbers as they lie in the file."""
+        """Return a tensor as a view of the mapped file; a CheckpointError if it does not fit."""
         of_type, key, elements = tensor.storage
         if of_type not in _STORAGES:
             raise CheckpointError(

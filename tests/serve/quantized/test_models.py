@@ -92,7 +92,7 @@ def test_a_saved_model_has_the_same_bytes(tmp_path):
     spread = sharded(quantize(Ranker(0), "int8"))
     before = scores(spread)
     save_quantized(spread, tmp_path, step=7)
-    again = restore_quantized(tmp_path, nnx.eval_shape(lambda: Ranker(1)))
+    again = restore_quantized(nnx.eval_shape(lambda: Ranker(1)), tmp_path)
     for name in WHOLE:
         np.testing.assert_array_equal(*[stored_rows(model, name) for model in (again, small)])
     np.testing.assert_array_equal(again.over.kernel.get_value(), small.over.kernel.get_value())

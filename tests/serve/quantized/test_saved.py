@@ -63,7 +63,7 @@ def test_every_array_comes_back(options, is_abstract, tmp_path):
     other = nnx.eval_shape(Ranker) if is_abstract else Ranker(1)
     if not is_abstract:
         before = arrays(other)
-    again = restore_quantized(tmp_path / "model", other)
+    again = restore_quantized(other, tmp_path / "model")
     assert jax.tree.structure(nnx.state(again)) == jax.tree.structure(nnx.state(small))
     for restored, saved in zip(arrays(again), arrays(small), strict=True):
         assert restored.dtype == saved.dtype
@@ -83,7 +83,7 @@ def test_the_newest_model_replaces_the_one_before(tmp_path):
     small = quantize(Ranker(1), "int4")
     save_quantized(small, tmp_path, step=5)
     assert checkpoint.all_steps(tmp_path) == [5]
-    again = restore_quantized(tmp_path, Ranker())
+    again = restore_quantized(Ranker(), tmp_path)
     np.testing.assert_array_equal(again.embeddings.table("user"), small.embeddings.table("user"))
 
 
@@ -144,14 +144,14 @@ def test_damage(damage, message, tmp_path):
     save_quantized(quantize(Ranker()), tmp_path)
     damage(tmp_path)
     with pytest.raises(CheckpointError, match=message):
-        restore_quantized(tmp_path, Ranker())
+        restore_quantized(Ranker(), tmp_path)
 
 
 def test_another_model(tmp_path):
     save_quantized(quantize(Ranker()), tmp_path)
     with pytest.raises(CheckpointError, match="was saved with shape"):
-        restore_quantized(tmp_path, Ranker(rows=41))
+        restore_quantized(Ranker(rows=41), tmp_path)
     config = jaxrec.EmbeddingBagConfig("user", 40, 8)
     model = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
     with pytest.raises(CheckpointError, match="embeddings with user, item; history with seen, but"):
-        restore_quantized(tmp_path, model)
+        restore_quantized(model, tmp_path)

@@ -138,7 +138,7 @@ def test_a_restored_model_has_changed(tmp_path):
     tracker.mark("query")
     tracker.mark("item_wide")
     copy.update(tracker.changes("c", with_rows=True))
-    jaxrec.train.restore(tmp_path / "run", other, optimizers[1])
+    jaxrec.train.restore(other, tmp_path / "run", optimizers[1])
     changes = tracker.changes("c", with_rows=True)
     assert changes["item"].removed.size
     assert changes["age"].ids.tolist() == list(range(10))

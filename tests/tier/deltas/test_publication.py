@@ -263,7 +263,7 @@ def test_a_model_that_is_restored(tmp_path):
     steps(model, optimizer, tracker, [draw_open(rng) for _ in range(8)])
     publish(model, tmp_path / "versions", **options)
     subscriber.update()
-    jaxrec.train.restore(tmp_path / "run", model, optimizer)
+    jaxrec.train.restore(model, tmp_path / "run", optimizer)
     version = publish(model, tmp_path / "versions", **options)
     assert version.is_delta
     assert version.removed > 0

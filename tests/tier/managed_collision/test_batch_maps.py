@@ -61,7 +61,7 @@ def test_training_equals_one_device(axis_type, tmp_path):
     # What is saved of a mesh is restored on one device.
     checkpoint.save(tmp_path, *sharded)
     other = models.make(seed=1, **options)
-    checkpoint.restore(tmp_path, *other)
+    checkpoint.restore(other[0], tmp_path, other[1])
     models.assert_same(models.contents(*other), models.contents(*sharded))
     sharded[0].eval()
     _, remapped = nnx.jit(lambda model, batch: model(batch))(sharded[0], batch)

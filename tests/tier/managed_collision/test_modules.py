@@ -216,7 +216,7 @@ def test_a_checkpoint_has_the_maps(tmp_path):
         models.train_step(model, optimizer, batch)
     checkpoint.save(tmp_path, model, optimizer)
     other = models.make(seed=1)
-    checkpoint.restore(tmp_path, *other)
+    checkpoint.restore(other[0], tmp_path, other[1])
     models.assert_same(models.contents(*other), models.contents(model, optimizer))
     for batch in batches[3:]:
         losses = [models.train_step(*each, batch)[0] for each in ((model, optimizer), other)]

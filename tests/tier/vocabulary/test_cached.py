@@ -189,7 +189,7 @@ def test_a_restored_run_goes_on(tmp_path, rows: int, placement: str | None):
 
     other = make_cached("adam", rows, placement, seed=9)
     other_optimizer = jaxrec.Optimizer(other, models.TX)
-    restore(tmp_path, other, other_optimizer)
+    restore(other, tmp_path, other_optimizer)
     again = [
         float(models.train_step(other, other_optimizer, *batch))
         for batch in ahead(other, batches[30:], look_ahead=2)
@@ -208,7 +208,7 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"saved with jaxrec\.tier\.Cached and num_embeddings=6"
     ):
-        restore(tmp_path, other)
+        restore(other, tmp_path)
 
 
 @pytest.mark.parametrize(("rows", "most"), [(200, 8), (900, 9)], ids=["few_rows", "many_rows"])

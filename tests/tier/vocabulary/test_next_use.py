@@ -130,7 +130,7 @@ def test_the_same_bits_as_whole_tables(tmp_path):
 
     other = make_model()
     optimizer = jaxrec.Optimizer(other, optax.sgd(0.1))
-    restore(tmp_path, other, optimizer)
+    restore(other, tmp_path, optimizer)
     again = [
         float(models.train_step(other, optimizer, *batch))
         for batch in ahead(other, batches[20:], look_ahead=2)
