@@ -338,7 +338,7 @@ FAULTS = {
             ("vector", r"`vectors` has the shape \[4\]", {"vectors": floats(4)}),
         ],
         "attention": [
-            ("matrix", "attention", {"query": floats(5, 8)}),
+            ("matrix", "rank", {"query": floats(5, 8)}),
             ("key_heads", r"`key` has the shape \[6, 1, 4\]", {"key": floats(6, 1, 4)}),
             ("key_short", r"`key` has the shape \[5, 2, 4\]", {"key": floats(5, 2, 4)}),
             ("wide", "more than 4096 columns", {"query": floats(5, 2, 5000)}),
@@ -347,7 +347,7 @@ FAULTS = {
             ("offsets", r"`offsets` has the shape \[2, 0\]", {"offsets": ints(2, 0)}),
             ("bias_heads", r"`bias` has the shape \[7, 1\]", {"bias": floats(7, 1)}),
             ("result", r"the result` has the shape \[5, 2, 4\]", {"result": floats(5, 2, 4)}),
-            ("no_alpha", "alpha", {"alpha": None}),
+            ("no_alpha", "number of attributes", {"alpha": None}),
         ],
         "attention_gradients": [
             ("gradient", r"`gradient` has the shape \[6, 2, 3\]", {"gradient": floats(6, 2, 3)}),
