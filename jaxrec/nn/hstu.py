@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Unpack
+from typing import Any, Literal, TypeAlias, Unpack, get_args
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from jaxrec.embed import EmbeddingCollection
 from jaxrec.nn.arithmetic import promote
 from jaxrec.nn.sequence import SequenceModel, SequenceOptions, scaled
 from jaxrec.nn.tiled_attention import BLOCK, hstu_attention
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray, complete_cumsum
-from jaxrec.ragged.arrays import AnyArray
+from jaxrec.ragged.arrays import AnyArray, each_device
 from jaxrec.ragged.offsets import without_padding
+
+QueryTime: TypeAlias = Literal["next", "own"]
 
 
 class HSTUBlock(nnx.Module):
@@ -32,6 +35,9 @@ class HSTUBlock(nnx.Module):
         qk_dim: Columns of a head's queries and keys; None: ``dim / num_heads``.
         value_dim: Columns of a head's values and gates; None: ``dim / num_heads``.
         time_buckets: Buckets of the bias for time, see `time_bucket`; 0: no bias.
+        query_time: Time from which the bias for time counts back to a key: "next", that of the
+            query's next element, as in the authors' code; or "own", that of the query itself, as in
+            models that jaxrec trained before it had this option.
         dropout_rate: Share of the gated output that is dropped in training.
         block_size: See `hstu_attention`.
         dtype: Type that it computes in; None: the wider of the input's and ``param_dtype``.
@@ -40,7 +46,7 @@ class HSTUBlock(nnx.Module):
             deviation 0.02), and of dropout.
 
     Raises:
-        ValueError: A size is below 1.
+        ValueError: A size is below 1, or ``query_time`` is another word.
 
     Example:
         >>> import jax.numpy as jnp
@@ -58,6 +64,7 @@ class HSTUBlock(nnx.Module):
         qk_dim: int | None = None,
         value_dim: int | None = None,
         time_buckets: int = 0,
+        query_time: QueryTime = "next",
         dropout_rate: float = 0.0,
         block_size: int = BLOCK,
         dtype: DTypeLike | None = None,
@@ -73,6 +80,9 @@ class HSTUBlock(nnx.Module):
                 f"an HSTU block's sizes are 1 or more; got num_heads={num_heads}, qk_dim="
                 f"{self.qk_dim}, value_dim={self.value_dim}, max_length={max_length}"
             )
+        if query_time not in get_args(QueryTime):
+            raise ValueError(f'query_time is "next" or "own", got {query_time!r}')
+        self.query_time = query_time
         self.max_length = max_length
         self.block_size = block_size
         values = num_heads * self.value_dim
@@ -99,6 +109,7 @@ class HSTUBlock(nnx.Module):
         states: Float[AnyArray, "*devices capacity dim"],
         lengths: AnyArray,
         timestamps: AnyArray | None = None,
+        next_timestamps: AnyArray | None = None,
     ) -> Float[Array, "*devices capacity dim"]:
         """Transform the states of a batch of sequences; the output has the same shape.
 
@@ -106,9 +117,14 @@ class HSTUBlock(nnx.Module):
             states: ``[capacity, dim]``, the sequences one after the other.
             lengths: ``[rows]``, the number of elements of each sequence.
             timestamps: ``[capacity]`` integers, the elements' times; needed with ``time_buckets``.
+            next_timestamps: ``[rows]`` integers, the time of the element after each sequence: that
+                of the target in training, that of the request in serving. None: 0, or the last
+                element's own time where the sequence has ``max_length`` elements, as in the
+                authors' code, which pads sequences to ``max_length``.
 
         Raises:
-            ValueError: Timestamps are missing, or given without ``time_buckets``.
+            ValueError: Timestamps are missing, or given without ``time_buckets``; or
+                ``next_timestamps`` are given where they are not read.
         """
         (states,) = promote(self.dtype, without_padding(states, complete_cumsum(lengths)))
         # One product for all four projections; the split follows the paper's order U, V, Q, K.
@@ -127,12 +143,41 @@ class HSTUBlock(nnx.Module):
             position_bias=self.position_bias[...],
             time_bias=None if self.time_bias is None else self.time_bias[...],
             timestamps=timestamps,
+            query_timestamps=self._query_times(lengths, timestamps, next_timestamps),
             block_size=self.block_size,
         )
         # Without a softmax the sum grows with the length of the row, so a norm comes before the
         # gate.
         gated = self.attended_norm(attended.reshape(gate.shape)) * gate
         return states + self.out(self.dropout(gated))
+
+    def _query_times(
+        self, lengths: AnyArray, timestamps: AnyArray | None, next_timestamps: AnyArray | None
+    ) -> Array | None:
+        """Return the time of each query, ``[capacity]``; None: its own."""
+        if next_timestamps is not None and (timestamps is None or self.query_time == "own"):
+            raise ValueError('next_timestamps needs timestamps and query_time="next"')
+        if timestamps is None or self.query_time == "own":
+            return None
+        arrays = jax.tree.map(jnp.asarray, (lengths, timestamps, next_timestamps))
+        return each_device(functools.partial(_next_times, max_length=self.max_length), *arrays)
+
+
+def _next_times(
+    lengths: Int[Array, " rows"],
+    timestamps: Int[Array, " capacity"],
+    after: Int[Array, " rows"] | None,
+    *,
+    max_length: int,
+) -> Int[Array, " capacity"]:
+    """Return the time of the element after each one; at the end of a row that in ``after``."""
+    last = jnp.cumsum(lengths, dtype=jnp.int32) - 1
+    if after is None:
+        own = timestamps.at[last].get(mode="clip")
+        after = jnp.where(lengths < max_length, jnp.zeros((), own.dtype), own)
+    places = jnp.where(lengths > 0, last, timestamps.shape[0])
+    following = jnp.roll(timestamps, -1)
+    return following.at[places].set(after.astype(timestamps.dtype), mode="drop")
 
 
 class HSTU(SequenceModel):
@@ -148,6 +193,7 @@ class HSTU(SequenceModel):
         qk_dim: Columns of a head's queries and keys; None: the items' width over ``num_heads``.
         value_dim: Columns of a head's values and gates; None: the items' width over ``num_heads``.
         time_buckets: Buckets of the bias for time, see `time_bucket`; 0: no bias.
+        query_time: See `HSTUBlock`.
         options: See `SequenceOptions`.
 
     Raises:
@@ -172,6 +218,7 @@ class HSTU(SequenceModel):
         qk_dim: int | None = None,
         value_dim: int | None = None,
         time_buckets: int = 0,
+        query_time: QueryTime = "next",
         **options: Unpack[SequenceOptions],
     ):
         make_block = functools.partial(
@@ -181,11 +228,15 @@ class HSTU(SequenceModel):
             qk_dim=qk_dim,
             value_dim=value_dim,
             time_buckets=time_buckets,
+            query_time=query_time,
         )
         super().__init__(items, make_block, **options)
 
     def __call__(
-        self, features: KeyedJaggedArray, timestamps: AnyArray | None = None
+        self,
+        features: KeyedJaggedArray,
+        timestamps: AnyArray | None = None,
+        next_timestamps: AnyArray | None = None,
     ) -> dict[str, JaggedArray]:
         """Return the states of the history's items, and the embeddings of other features.
 
@@ -193,6 +244,8 @@ class HSTU(SequenceModel):
             features: The batch.
             timestamps: ``[capacity]`` integers, the time of each item in
                 ``features[history].values``; needed with ``time_buckets``.
+            next_timestamps: ``[rows]`` integers, the time of the item to predict after each
+                history; see `HSTUBlock`.
 
         Returns:
             The result of the collection, with states, ``[capacity, dim]``, in place of the
@@ -206,7 +259,7 @@ class HSTU(SequenceModel):
         def encode(history: JaggedArray) -> Array:
             states = self.dropout(self.positions(scaled(history)).values)
             for block in self.blocks:
-                states = block(states, history.lengths, timestamps)
+                states = block(states, history.lengths, timestamps, next_timestamps)
             return self.norm(states)
 
         return self.embed(features, encode)

@@ -1,19 +1,18 @@
-"""Tiled attention equals the padded dense computation, forward and backward."""
+"""Tiled attention equals its definition pair by pair, forward and backward."""
 
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrec.nn import hstu_attention, jagged_attention, time_bucket
-from tests.nn.dense_attention import (
-    hstu_attention_reference,
-    jagged_attention_reference,
-)
+from jaxrec.nn import hstu_attention, jagged_attention, jagged_tiles, time_bucket
+from tests.nn import attention_oracle as oracle
+from tests.nn.attention_oracle import Call, Mask
 
 pytestmark = pytest.mark.jax_version
 
@@ -32,107 +31,59 @@ EXTRA = {"short": 33, "one-long": 0, "power-law": 70, "all-empty": 48, "one-row"
 
 
 def draw(lengths, extra, seed=0):
+    """Vectors, lengths and times, with NaN in padding."""
     rng = np.random.default_rng(seed)
     capacity = sum(lengths) + extra
     shapes = [(capacity, HEADS, DIM), (capacity, HEADS, DIM), (capacity, HEADS, VALUE_DIM)]
     q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    for array in (q, k, v):
+        array[sum(lengths) :] = np.nan
     times = np.cumsum(rng.integers(0, 5000, capacity)).astype(np.int32)
     return q, k, v, np.array(lengths, np.int32), times
 
 
-def padded(array, lengths, longest):
-    out = np.zeros((len(lengths), longest, *array.shape[1:]), np.float64)
-    starts = np.cumsum([0, *lengths])
-    for row, length in enumerate(lengths):
-        out[row, :length] = array[starts[row] : starts[row] + length]
-    return out
-
-
-def packed(dense, lengths, capacity):
-    rows = [dense[row, :length] for row, length in enumerate(lengths)]
-    flat = np.concatenate([*rows, np.zeros((0, *dense.shape[2:]))])
-    return np.pad(flat, [(0, capacity - len(flat))] + [(0, 0)] * (flat.ndim - 1))
-
-
-def padded_attention(q, k, v, lengths, *, causal):
-    """Softmax attention in float64 over rows padded to the longest."""
-    longest = max(*lengths, 1)
-    Q, K, V = (padded(array, lengths, longest) for array in (q, k, v))
-    scores = np.einsum("rahd,rbhd->rhab", Q, K) / np.sqrt(DIM)
-    places = np.arange(longest)
-    mask = places[None, None, None, :] < np.array(lengths)[:, None, None, None]
-    if causal:
-        mask = mask & (places[:, None] >= places[None, :])[None, None]
-    scores = np.where(mask, scores, -1e30)
-    powers = np.where(mask, np.exp(scores - scores.max(-1, keepdims=True)), 0)
-    weights = powers / np.maximum(powers.sum(-1, keepdims=True), 1e-300)
-    return packed(np.einsum("rhab,rbhe->rahe", weights, V), lengths, len(q))
-
-
-def padded_hstu(q, k, v, lengths, times, position_bias, time_bias, *, scale):
-    """Pointwise attention in float64 over rows padded to the longest."""
-    longest = max(*lengths, 1)
-    Q, K, V, T = (padded(array, lengths, longest) for array in (q, k, v, times))
-    places = np.arange(longest)
-    distance = np.clip(places[:, None] - places[None, :], 0, len(position_bias) - 1)
-    elapsed = np.maximum(np.abs(T[:, :, None] - T[:, None, :]), 1)
-    buckets = np.clip(np.log(elapsed) / 0.301, 0, len(time_bias) - 1).astype(int)
-    scores = np.einsum("rahd,rbhd->rhab", Q, K)
-    scores = scores + np.moveaxis(position_bias[distance], -1, 0)[None]
-    scores = scores + np.moveaxis(time_bias[buckets], -1, 1)
-    mask = places[None, None, None, :] < np.array(lengths)[:, None, None, None]
-    mask = mask & (places[:, None] >= places[None, :])[None, None]
-    weights = np.where(mask, scale * scores / (1 + np.exp(-scores)), 0)
-    return packed(np.einsum("rhab,rbhe->rahe", weights, V), lengths, len(q))
+def call_of(q, k, v, lengths, times=None, **options):
+    """The call of the oracle, without padding."""
+    n = lengths.sum()
+    pair = None if times is None else (times[:n], times[:n])
+    return Call(q[:n], k[:n], v[:n], lengths, times=pair, **options)
 
 
 @functools.cache
-def both_attentions(causal):
-    """Compiled: what the tiled and the plain form give, and their gradients."""
+def compiled(attend, block_size=8, **options):
+    """Compiled attention with gradients; options that hash are static."""
 
-    def run(q, k, v, lengths, cotangent):
-        def tiled(q, k, v):
-            return jagged_attention(q, k, v, lengths, causal=causal, block_size=8)
+    def run(arrays, given, cotangent):
+        def form(arrays):
+            return attend(**arrays, **given, **options, block_size=block_size)
 
-        def plain(q, k, v):
-            return jagged_attention_reference(q, k, v, lengths, causal=causal)
-
-        return [with_gradients(form, cotangent, q, k, v) for form in (tiled, plain)]
+        out, vjp = jax.vjp(form, arrays)
+        return out, vjp(cotangent)[0]
 
     return jax.jit(run)
 
 
-@functools.cache
-def both_hstu():
-    """The same of pointwise attention."""
-
-    def run(q, k, v, lengths, times, biases, cotangent):
-        def attend(function, **options):
-            def form(q, k, v, position_bias, time_bias):
-                return function(
-                    q, k, v, lengths, scale=0.1, position_bias=position_bias, time_bias=time_bias,
-                    timestamps=times, **options,
-                )  # fmt: skip
-
-            return with_gradients(form, cotangent, q, k, v, *biases)
-
-        return attend(hstu_attention, block_size=8), attend(hstu_attention_reference)
-
-    return jax.jit(run)
+def check(found, expected, lengths):
+    """Output and gradients are those expected, and zero at padding."""
+    n = sum(lengths)
+    (out, gradients), (expected_out, expected_gradients) = found, expected
+    for name, want in {"out": expected_out, **expected_gradients}.items():
+        if name == "scale":
+            continue
+        got = np.asarray(out if name == "out" else gradients[ARGUMENTS.get(name, name)])
+        padding = got[n:] if name in ("out", "q", "k", "v") else np.zeros(0)
+        got = got[:n] if padding.ndim == want.ndim else got
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5, err_msg=name)
+        assert not np.any(padding), name
 
 
-def with_gradients(function, cotangent, *args):
-    out, vjp = jax.vjp(function, *args)
-    return out, vjp(cotangent)
-
-
-def check(found, expected):
-    """The tiled form's output and gradients, and the plain form's."""
-    (out, gradients), (same, plain_gradients) = found
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(same, expected, rtol=1e-5, atol=1e-5)
-    for got, want in zip(gradients, plain_gradients, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+ARGUMENTS = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "position": "position_bias",
+    "time": "time_bias",
+}
 
 
 @pytest.mark.usefixtures("compiled_fast")
@@ -140,10 +91,12 @@ def check(found, expected):
 @pytest.mark.parametrize("name", LENGTHS)
 def test_attention(name, causal):
     q, k, v, lengths, _ = draw(LENGTHS[name], EXTRA[name])
-    expected = padded_attention(q, k, v, LENGTHS[name], causal=causal)
     cotangent = np.random.default_rng(1).standard_normal(v.shape).astype(np.float32)
-    cotangent[sum(LENGTHS[name]) :] = 0
-    check(both_attentions(causal)(q, k, v, lengths, cotangent), expected)
+    found = compiled(jagged_attention, causal=causal)(
+        {"query": q, "key": k, "value": v}, {"lengths": lengths}, cotangent
+    )
+    call = call_of(q, k, v, lengths, mask=Mask(causal=causal))
+    check(found, oracle.softmax(call, cotangent[: lengths.sum()]), lengths)
 
 
 @pytest.mark.usefixtures("compiled_fast")
@@ -152,23 +105,36 @@ def test_hstu(name):
     q, k, v, lengths, times = draw(LENGTHS[name], EXTRA[name])
     rng = np.random.default_rng(2)
     biases = [rng.standard_normal((n, HEADS)).astype(np.float32) for n in (10, 12)]
-    expected = padded_hstu(q, k, v, LENGTHS[name], times, *biases, scale=0.1)
     cotangent = rng.standard_normal(v.shape).astype(np.float32)
-    cotangent[sum(LENGTHS[name]) :] = 0
-    check(both_hstu()(q, k, v, lengths, times, biases, cotangent), expected)
+    arrays = {"query": q, "key": k, "value": v, "position_bias": biases[0], "time_bias": biases[1]}
+    found = compiled(hstu_attention, scale=0.1)(
+        arrays, {"lengths": lengths, "timestamps": times}, cotangent
+    )
+    tables = dict(zip(("position", "time"), biases, strict=True))
+    call = call_of(q, k, v, lengths, times, mask=Mask(), scale=0.1, biases=tables)
+    check(found, oracle.hstu(call, cotangent[: lengths.sum()]), lengths)
 
 
 @pytest.mark.usefixtures("compiled_fast")
-def test_several_trips_a_step(monkeypatch):
+def test_a_group_that_begins_in_the_block_before():
+    """A row of targets alone, of which one group lies in two blocks, and then a row of history."""
+    q, k, v, lengths, _ = draw([5, 7], 0)
+    mask = Mask(num_targets=(5, 0), target_group_size=5)
+    attend = jax.jit(functools.partial(hstu_attention, target_group_size=5, block_size=4))
+    found = attend(q, k, v, lengths, num_targets=np.array([5, 0], np.int32))
+    expected, _ = oracle.hstu(call_of(q, k, v, lengths, mask=mask), v)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("compiled_fast")
+def test_several_trips(monkeypatch):
     """With room for two tiles a trip, every tile is still made once."""
     monkeypatch.setattr("jaxrec.nn.jagged_tiles.PAIRS_AT_ONCE", 2 * 4 * 4 * HEADS)
-    lengths = LENGTHS["power-law"]
-    q, k, v, row_lengths, _ = draw(lengths, 3)
-    attend = jax.jit(functools.partial(jagged_attention, block_size=4))
-    out = attend(q, k, v, row_lengths)
-    np.testing.assert_allclose(
-        out, padded_attention(q, k, v, lengths, causal=False), rtol=1e-5, atol=1e-5
-    )
+    q, k, v, lengths, _ = draw(LENGTHS["power-law"], 3)
+    found = jax.jit(functools.partial(jagged_attention, block_size=4))(q, k, v, lengths)
+    call = call_of(q, k, v, lengths, mask=Mask(causal=False))
+    expected, _ = oracle.softmax(call, call.v)
+    np.testing.assert_allclose(found[: len(expected)], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("compiled_fast")
@@ -176,8 +142,40 @@ def test_large_scores_do_not_overflow():
     q, k, v, lengths, _ = draw([5, 3], 0)
     attend = jax.jit(functools.partial(jagged_attention, causal=True, block_size=4))
     out = attend(q * 100, k * 100, v, lengths)
-    expected = padded_attention(q * 100, k * 100, v, [5, 3], causal=True)
+    expected, _ = oracle.softmax(call_of(q * 100, k * 100, v, lengths, mask=Mask()), v)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gpus_add_no_floats_by_atomics():
+    """So that a step repeats bit for bit: each scatter adds to a place once."""
+    q, k, v, lengths, _ = draw(LENGTHS["one-long"], 0)
+
+    def loss(q, k, v):
+        return hstu_attention(q, k, v, lengths, block_size=8).sum()
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    lowered = gradient.trace(q, k, v).lower(lowering_platforms=("cuda",))
+    scatters = re.findall(
+        r'"stablehlo.scatter".*?unique_indices = (\w+).*?\^bb0\(%\w+: tensor<(\w+)>',
+        lowered.as_text(),
+        re.DOTALL,
+    )
+    assert [is_unique for is_unique, dtype in scatters if dtype == "f32"] == ["true"] * 3
+
+
+def test_sums_of_equal_blocks():
+    """As on GPUs, here on a CPU."""
+    rng = np.random.default_rng(0)
+    array, parts = rng.standard_normal((4, 2, 3)), rng.standard_normal((6, 2, 3))
+    blocks = np.array([1, 0, 1, 4, 4, 1], np.int32)  # 4: none
+    expected = array.copy()
+    np.add.at(expected, blocks[[0, 1, 2, 5]], parts[[0, 1, 2, 5]])
+    arrays = (jnp.asarray(x, jnp.float32) for x in (array, parts))
+    (array, parts), blocks = arrays, jnp.asarray(blocks)
+    for add in (jagged_tiles._scatter_sums, jagged_tiles._scatter):
+        np.testing.assert_allclose(
+            add((array,), blocks, (parts,))[0], expected, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_memory_does_not_grow_with_the_square():

@@ -1,0 +1,121 @@
+"""The keys that each query sees are those of the formula; masks without sense are refused."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrec.nn import hstu_attention, jagged_attention
+from jaxrec.nn.attention_mask import key_intervals, make_mask
+from tests.nn.attention_oracle import Mask
+
+pytestmark = pytest.mark.every_case
+
+LENGTHS = (7, 0, 1, 12, 3, 9)
+TARGETS = (2, 0, 1, 5, 3, 0)
+
+MASKS = {
+    "causal": Mask(),
+    "full": Mask(causal=False),
+    "full-targets": Mask(causal=False, num_targets=TARGETS),
+    "targets": Mask(num_targets=TARGETS),
+    "groups": Mask(num_targets=TARGETS, target_group_size=2),
+    "context": Mask(contextual_length=3),
+    "context-1": Mask(contextual_length=1),
+    "context-per-row": Mask(contextual_length=(0, 2, 1, 3, 0, 4)),
+    "window": Mask(max_attention_length=3),
+    "window-last": Mask(max_attention_length=2, min_full_attention_length=4),
+    "context-targets": Mask(contextual_length=2, num_targets=TARGETS),
+    "everything": Mask(
+        contextual_length=2,
+        num_targets=TARGETS,
+        max_attention_length=2,
+        min_full_attention_length=1,
+        target_group_size=3,
+    ),
+}
+
+
+def visible(mask, lengths, capacity, query_lengths=None):
+    """``[capacity, keys]`` by the intervals."""
+    described = make_mask(lengths, **mask.arguments())
+    intervals = key_intervals(described, lengths, capacity, query_lengths)
+    return np.asarray(intervals.see(jnp.arange(lengths.sum(), dtype=jnp.int32)))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_intervals_are_the_formula(name):
+    lengths = np.array(LENGTHS, np.int32)
+    expected = np.zeros((sum(LENGTHS) + 5,) * 2, bool)
+    ends = np.cumsum(lengths)
+    for row, (end, length) in enumerate(zip(ends, LENGTHS, strict=True)):
+        part = slice(end - length, end)
+        expected[part, part] = MASKS[name].visible(row, length)
+    found = visible(MASKS[name], lengths, len(expected))
+    np.testing.assert_array_equal(found, expected[:, : sum(LENGTHS)])
+    last = np.minimum(lengths, (3, 1, 0, 5, 3, 2)).astype(np.int32)
+    places = np.concatenate([np.arange(e - n, e) for e, n in zip(ends, last, strict=True)])
+    found = visible(MASKS[name], lengths, int(last.sum()) + 2, last)
+    np.testing.assert_array_equal(found[: last.sum()], expected[places, : sum(LENGTHS)])
+    assert not found[last.sum() :].any()
+
+
+REFUSALS = {
+    "negative window": ({"max_attention_length": -1}, "max_attention_length is 0 or more, got -1"),
+    "window without order": (
+        {"max_attention_length": 2, "causal": False},
+        "needs causal=True",
+    ),
+    "exemption without window": ({"min_full_attention_length": 2}, "give both or neither"),
+    "empty groups": ({"target_group_size": 0}, "target_group_size is 1 or more, got 0"),
+    "groups without targets": ({"target_group_size": 2}, "needs num_targets"),
+    "targets of other rows": (
+        {"num_targets": np.array([1], np.int32)},
+        r"shape of lengths, \(2,\); its shape is \(1,\)",
+    ),
+    "too many targets": (
+        {"num_targets": np.array([1, 4], np.int32)},
+        "row 1 has num_targets=4 and length 3",
+    ),
+    "negative targets": ({"num_targets": np.array([-1, 0], np.int32)}, "0 or more, got -1"),
+    "negative context": ({"contextual_length": -2}, "contextual_length is 0 or more, got -2"),
+    "too many queries": (
+        {"query_lengths": np.array([3, 0], np.int32)},
+        "row 0 has query_lengths=3 and length 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("attend", [hstu_attention, jagged_attention])
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name, attend):
+    arguments, message = REFUSALS[name]
+    ones = jnp.ones((5, 1, 2))
+    with pytest.raises(ValueError, match=message):
+        attend(ones, ones, ones, jnp.array([2, 3]), **arguments)
+
+
+def test_fewer_queries_than_keys_need_their_lengths():
+    ones = jnp.ones((5, 1, 2))
+    with pytest.raises(ValueError, match="3 queries and 5 keys"):
+        hstu_attention(ones[:3], ones, ones, jnp.array([2, 3]))
+
+
+def test_scales_of_other_queries_are_refused():
+    ones = jnp.ones((5, 1, 2))
+    with pytest.raises(ValueError, match=r"one for each query, \(5,\); its shape is \(2,\)"):
+        hstu_attention(ones, ones, ones, jnp.array([2, 3]), scale=jnp.ones(2))
+
+
+@pytest.mark.parametrize("name", ["num_targets", "query_lengths"])
+def test_rows_with_too_many_tokens_become_nan_under_jit(name):
+    ones = jnp.ones((5, 1, 2))
+    queries = ones[:3] if name == "query_lengths" else ones
+    counts = np.array([1, 4] if name == "num_targets" else [0, 4], np.int32)
+    out = jax.jit(lambda counts: hstu_attention(queries, ones, ones, jnp.array([2, 3]),
+                                                **{name: counts}))(counts)  # fmt: skip
+    first = 2 if name == "num_targets" else 0
+    assert np.isfinite(out[:first]).all()
+    assert np.isnan(out[first:]).all()
