@@ -319,7 +319,7 @@ class EventTokens(nnx.Module):
             ValueError: The model has an encoder of actions and they are missing.
         """
         items = self._items(self.columns(content, additional), additional)
-        if self.actions is None:
+        if self.actions is None or self.action_mlp is None:
             return items
         if actions is None:
             raise ValueError("the events have no actions, which the model reads")
@@ -347,7 +347,9 @@ class EventTokens(nnx.Module):
         if (of_targets is None) != (self.no_target is None):
             raise ValueError("of_targets and target_dim come together; give both or neither")
         items = self._items(self.columns(content, additional, of_targets), additional)
-        if self.actions is None or (self.form == "interleaved" and not with_actions):
+        if self.actions is None or self.action_mlp is None:
+            return items
+        if self.form == "interleaved" and not with_actions:
             return items
         unknown = self.action_mlp(promote(self.actions.dtype, self.actions.target[...])[0])
         return self._with_actions(items, _spread(unknown, items))

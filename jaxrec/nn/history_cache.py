@@ -44,13 +44,13 @@ def rows_of(lengths: Array, values: Array, capacity: int) -> Array:
     return jagged_to_padded_dense(values, complete_cumsum(lengths), capacity)
 
 
-def write_rows(cached: Array, new: Array, starts: Array, counts: Array) -> Array:
+def write_rows(starts: Array, counts: Array, cached: Array, new: Array) -> Array:
     """Write ``new`` ``[rows, n, ...]`` behind the tokens that each row of a cache has."""
     within = jnp.arange(new.shape[1], dtype=jnp.int32)
     places = starts[:, None] + within[None, :]
     places = jnp.where(within[None, :] < counts[:, None], places, cached.shape[1])
     rows = jnp.arange(new.shape[0], dtype=jnp.int32)[:, None]
-    return cached.at[rows, places].set(new, mode="drop", unique_indices=False)
+    return cached.at[rows, places].set(new, mode="drop")
 
 
 def attend_rows(

@@ -307,19 +307,18 @@ class HSTURanker(nnx.Module):
             KeyError: The batch lacks a feature.
             ValueError: The model was made without the feature that a task needs.
         """
-        names = [
-            self.features.number("targets", kind)  # type: ignore[arg-type]
-            for kind in ("actions", "watch_times")
-        ]
-        if names[0] is None and any(task.is_binary for task in self.tasks.tasks):
-            raise ValueError("the labels of binary tasks need RankerFeatures(actions=...)")
-        actions, watch_times = (
-            None if name is None else jnp.asarray(features.select([name]).expanded()[name].values)
-            for name in names
+
+        def values(name: str | None) -> Array | None:
+            return (
+                None
+                if name is None
+                else jnp.asarray(features.select([name]).expanded()[name].values)
+            )
+
+        return self.tasks.labels(
+            values(self.features.number("targets", "actions")),
+            values(self.features.number("targets", "watch_times")),
         )
-        # Regressions alone need no actions.
-        given = watch_times if actions is None else actions
-        return self.tasks.labels(given, watch_times)
 
     def weights(self, features: KeyedJaggedArray) -> Float[Array, "*devices capacity tasks"]:
         """Return 1 for each target and task, and 0 at padding."""

@@ -95,22 +95,15 @@ def append_events(
     keys, values = [], []
     for layer, unit in enumerate(model.stack.units):
         projected = unit.project(states)
-        grown = [
-            each_device(lambda starts, *rest: write_rows(rest[0], rest[1], starts, rest[2]), *args)
-            for args in (
-                (starts, cache.keys[layer], projected.key, counts),
-                (starts, cache.values[layer], projected.value, counts),
-            )
-        ]
-        keys.append(grown[0])
-        values.append(grown[1])
+        keys.append(each_device(write_rows, starts, counts, cache.keys[layer], projected.key))
+        values.append(each_device(write_rows, starts, counts, cache.values[layer], projected.value))
         if layer + 1 < len(model.stack.units):
             key_places = jnp.arange(capacity, dtype=jnp.int32).reshape((1,) * places.ndim + (-1,))
             back = places[..., None] - key_places
             mask = (back >= 0) & (back <= (unit.max_attention_length or capacity))
             # Rows of padding see no keys, which may not have been written.
             mask &= key_places < total[..., None, None]
-            attended = _attend(unit, total, projected.query, *grown, mask)
+            attended = _attend(unit, total, projected.query, keys[-1], values[-1], mask)
             states = unit.finish(states, projected, attended)
     # A row that did not fit, or had more new events than `longest`, is marked by its length.
     total = jnp.where(counts > size, capacity + 1, total)

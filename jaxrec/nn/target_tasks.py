@@ -118,25 +118,30 @@ class TargetTasks(nnx.Module):
         return jnp.where(self._is_binary(logits.ndim), nnx.sigmoid(logits), logits)
 
     def labels(
-        self, actions: Int[AnyArray, "*axes"], watch_times: Num[AnyArray, "*axes"] | None = None
+        self,
+        actions: Int[AnyArray, "*axes"] | None,
+        watch_times: Num[AnyArray, "*axes"] | None = None,
     ) -> Float[Array, "*axes tasks"]:
         """Return the labels of targets, float32.
 
         Args:
-            actions: ``[...]`` integers whose bits are the targets' actions.
+            actions: ``[...]`` integers whose bits are the targets' actions; needed if a task is
+                binary.
             watch_times: ``[...]`` seconds; needed if a task is a regression.
 
         Raises:
-            ValueError: Watch times are missing.
+            ValueError: Actions or watch times are missing.
         """
-        actions, columns = jnp.asarray(actions), []
+        columns = []
         for task in self.tasks:
-            if task.is_binary:
-                columns.append((actions & task.bit) > 0)
-            elif watch_times is None:
-                raise ValueError(f"task {task.name!r} is a regression, which needs watch_times")
-            else:
-                columns.append(jnp.asarray(watch_times))
+            given = actions if task.is_binary else watch_times
+            if given is None:
+                kind, name = (
+                    ("binary", "actions") if task.is_binary else ("a regression", "watch_times")
+                )
+                raise ValueError(f"task {task.name!r} is {kind}, which needs {name}")
+            values = jnp.asarray(given)
+            columns.append((values & task.bit) > 0 if task.is_binary else values)
         return jnp.stack([column.astype(jnp.float32) for column in columns], axis=-1)
 
     def losses(

@@ -116,7 +116,10 @@ class TransductionStack(nnx.Module):
         history = lengths - self.num_context - num_targets
         kept = jnp.minimum(history, self.truncation[1])
         context = jnp.full_like(lengths, self.num_context)
-        pieces = [(0, context), (lengths - num_targets - kept, kept + num_targets)]
+        pieces: list[tuple[Array | int, Array]] = [
+            (0, context),
+            (lengths - num_targets - kept, kept + num_targets),
+        ]
         capacity = states.shape[-2]
         if target_capacity is not None:
             most = lengths.shape[-1] * (self.num_context + self.truncation[1]) + target_capacity

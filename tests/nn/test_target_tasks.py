@@ -137,6 +137,9 @@ def test_refusals():
     tasks = TargetTasks([Task("seconds")], 4, rngs=rngs)
     with pytest.raises(ValueError, match="'seconds' is a regression, which needs watch_times"):
         tasks.labels(jnp.array([1]))
+    binary = TargetTasks([Task("click", bit=1)], 4, rngs=rngs)
+    with pytest.raises(ValueError, match="'click' is binary, which needs actions"):
+        binary.labels(None, jnp.array([1]))
     with pytest.raises(ValueError, match="'l2', 'layer_norm' or 'time'"):
         TargetNorm(4, "rms", rngs=rngs)
     with pytest.raises(ValueError, match="needs times"):
