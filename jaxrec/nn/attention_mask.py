@@ -187,14 +187,13 @@ def key_intervals(
         capacity: Number of queries, padding included.
         query_lengths: Queries of each row, which are the last of its tokens; None: all.
     """
-    lengths = jnp.asarray(lengths)
-    counts = lengths if query_lengths is None else jnp.asarray(query_lengths)
+    counts = lengths if query_lengths is None else query_lengths
     starts, key_starts = complete_cumsum(counts), complete_cumsum(lengths)
     rows = segment_ids(starts, capacity)
     exists = rows < lengths.shape[0]
 
-    def of_row(facts: Array) -> Array:
-        return take(facts.astype(jnp.int32), rows)
+    def of_row(facts: AnyArray) -> Array:
+        return take(jnp.asarray(facts, jnp.int32), rows)
 
     # From here on places count from the start of the row.
     length = of_row(lengths)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Literal, TypeAlias, Unpack, get_args
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
@@ -158,11 +159,8 @@ class HSTUBlock(nnx.Module):
             raise ValueError('next_timestamps needs timestamps and query_time="next"')
         if timestamps is None or self.query_time == "own":
             return None
-        arrays = (lengths, timestamps, next_timestamps)
-        lengths, *times = (None if x is None else jnp.asarray(x) for x in arrays)
-        return each_device(
-            functools.partial(_next_times, max_length=self.max_length), lengths, *times
-        )
+        arrays = jax.tree.map(jnp.asarray, (lengths, timestamps, next_timestamps))
+        return each_device(functools.partial(_next_times, max_length=self.max_length), *arrays)
 
 
 def _next_times(

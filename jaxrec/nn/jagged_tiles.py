@@ -116,13 +116,16 @@ def plan_tiles(
         intervals.first, intervals.last, intervals.first <= intervals.last, block
     )
     end = jnp.minimum(end, key_blocks)
-    near = jnp.maximum(end - begin, 0)
-    apart, tiles = end, near
+    apart, apart_end = end, end
     if intervals.group is not None:
         is_apart = (intervals.group <= intervals.own) & (intervals.own > intervals.last)
         apart, apart_end = _blocks_between(intervals.group, intervals.own, is_apart, block)
+        # Targets of a row without history may come before the interval of the next row.
+        is_before = (apart < apart_end) & (apart < begin)
+        begin = jnp.where(is_before, apart, begin)
         apart, apart_end = jnp.maximum(apart, end), jnp.minimum(apart_end, key_blocks)
-        tiles = tiles + jnp.maximum(apart_end - apart, 0)
+    near = jnp.maximum(end - begin, 0)
+    tiles = near + jnp.maximum(apart_end - apart, 0)
     of_queries, of_keys = marks
     if of_queries is None:
         of_queries = jax.tree.map(lambda mark: mark.at[intervals.own].get(mode="clip"), of_keys)
@@ -276,8 +279,36 @@ def _take(arrays: Any, blocks: Int32[Array, " tiles"]) -> Any:
 
 
 def _add(arrays: Any, blocks: Int32[Array, " tiles"], parts: Any) -> Any:
+    return jax.lax.platform_dependent(arrays, blocks, parts, cpu=_scatter, default=_scatter_sums)
+
+
+def _scatter(arrays: Any, blocks: Array, parts: Any) -> Any:
     return jax.tree.map(
         lambda array, part: array.at[blocks].add(part.astype(array.dtype), mode="drop"),
         arrays,
         parts,
     )
+
+
+def _scatter_sums(arrays: Any, blocks: Array, parts: Any) -> Any:
+    """Add the parts of equal blocks to each other first, and their sums to the arrays."""
+    # A GPU would add parts of one block by atomics, in another order on every run.
+    count = blocks.shape[0]
+    numbers = jnp.arange(count, dtype=jnp.int32)
+    are_same = blocks[:, None] == blocks[None, :]
+    is_first = jnp.argmax(are_same, axis=1).astype(jnp.int32) == numbers
+
+    def add(array: Array, part: Array) -> Array:
+        # Blocks past the last one are dropped, and unlike each other, too.
+        is_block = is_first & (blocks < array.shape[0])
+        places = jnp.where(is_block, blocks, array.shape[0] + numbers)
+        sums = jnp.einsum(
+            "ab,bc->ac",
+            are_same.astype(array.dtype),
+            part.reshape(count, -1).astype(array.dtype),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        sums = sums.reshape(part.shape)
+        return array.at[places].add(sums, mode="drop", unique_indices=True)
+
+    return jax.tree.map(add, arrays, parts)

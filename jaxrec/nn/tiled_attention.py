@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Int32, Real
 
+from jaxrec.nn import native_attention
 from jaxrec.nn.attention_mask import AttentionMask, make_mask, require_counts, wrong_queries
 from jaxrec.nn.jagged_tiles import (
     TilePlan,
@@ -276,7 +277,12 @@ def _attend_pointwise(
     *scale: Array,
     alpha: float,
 ) -> Array:
-    out = _sum_pointwise(alpha, plan, biases, query, key, value)
+    bias = biases["position"]
+    if biases["time"] is None and native_attention.takes(query, key, value, bias):
+        tiled = functools.partial(_sum_without_times, alpha)
+        out = native_attention.attend(tiled, alpha, plan, bias, query, key, value)
+    else:
+        out = _sum_pointwise(alpha, plan, biases, query, key, value)
     # A factor of the query may as well come after the sum, where it costs nothing.
     for factor in scale:
         out = jnp.where(_exists(plan, query), out * factor[:, None, None], 0)
@@ -290,6 +296,10 @@ def _sum_pointwise(
     q, k, v = _blocks(plan, query, key, value)
     tile = functools.partial(_hstu_tile, alpha=alpha)
     return _flat(plan, sum_tiles(tile, plan, biases, q, (k, v)), query)
+
+
+def _sum_without_times(alpha: float, plan: TilePlan, bias: Array | None, *arrays: Array) -> Array:
+    return _sum_pointwise(alpha, plan, {"position": bias, "time": None}, *arrays)
 
 
 def _hstu_tile(biases: Any, q: Array, keys: Any, tiles: Tiles, *, alpha: float) -> Array:

@@ -34,12 +34,14 @@ class Case:
         masks: For each device, its mask; they differ in arrays alone.
         query_lengths: For each device, the number of queries of its rows; None: all.
         axes: Kind of the mesh's axes; None: one device without a mesh.
+        may_be_native: Whether the process says that it has only one device.
     """
 
     lengths: list[tuple[int, ...]]
     masks: list[Mask]
     query_lengths: list[tuple[int, ...]] | None
     axes: AxisType | None
+    may_be_native: bool
     is_softmax: bool
     dtype: str
     block_size: int
@@ -94,6 +96,7 @@ def cases(draw) -> Case:
         masks=masks,
         query_lengths=counts(lambda n: n) if draw(st.integers(0, 3)) == 0 else None,
         axes=axes,
+        may_be_native=axes is None and draw(st.booleans()),
         is_softmax=draw(st.integers(0, 2)) == 0,
         dtype=draw(st.sampled_from(sorted(TOLERANCES))),
         block_size=draw(st.sampled_from([1, 4, 8, 64])),
@@ -176,7 +179,10 @@ def run(case: Case, calls: list[Call], cotangents: list[np.ndarray], times) -> t
         out, vjp = jax.vjp(form, inputs, tables)
         return out, *vjp(cotangent)
 
-    out, of_inputs, of_tables = both(inputs, tables, given, cotangent)
+    with pytest.MonkeyPatch.context() as patch:
+        if case.may_be_native:
+            patch.setattr(jax, "device_count", lambda: 1)
+        out, of_inputs, of_tables = both(inputs, tables, given, cotangent)
     results = {"out": out, **of_inputs}
     if case.axes is None:
         results = {name: x[None] for name, x in results.items()}

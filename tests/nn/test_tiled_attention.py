@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrec.nn import hstu_attention, jagged_attention, time_bucket
+from jaxrec.nn import hstu_attention, jagged_attention, jagged_tiles, time_bucket
 from tests.nn import attention_oracle as oracle
 from tests.nn.attention_oracle import Call, Mask
 
@@ -115,6 +116,17 @@ def test_hstu(name):
 
 
 @pytest.mark.usefixtures("compiled_fast")
+def test_a_group_that_begins_in_the_block_before():
+    """A row of targets alone, of which one group lies in two blocks, and then a row of history."""
+    q, k, v, lengths, _ = draw([5, 7], 0)
+    mask = Mask(num_targets=(5, 0), target_group_size=5)
+    attend = jax.jit(functools.partial(hstu_attention, target_group_size=5, block_size=4))
+    found = attend(q, k, v, lengths, num_targets=np.array([5, 0], np.int32))
+    expected, _ = oracle.hstu(call_of(q, k, v, lengths, mask=mask), v)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("compiled_fast")
 def test_several_trips(monkeypatch):
     """With room for two tiles a trip, every tile is still made once."""
     monkeypatch.setattr("jaxrec.nn.jagged_tiles.PAIRS_AT_ONCE", 2 * 4 * 4 * HEADS)
@@ -132,6 +144,38 @@ def test_large_scores_do_not_overflow():
     out = attend(q * 100, k * 100, v, lengths)
     expected, _ = oracle.softmax(call_of(q * 100, k * 100, v, lengths, mask=Mask()), v)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gpus_add_no_floats_by_atomics():
+    """So that a step repeats bit for bit: each scatter adds to a place once."""
+    q, k, v, lengths, _ = draw(LENGTHS["one-long"], 0)
+
+    def loss(q, k, v):
+        return hstu_attention(q, k, v, lengths, block_size=8).sum()
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    lowered = gradient.trace(q, k, v).lower(lowering_platforms=("cuda",))
+    scatters = re.findall(
+        r'"stablehlo.scatter".*?unique_indices = (\w+).*?\^bb0\(%\w+: tensor<(\w+)>',
+        lowered.as_text(),
+        re.DOTALL,
+    )
+    assert [is_unique for is_unique, dtype in scatters if dtype == "f32"] == ["true"] * 3
+
+
+def test_sums_of_equal_blocks():
+    """As on GPUs, here on a CPU."""
+    rng = np.random.default_rng(0)
+    array, parts = rng.standard_normal((4, 2, 3)), rng.standard_normal((6, 2, 3))
+    blocks = np.array([1, 0, 1, 4, 4, 1], np.int32)  # 4: none
+    expected = array.copy()
+    np.add.at(expected, blocks[[0, 1, 2, 5]], parts[[0, 1, 2, 5]])
+    arrays = (jnp.asarray(x, jnp.float32) for x in (array, parts))
+    (array, parts), blocks = arrays, jnp.asarray(blocks)
+    for add in (jagged_tiles._scatter_sums, jagged_tiles._scatter):
+        np.testing.assert_allclose(
+            add((array,), blocks, (parts,))[0], expected, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_memory_does_not_grow_with_the_square():

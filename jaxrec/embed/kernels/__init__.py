@@ -1,4 +1,4 @@
-"""The primitives, each with several implementations: lookups, fused updates, products of pairs.
+"""The primitives, each with several implementations: lookups, updates, products, attention.
 
 * `base`: data types and operands, and the rules that every implementation obeys. Begin there.
 * `reference`, `updates`, `stretches`: the definition of each primitive, in XLA.
@@ -32,3 +32,5 @@ sum_rows = Primitive(reference.sum_rows, static=("num_rows", "bound"))
 fused_update = Primitive(reference.fused_update, static=("optimizer", "table_starts"))
 pair_products = Primitive(reference.pair_products)
 pair_gradients = Primitive(reference.pair_gradients)
+attention = Primitive(reference.attention, static=("alpha",))
+attention_gradients = Primitive(reference.attention_gradients, static=("alpha",))

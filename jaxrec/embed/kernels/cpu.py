@@ -77,6 +77,8 @@ _FUNCTIONS = (
     "fused_update",
     "pair_products",
     "pair_gradients",
+    "attention",
+    "attention_gradients",
     "packed_pooled_lookup",
     "packed_row_lookup",
 )
@@ -151,6 +153,12 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     vectors = arguments.get("vectors")
     if vectors is not None and vectors.dtype.name != "float32":
         return f"vectors are float32, not {vectors.dtype.name}"
+    query = arguments.get("query")
+    if query is not None:
+        if query.dtype.name != "float32":
+            return f"queries are float32, not {query.dtype.name}"
+        if max(query.shape[2], arguments["value"].shape[2]) > MAX_DIM:
+            return f"vectors have at most {MAX_DIM} elements"
     gradients = arguments.get("gradients")
     if gradients is not None:
         if gradients.dtype.name not in ROW_TYPES:
@@ -329,3 +337,35 @@ def pair_gradients(
     call = native_function("pair_gradients", [form], vmap_method="broadcast_all")
     (gradients,) = call(vectors, gradient.astype(vectors.dtype))
     return gradients
+
+
+def attention(
+    query: Float[Array, "queries heads dim"],
+    key: Float[Array, "keys heads dim"],
+    value: Float[Array, "keys heads value_dim"],
+    ranges: Int32[Array, "ends queries"],
+    offsets: Int32[Array, "2 starts"],
+    bias: Float[Array, "distances heads"],
+    alpha: float,
+) -> Float[Array, "queries heads value_dim"]:
+    form = jax.ShapeDtypeStruct((*query.shape[:2], value.shape[2]), query.dtype)
+    call = native_function("attention", [form])
+    (out,) = call(query, key, value, ranges, offsets, bias, alpha=np.float32(alpha))
+    return out
+
+
+def attention_gradients(
+    query: Float[Array, "queries heads dim"],
+    key: Float[Array, "keys heads dim"],
+    value: Float[Array, "keys heads value_dim"],
+    ranges: Int32[Array, "ends queries"],
+    offsets: Int32[Array, "2 starts"],
+    bias: Float[Array, "distances heads"],
+    gradient: Float[Array, "queries heads value_dim"],
+    alpha: float,
+) -> tuple[Array, Array, Array, Array]:
+    forms = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (query, key, value, bias)]
+    call = native_function("attention_gradients", forms)
+    operands = (query, key, value, ranges, offsets, bias, gradient)
+    of_query, of_key, of_value, of_bias = call(*operands, alpha=np.float32(alpha))
+    return of_query, of_key, of_value, of_bias

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int, Int32, Shaped
@@ -166,6 +167,62 @@ def pair_gradients(
     padded = jnp.pad(gradient, ((0, 0), (0, 1)))
     symmetric = jnp.take(padded, _pairs_of_positions(n), axis=1, mode="clip").reshape(batch, n, n)
     return jnp.einsum("bij,bjd->bid", symmetric, vectors)
+
+
+def attention(
+    query: Float[Array, "queries heads dim"],
+    key: Float[Array, "keys heads dim"],
+    value: Float[Array, "keys heads value_dim"],
+    ranges: Int32[Array, "ends queries"],
+    offsets: Int32[Array, "2 starts"],
+    bias: Float[Array, "distances heads"],
+    alpha: float,
+) -> Float[Array, "queries heads value_dim"]:
+    """Return ``SiLU(alpha q k^T + bias) v``, summed over the keys that each query sees.
+
+    Args:
+        query: Queries of all rows, one after the other.
+        key: Keys.
+        value: Values.
+        ranges: First and last key that each query sees, and its own place among the keys; then,
+            where there are groups, the first key of its group, and it sees the keys from there to
+            its own place, too. No query sees keys of another row.
+        offsets: Where the queries of each row begin, and its keys.
+        bias: Bias by the distance from key to query, the last one for larger distances. Without
+            any distance: no bias.
+        alpha: Factor of the products.
+    """
+    # Memory is quadratic: this defines the primitive. `jaxrec.nn.hstu_attention` computes it tile
+    # by tile where no other implementation does.
+    first, last, own, *group = ranges[:, :, None]
+    place = jnp.arange(key.shape[0], dtype=jnp.int32)[None]
+    is_seen = (first <= place) & (place <= last)
+    for start in group:
+        is_seen = is_seen | ((start <= place) & (place <= own))
+    scores = alpha * jnp.einsum("ahd,bhd->hab", query, key)
+    if bias.shape[0]:
+        distance = jnp.clip(own - place, 0, bias.shape[0] - 1)
+        scores = scores + jnp.moveaxis(bias[distance], -1, 0)
+    weights = jnp.where(is_seen[None], jax.nn.silu(scores), 0)
+    return jnp.einsum("hab,bhe->ahe", weights, value)
+
+
+def attention_gradients(
+    query: Float[Array, "queries heads dim"],
+    key: Float[Array, "keys heads dim"],
+    value: Float[Array, "keys heads value_dim"],
+    ranges: Int32[Array, "ends queries"],
+    offsets: Int32[Array, "2 starts"],
+    bias: Float[Array, "distances heads"],
+    gradient: Float[Array, "queries heads value_dim"],
+    alpha: float,
+) -> tuple[Array, Array, Array, Array]:
+    """Return the gradients of query, key, value and bias, given that of `attention`."""
+
+    def forward(query: Array, key: Array, value: Array, bias: Array) -> Array:
+        return attention(query, key, value, ranges, offsets, bias, alpha)
+
+    return jax.vjp(forward, query, key, value, bias)[1](gradient)
 
 
 def check_vectors(vectors: Array, gradient: Array | None = None) -> tuple[int, int, int]:

@@ -7,12 +7,14 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "attention.h"
 #include "dot_products.h"
 #include "kernels.h"
 #include "lookup.h"
@@ -628,6 +630,132 @@ void check_pairs(int64_t samples, int64_t n, int64_t dim) {
   }
 }
 
+// Rows with ranges of keys at random, some of them outside of the row.
+struct AttentionData {
+  AttentionData(std::vector<int32_t> lengths, int64_t heads, int64_t dim, int64_t value_dim,
+                int64_t distances, bool has_groups)
+      : heads(heads), dim(dim), value_dim(value_dim), distances(distances) {
+    offsets = {0};
+    for (int32_t length : lengths) offsets.push_back(offsets.back() + length);
+    n = offsets.back() + 2;  // With padding.
+    for (auto* array : {&query, &key}) fill(*array, n * heads * dim);
+    for (auto* array : {&value, &gradient}) fill(*array, n * heads * value_dim);
+    fill(bias, distances * heads);
+    first.assign(n, std::numeric_limits<int32_t>::max());
+    last.assign(n, -1);
+    own.assign(n, -1);
+    group = first;
+    for (size_t row = 0; row < lengths.size(); ++row) {
+      const int32_t begin = offsets[row], end = offsets[row + 1];
+      for (int32_t i = begin; i < end; ++i) {
+        std::uniform_int_distribution<int32_t> place(begin - 3, end + 2);
+        first[i] = place(generator);
+        last[i] = place(generator);
+        own[i] = i;
+        group[i] = i - static_cast<int32_t>(generator() % 3);
+      }
+    }
+    if (!has_groups) group.clear();
+  }
+
+  void fill(std::vector<float>& array, int64_t size) {
+    std::normal_distribution<float> normal;
+    array.resize(size);
+    for (float& x : array) x = normal(generator);
+  }
+
+  Attention attention(const std::vector<int32_t>& cut) const {
+    const int32_t* groups = group.empty() ? nullptr : group.data();
+    return {query.data(), key.data(), value.data(), n, n, heads, dim, value_dim,
+            {first.data(), last.data(), own.data(), groups}, cut.data(), cut.data(),
+            static_cast<int64_t>(cut.size()) - 1, distances ? bias.data() : nullptr, distances,
+            0.5f};
+  }
+
+  std::mt19937 generator{3};
+  int64_t n, heads, dim, value_dim, distances;
+  std::vector<int32_t> offsets, first, last, own, group;
+  std::vector<float> query, key, value, gradient, bias;
+};
+
+struct AttentionResults {
+  explicit AttentionResults(const AttentionData& of)
+      : out(of.value.size(), NAN), query(of.query.size(), NAN), key(of.key.size(), NAN),
+        value(of.value.size(), NAN), bias(of.bias.size(), NAN) {}
+
+  AttentionGradients gradients(const AttentionData& of) {
+    return {of.gradient.data(), query.data(), key.data(), value.data(), bias.data()};
+  }
+  bool operator==(const AttentionResults& other) const {
+    return out == other.out && query == other.query && key == other.key &&
+           value == other.value && bias == other.bias;
+  }
+
+  std::vector<float> out, query, key, value, bias;
+};
+
+void check_attention(const AttentionData& of) {
+  std::vector<double> out(of.value.size()), query(of.query.size()), key(of.key.size()),
+      value(of.value.size()), bias(of.bias.size());
+  const int64_t dim = of.dim, value_dim = of.value_dim, heads = of.heads;
+  for (size_t row = 0; row + 1 < of.offsets.size(); ++row) {
+    for (int64_t i = of.offsets[row]; i < of.offsets[row + 1]; ++i) {
+      for (int64_t j = of.offsets[row]; j < of.offsets[row + 1]; ++j) {
+        const bool is_grouped = !of.group.empty() && of.group[i] <= j && j <= of.own[i];
+        if (!(of.first[i] <= j && j <= of.last[i]) && !is_grouped) continue;
+        for (int64_t h = 0; h < heads; ++h) {
+          const int64_t a = (i * heads + h) * dim, b = (j * heads + h) * dim;
+          const int64_t c = (i * heads + h) * value_dim, e = (j * heads + h) * value_dim;
+          const int64_t distance = std::min(std::max<int64_t>(i - j, 0), of.distances - 1);
+          double score = of.distances ? of.bias[distance * heads + h] : 0.0, given = 0;
+          for (int64_t d = 0; d < dim; ++d) score += 0.5 * of.query[a + d] * of.key[b + d];
+          const double gate = 1 / (1 + std::exp(-score)), weight = score * gate;
+          for (int64_t d = 0; d < value_dim; ++d) {
+            out[c + d] += weight * of.value[e + d];
+            value[e + d] += weight * of.gradient[c + d];
+            given += static_cast<double>(of.gradient[c + d]) * of.value[e + d];
+          }
+          const double slope = given * gate * (1 + score * (1 - gate));
+          if (of.distances) bias[distance * heads + h] += slope;
+          for (int64_t d = 0; d < dim; ++d) {
+            query[a + d] += 0.5 * slope * of.key[b + d];
+            key[b + d] += 0.5 * slope * of.query[a + d];
+          }
+        }
+      }
+    }
+  }
+  std::unique_ptr<AttentionResults> before;
+  for (int threads : {1, 3}) {
+    AttentionResults found(of);
+    with_team(threads, [&](Team& team) {
+      attend(team, of.attention(of.offsets), found.out.data());
+      attend_gradients(team, of.attention(of.offsets), found.gradients(of));
+    });
+    const auto compare = [&](const std::vector<float>& got, const std::vector<double>& exact,
+                             const char* what) {
+      for (size_t i = 0; i < got.size(); ++i) require(is_close(got[i], exact[i], 1e-3), what);
+    };
+    compare(found.out, out, "attention");
+    compare(found.query, query, "the gradient of queries");
+    compare(found.key, key, "the gradient of keys");
+    compare(found.value, value, "the gradient of values");
+    compare(found.bias, bias, "the gradient of the bias");
+    if (before != nullptr) require(found == *before, "the bits of attention");
+    before = std::make_unique<AttentionResults>(found);
+  }
+  // Offsets and places that the arrays do not have.
+  AttentionData wrong = of;
+  for (int32_t& place : wrong.own) place *= 1000;
+  for (std::vector<int32_t> cut : {std::vector<int32_t>{0, 1 << 30, 5}, {0, -7, 1 << 30}, {3}}) {
+    AttentionResults found(of);
+    with_team(2, [&](Team& team) {
+      attend(team, wrong.attention(cut), found.out.data());
+      attend_gradients(team, wrong.attention(cut), found.gradients(of));
+    });
+  }
+}
+
 void check_new_rows() {
   // Smaller and larger than a piece, a pattern and a huge page.
   for (int64_t row_bytes : {int64_t{4}, int64_t{12}, int64_t{40000}}) {
@@ -696,6 +824,11 @@ int main() {
       for (int64_t dim : {0, 1, 3, 4, 16, 21, 65}) check_pairs(3, n, dim);
     }
     check_pairs(2000, 9, 10);  // In several pieces.
+    check_attention({{5, 0, 1, 70}, 2, 8, 5, 0, true});
+    check_attention({{64, 130, 3}, 1, 33, 16, 20, false});
+    check_attention({{200}, 3, 4, 32, 300, true});
+    check_attention({std::vector<int32_t>(90, 30), 2, 21, 3, 4, true});  // In several pieces.
+    check_attention({{}, 2, 4, 4, 3, true});
   }
   std::printf("native kernels: %d instruction sets agree\n", checked);
 }

@@ -100,6 +100,15 @@ _UPDATE: dict[str, Any] = dict.fromkeys(
     "parts": np.int64(2),
 }
 
+_ATTENTION = {
+    "query": floats(5, 2, 4),
+    "key": floats(6, 2, 4),
+    "value": floats(6, 2, 3),
+    "ranges": ints(4, 5),
+    "offsets": ints(2, 3),
+    "bias": floats(7, 2),
+}
+
 CALLS = {
     "new_rows": Call({"row": floats(3)}, {"result": floats(5, 3)}),
     "pooled_lookup": Call({**_BATCH, "table": floats(10, 4)}, {"result": floats(4, 4)}, _LAYOUT),
@@ -164,6 +173,17 @@ CALLS = {
     "pair_products": Call({"vectors": floats(2, 3, 4)}, {"result": floats(2, 3)}),
     "pair_gradients": Call(
         {"vectors": floats(2, 3, 4), "gradient": floats(2, 3)}, {"result": floats(2, 3, 4)}
+    ),
+    "attention": Call(_ATTENTION, {"result": floats(5, 2, 3)}, {"alpha": np.float32(1)}),
+    "attention_gradients": Call(
+        _ATTENTION | {"gradient": floats(5, 2, 3)},
+        {
+            "of_query": floats(5, 2, 4),
+            "of_key": floats(6, 2, 4),
+            "of_value": floats(6, 2, 3),
+            "of_bias": floats(7, 2),
+        },
+        {"alpha": np.float32(1)},
     ),
 }
 
@@ -316,6 +336,25 @@ FAULTS = {
             ("short", r"products have the shape \[2, 2\]", {"result": floats(2, 2)}),
             ("samples", r"products have the shape \[1, 3\]", {"result": floats(1, 3)}),
             ("vector", r"`vectors` has the shape \[4\]", {"vectors": floats(4)}),
+        ],
+        "attention": [
+            ("matrix", "rank", {"query": floats(5, 8)}),
+            ("key_heads", r"`key` has the shape \[6, 1, 4\]", {"key": floats(6, 1, 4)}),
+            ("key_short", r"`key` has the shape \[5, 2, 4\]", {"key": floats(5, 2, 4)}),
+            ("wide", "more than 4096 columns", {"query": floats(5, 2, 5000)}),
+            ("two_ranges", r"`ranges` has the shape \[2, 5\]", {"ranges": ints(2, 5)}),
+            ("ranges_short", r"`ranges` has the shape \[4, 4\]", {"ranges": ints(4, 4)}),
+            ("offsets", r"`offsets` has the shape \[2, 0\]", {"offsets": ints(2, 0)}),
+            ("bias_heads", r"`bias` has the shape \[7, 1\]", {"bias": floats(7, 1)}),
+            ("result", r"the result` has the shape \[5, 2, 4\]", {"result": floats(5, 2, 4)}),
+            ("no_alpha", "number of attributes", {"alpha": None}),
+        ],
+        "attention_gradients": [
+            ("gradient", r"`gradient` has the shape \[6, 2, 3\]", {"gradient": floats(6, 2, 3)}),
+            ("of_query", r"queries' gradient` has the shape", {"of_query": floats(6, 2, 4)}),
+            ("of_key", r"keys' gradient` has the shape", {"of_key": floats(5, 2, 4)}),
+            ("of_value", r"values' gradient` has the shape", {"of_value": floats(6, 2, 4)}),
+            ("of_bias", r"bias's gradient has the shape \[6, 2\]", {"of_bias": floats(6, 2)}),
         ],
         "pair_gradients": [
             ("gradient_short", r"products have the shape \[2, 2\]", {"gradient": floats(2, 2)}),

@@ -3,6 +3,7 @@
 #include <thread>
 #include <vector>
 
+#include "attention.h"
 #include "dot_products.h"
 #include "lookup.h"
 #include "new_rows.h"
@@ -322,6 +323,81 @@ ffi::Error pair_gradients_call(ffi::ThreadPool pool, Floats vectors, Floats grad
   return ffi::Error::Success();
 }
 
+using Heads = ffi::Buffer<ffi::F32, 3>;  // [elements, heads, columns]
+
+bool has_shape(Checks& checks, const char* name, const Heads& array, int64_t elements,
+               int64_t heads, int64_t columns) {
+  const int64_t wanted[] = {elements, heads, columns};
+  const Dimensions dimensions = array.dimensions();
+  return checks.require(are_equal(dimensions, {wanted, 3}), "`", name, "` has the shape ",
+                        shape_of(dimensions), ", not ", shape_of({wanted, 3}));
+}
+
+// Ranges are [3 or 4, queries] and offsets [2, rows + 1].
+Attention read_attention(Checks& checks, const Heads& query, const Heads& key, const Heads& value,
+                         const Ints& ranges, const Ints& offsets, const Floats& bias, float alpha) {
+  const Dimensions of_query = query.dimensions(), of_value = value.dimensions();
+  const int64_t queries = of_query[0], heads = of_query[1], dim = of_query[2], keys = of_value[0];
+  checks.require(queries <= kMostRows && keys <= kMostRows, "there are more than ", kMostRows,
+                 " queries or keys");
+  checks.require(dim <= kMaxDim && of_value[2] <= kMaxDim, "vectors have more than ", kMaxDim,
+                 " columns");
+  has_shape(checks, "key", key, keys, heads, dim);
+  has_shape(checks, "value", value, keys, heads, of_value[2]);
+  const Dimensions of_ranges = ranges.dimensions(), of_offsets = offsets.dimensions();
+  checks.require(of_ranges.size() == 2 && (of_ranges[0] == 3 || of_ranges[0] == 4) &&
+                     of_ranges[1] == queries,
+                 "`ranges` has the shape ", shape_of(of_ranges), ", not [3 or 4, ", queries, "]");
+  checks.require(of_offsets.size() == 2 && of_offsets[0] == 2 && of_offsets[1] > 0,
+                 "`offsets` has the shape ", shape_of(of_offsets), ", not [2, rows + 1]");
+  const Dimensions of_bias = bias.dimensions();
+  checks.require(of_bias.size() == 2 && (of_bias[0] == 0 || of_bias[1] == heads),
+                 "`bias` has the shape ", shape_of(of_bias), ", not [distances, ", heads, "]");
+  if (!checks.passed()) return {};
+  const int32_t* range = ranges.typed_data();
+  const int32_t* group = of_ranges[0] == 4 ? range + 3 * queries : nullptr;
+  const int64_t rows = of_offsets[1] - 1;
+  return {query.typed_data(), key.typed_data(), value.typed_data(), queries, keys, heads, dim,
+          of_value[2], {range, range + queries, range + 2 * queries, group}, offsets.typed_data(),
+          offsets.typed_data() + rows + 1, rows, given(bias), of_bias[0], alpha};
+}
+
+ffi::Error attention_call(ffi::ThreadPool pool, Heads query, Heads key, Heads value, Ints ranges,
+                          Ints offsets, Floats bias, ffi::Result<Heads> out, float alpha) {
+  Checks checks;
+  const Attention of =
+      read_attention(checks, query, key, value, ranges, offsets, bias, alpha);
+  if (!checks.passed()) return checks.error();
+  has_shape(checks, "the result", *out, of.num_queries, of.heads, of.value_dim);
+  if (!checks.passed()) return checks.error();
+  Team team = make_team(pool);
+  attend(team, of, out->typed_data());
+  return ffi::Error::Success();
+}
+
+ffi::Error attention_gradients_call(ffi::ThreadPool pool, Heads query, Heads key, Heads value,
+                                    Ints ranges, Ints offsets, Floats bias, Heads gradient,
+                                    ffi::Result<Heads> of_query, ffi::Result<Heads> of_key,
+                                    ffi::Result<Heads> of_value, ffi::Result<Floats> of_bias,
+                                    float alpha) {
+  Checks checks;
+  const Attention of =
+      read_attention(checks, query, key, value, ranges, offsets, bias, alpha);
+  if (!checks.passed()) return checks.error();
+  has_shape(checks, "gradient", gradient, of.num_queries, of.heads, of.value_dim);
+  has_shape(checks, "the queries' gradient", *of_query, of.num_queries, of.heads, of.dim);
+  has_shape(checks, "the keys' gradient", *of_key, of.num_keys, of.heads, of.dim);
+  has_shape(checks, "the values' gradient", *of_value, of.num_keys, of.heads, of.value_dim);
+  checks.require(are_equal(of_bias->dimensions(), bias.dimensions()),
+                 "the bias's gradient has the shape ", shape_of(of_bias->dimensions()), ", not ",
+                 shape_of(bias.dimensions()));
+  if (!checks.passed()) return checks.error();
+  Team team = make_team(pool);
+  attend_gradients(team, of, {gradient.typed_data(), of_query->typed_data(), of_key->typed_data(),
+                              of_value->typed_data(), of_bias->typed_data()});
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace jaxrec
 
@@ -450,6 +526,34 @@ JAXREC_EXPORT(jaxrec_pair_gradients, jaxrec::pair_gradients_call,
                   .Arg<jaxrec::Floats>()
                   .Arg<jaxrec::Floats>()
                   .Ret<jaxrec::Floats>());
+
+JAXREC_EXPORT(jaxrec_attention, jaxrec::attention_call,
+              ffi::Ffi::Bind()
+                  .Ctx<ffi::ThreadPool>()
+                  .Arg<jaxrec::Heads>()
+                  .Arg<jaxrec::Heads>()
+                  .Arg<jaxrec::Heads>()
+                  .Arg<jaxrec::Ints>()
+                  .Arg<jaxrec::Ints>()
+                  .Arg<jaxrec::Floats>()
+                  .Ret<jaxrec::Heads>()
+                  .Attr<float>("alpha"));
+
+JAXREC_EXPORT(jaxrec_attention_gradients, jaxrec::attention_gradients_call,
+              ffi::Ffi::Bind()
+                  .Ctx<ffi::ThreadPool>()
+                  .Arg<jaxrec::Heads>()
+                  .Arg<jaxrec::Heads>()
+                  .Arg<jaxrec::Heads>()
+                  .Arg<jaxrec::Ints>()
+                  .Arg<jaxrec::Ints>()
+                  .Arg<jaxrec::Floats>()
+                  .Arg<jaxrec::Heads>()
+                  .Ret<jaxrec::Heads>()
+                  .Ret<jaxrec::Heads>()
+                  .Ret<jaxrec::Heads>()
+                  .Ret<jaxrec::Floats>()
+                  .Attr<float>("alpha"));
 
 extern "C" {
 

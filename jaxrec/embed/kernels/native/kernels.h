@@ -191,6 +191,49 @@ struct PairGradientBlock : Vectors {
   float* out;             // Like the vectors.
 };
 
+// The keys that each query sees: from `first` to `last`, and from `group` to the query itself, by
+// their positions in the array of keys. Without groups `group` is null.
+struct KeyRanges {
+  const int32_t* first;
+  const int32_t* last;
+  const int32_t* own;
+  const int32_t* group;
+};
+
+// The keys that any of a block of queries sees.
+struct Reach {
+  int32_t first, last, group, own;
+};
+
+// Queries and keys of a tile of attention.
+constexpr int64_t kAttentionTile = 64;
+
+// One head of the attention within one row. Arrays begin at the head's columns of the first element
+// of all rows; elements are `query_stride` or `value_stride` floats apart.
+struct AttentionRow {
+  const float* query;
+  const float* key;
+  const float* value;
+  int64_t first_query, num_queries, first_key, num_keys;
+  int64_t dim, value_dim, query_stride, value_stride;
+  KeyRanges ranges;
+  const Reach* reaches;  // Of each tile's queries.
+  const float* bias;     // By key minus query, from `bias_origin` on; or null.
+  int64_t bias_origin;
+  float alpha;
+  float* out;
+  const float* gradient;  // Of the output.
+  float* of_query;
+  float* of_key;
+  float* of_value;
+  float* of_bias;  // Like the bias; or null.
+};
+
+// Floats of scratch for a row.
+constexpr int64_t attention_scratch(int64_t dim, int64_t value_dim) {
+  return (dim + value_dim + 2 * kAttentionTile) * kAttentionTile;
+}
+
 // How lookups ask for rows before they need them.
 //
 // Zen 4 reads random rows of 256 bytes at 24 GB/s on two cores if they are asked for into the
@@ -224,6 +267,10 @@ struct Kernels {
   void (*multiply_pairs)(const PairBlock&, float* scratch);
   // The gradients of the vectors.
   void (*sum_pairs)(const PairGradientBlock&);
+  // Adds the row's output to zeros.
+  void (*attend_row)(const AttentionRow&, float* scratch);
+  // Adds the row's gradients to zeros.
+  void (*attend_row_gradients)(const AttentionRow&, float* scratch);
 };
 
 // The widest vector of any instruction set, in floats.

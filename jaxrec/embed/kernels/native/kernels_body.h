@@ -19,11 +19,13 @@ namespace {
 
 #include "pairs.h"
 
+#include "attention_tiles.h"
+
 }  // namespace
 
 const Kernels kKernels = {JAXREC_ISA_NAME, pool, copy_rows, pool_packed, unpack_rows,
                           packed_row_bytes_of, update, sum_runs, sum, apply, add_rows,
-                          multiply_pairs, sum_pairs};
+                          multiply_pairs, sum_pairs, attend_row, attend_row_gradients};
 
 }  // namespace JAXREC_ISA
 }  // namespace jaxrec

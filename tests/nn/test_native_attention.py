@@ -1,0 +1,93 @@
+"""Attention is trained by native kernels in a process with one device, and by XLA elsewhere."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrec.embed import kernels
+from jaxrec.embed.kernels import cpu
+from jaxrec.nn import hstu_attention
+
+pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("compiled_fast")]
+
+LENGTHS = np.array([3, 0, 70, 6], np.int32)
+TARGETS = np.array([1, 0, 20, 6], np.int32)
+CAPACITY = 82
+
+
+def draw(dtype):
+    rng = np.random.default_rng(0)
+    shapes = ((CAPACITY, 2, 4), (CAPACITY, 2, 4), (CAPACITY, 2, 3), (9, 2))
+    arrays = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+    for array in arrays[:3]:
+        array[LENGTHS.sum() :] = np.nan
+    return arrays
+
+
+def program(dtype, **options):
+    """Attention with its gradients, lowered for the arrays."""
+
+    def loss(query, key, value, bias):
+        out = hstu_attention(
+            query, key, value, LENGTHS, num_targets=TARGETS, contextual_length=2, alpha=0.5,
+            scale=0.1, position_bias=bias, **options,
+        )  # fmt: skip
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3))).lower(*draw(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_one_device_and_eight(monkeypatch, dtype):
+    eight = program(dtype)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    one = program(dtype)
+    assert "jaxrec_attention" not in eight.as_text()
+    if cpu.missing() is None:
+        assert "jaxrec_attention_gradients" in one.as_text()
+    arrays = draw(dtype)
+    tolerance = 1e-5 if dtype == "float32" else 3e-2
+    found, expected = (jax.tree.leaves(each.compile()(*arrays)) for each in (one, eight))
+    for got, want in zip(found, expected, strict=True):
+        assert got.dtype == want.dtype
+        want = np.asarray(want, np.float64)
+        bound = tolerance * (1 + np.abs(want).max())
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=bound)
+
+
+def test_what_native_kernels_leave_to_xla(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    times = np.arange(CAPACITY, dtype=np.int32)
+    timed = program("float32", time_bias=np.ones((3, 2), np.float32), timestamps=times)
+    with kernels.use_kernels("reference"):
+        refused = program("float32")
+    for each in (timed, refused):
+        assert "jaxrec_attention" not in each.as_text()
+
+
+def test_forward_passes_call_nothing_native(monkeypatch):
+    """So that an exported program runs wherever XLA does."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    query, key, value, _ = draw("float32")
+    lowered = jax.jit(lambda *arrays: hstu_attention(*arrays, LENGTHS)).lower(query, key, value)
+    assert "jaxrec_attention" not in lowered.as_text()
+
+
+def test_second_derivatives(monkeypatch):
+    """In forward mode over reverse mode, as `jax.hessian` takes them."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 1, 2)), jnp.float32)
+
+    def native(x):
+        return (hstu_attention(x, x, x, jnp.array([3, 1]), block_size=2) ** 2).sum()
+
+    def plain(x):
+        rows = x[:3, 0], x[3:4, 0]
+        weights = [jnp.tril(jax.nn.silu(row @ row.T)) for row in rows]
+        return sum(((w @ row) ** 2).sum() for w, row in zip(weights, rows, strict=True))
+
+    found, expected = (jax.jit(jax.hessian(loss))(x) for loss in (native, plain))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
