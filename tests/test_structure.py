@@ -78,7 +78,12 @@ TESTED_BY = {
         "nn/transformers",
         "nn/wide_deep",
     ),
+    "nn/test_hstu_ranker": (
+        "nn/ranker_features",
+        "nn/transduction_stack",
+    ),
     "nn/test_pools": ("mesh/pool_rows",),
+    "nn/test_ranker_serving": ("nn/history_cache",),
     "nn/test_tiled_attention": ("nn/jagged_tiles",),
     "optim/test_base": ("optim/checks",),
     "plan/test_solver": ("plan/program",),

@@ -94,6 +94,28 @@ def test_dlrm_mlperf(example, monkeypatch):
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
 
 
+def test_hstu_ranker(example):
+    module = example("hstu_ranker")
+    found = module.main(module.Settings(steps=150, batch_size=64, num_items=80, max_history=10))
+    assert found["best possible AUC"] == pytest.approx(0.85, abs=0.02)
+    assert found["AUC"] > 0.7
+    assert found["difference with a cache"] < 1e-4
+
+
+def test_dlrm_v4(example, monkeypatch):
+    module = example("dlrm_v4")
+    tables = module.ITEMS | module.CONTEXT
+    assert len(tables) == 11
+    assert sum(tables.values()) * module.DIM * 4 == pytest.approx(600.2e9, rel=1e-3)
+    monkeypatch.setattr(module, "DIM", 32)
+    settings = module.Settings(scale=1e-6, length=12, steps=30, learning_rate=0.02, devices=1)
+    losses = module.main(settings)
+    assert losses[0] == pytest.approx(0.2 * 0.693, abs=0.05)
+    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+    losses = module.main(module.Settings(scale=1e-6, length=12, steps=2, remat=True, bfloat16=True))
+    assert np.isfinite(losses).all()
+
+
 def test_deepfm_movielens(example, tmp_path):
     movielens.write(tmp_path / "ml-100k")
     module = example("deepfm_movielens")

@@ -69,18 +69,77 @@ def sequence_outputs(module, features):
     return {"states": out["history"], "target": nn.last_states(out["target"])}
 
 
+def ranker(rngs, **types):
+    tables = [
+        jaxrec.EmbeddingConfig("item", ROWS, DIM, ("history", "b")),
+        jaxrec.EmbeddingConfig("user", ROWS, DIM, ("target",)),
+    ]
+    return nn.HSTURanker(
+        jaxrec.EmbeddingCollection(tables, optimizer=jaxrec.optim.sgd(1.0), rngs=rngs),
+        nn.RankerFeatures(
+            {"history": "b"},
+            context={"target": 1},
+            times=("time", "b_time"),
+            actions=("action", "b_action"),
+        ),
+        [nn.Task("click", bit=1), nn.Task("like", bit=2)],
+        dim=6,
+        num_layers=2,
+        num_heads=2,
+        max_length=10,
+        action_bits=(1, 2),
+        num_positions=8,
+        num_times=4,
+        token_hidden_dim=5,
+        item_hidden_dim=5,
+        task_hidden_sizes=(5,),
+        dropout_rate=0.1,
+        rngs=rngs,
+        **types,
+    )
+
+
+def ranker_outputs(module, features):
+    """Logits of a ranker whose times and actions follow from its ids."""
+    columns = features.to_dict()
+    for key, prefix in (("history", ""), ("b", "b_")):
+        column = columns[key]
+        columns[f"{prefix}time"] = dataclasses.replace(column, values=column.values * 60)
+        columns[f"{prefix}action"] = dataclasses.replace(column, values=column.values & 3)
+    logits = module(jaxrec.KeyedJaggedArray.from_dict(columns))
+    return jaxrec.JaggedArray(logits, columns["b"].lengths)
+
+
+def with_times(module, column):
+    """A module that takes states, lengths and times, as a function of columns."""
+    times = jnp.arange(column.values.shape[-2], dtype=jnp.int32) * 7
+    times = jnp.broadcast_to(times, column.values.shape[:-1])
+    return dataclasses.replace(column, values=module(column.values, column.lengths, times))
+
+
 CLICKS = {"num_dense": 3, "bottom_layer_sizes": (5, DIM), "top_layer_sizes": (5, 1)}
 DLRM_INPUTS = (Dense((3,)), Bags(("a", "b")))
 HISTORY = (Bags(("history", "target")),)
 VECTORS = (Dense((DIM,)), Dense((3, DIM)))
 
 CASES = {
+    nn.ActionEncoder: Case(
+        lambda **t: nn.ActionEncoder((1, 2), 3, **t),
+        (Dense((4,)),),
+        # Actions follow from the input, which is not differentiated.
+        lambda module, x: module((x > 0).astype(jnp.int32) + 2),
+    ),
     nn.BERT4Rec: Case(
         lambda **t: nn.BERT4Rec(items(t["rngs"]), max_length=6, num_blocks=1, **t),
         HISTORY,
         sequence_outputs,
     ),
     nn.BERT4RecBlock: Case(lambda **t: nn.BERT4RecBlock(DIM, 2, **t), (Column(DIM),), over_column),
+    nn.ContextTokens: Case(
+        lambda **t: nn.ContextTokens(DIM, 6, {"user": 2}, **t),
+        (Column(DIM),),
+        lambda module, column: module({"user": column}, column.lengths).reshape(-1, 2, 6),
+    ),
     nn.CrossNet: Case(lambda **t: nn.CrossNet(6, 2, **t), (Dense((6,)),)),
     nn.DCNv2: Case(
         lambda **t: nn.DCNv2(
@@ -157,6 +216,13 @@ CASES = {
         ),
         (Bags(("a", "b")),),
     ),
+    nn.EventPositions: Case(
+        lambda **t: nn.EventPositions(6, DIM, num_times=4, **t), (Column(DIM),), with_times
+    ),
+    nn.EventTokens: Case(
+        lambda **t: nn.EventTokens(DIM, 6, hidden_dim=5, additional_dim=2, **t),
+        (Dense((DIM,)), Dense((2,))),
+    ),
     nn.ExtractionLayer: Case(
         lambda **t: nn.ExtractionLayer(
             6,
@@ -183,6 +249,10 @@ CASES = {
         (Bags(("a", "b")),),
         lambda module, features: module(features).values,
     ),
+    nn.GatedNorm: Case(
+        lambda **t: nn.GatedNorm(2, 3, norm="group", concat=("gate", "attended"), **t),
+        (Dense((6,)), Dense((6,))),
+    ),
     nn.Gate: Case(lambda **t: nn.Gate(6, 3, **t), (Dense((6,)), Dense((3, 4)))),
     nn.HSTU: Case(
         lambda **t: nn.HSTU(items(t["rngs"]), max_length=6, num_blocks=1, num_heads=2, **t),
@@ -204,6 +274,7 @@ CASES = {
             ),
         ),
     ),
+    nn.HSTURanker: Case(ranker, (Bags(("history", "b", "target")),), ranker_outputs),
     nn.InteractionDCNArch: Case(
         lambda **t: nn.InteractionDCNArch(3, DIM, num_layers=2, low_rank=2, **t), VECTORS
     ),
@@ -278,6 +349,25 @@ CASES = {
         lambda module, history, target: module(
             history, target.reshape(*history.lengths.shape, DIM)
         ).reshape(-1, DIM),
+    ),
+    nn.TargetNorm: Case(lambda **t: nn.TargetNorm(6, "l2", **t), (Dense((6,)),)),
+    nn.TargetTasks: Case(
+        lambda **t: nn.TargetTasks(
+            [nn.Task("click", bit=1), nn.Task("seconds")], 6, hidden_sizes=(5,), **t
+        ),
+        (Dense((6,)), Dense((6,))),
+    ),
+    nn.TransductionStack: Case(
+        lambda **t: nn.TransductionStack(
+            DIM, 2, 2, truncation=(1, 3), max_length=6, block_size=8, **t
+        ),
+        (Column(DIM),),
+        lambda module, column: jaxrec.JaggedArray(*module(column.values, column.lengths)),
+    ),
+    nn.TransductionUnit: Case(
+        lambda **t: nn.TransductionUnit(DIM, 2, max_length=6, block_size=8, **t),
+        (Column(DIM),),
+        over_column,
     ),
     nn.TwoTower: Case(
         lambda **t: nn.TwoTower(

@@ -33,8 +33,16 @@ GROUPS = {
         nn.PrunedEmbeddings,
         nn.TargetAttention,
     ),
-    "blocks": (nn.BERT4RecBlock, nn.HSTUBlock, nn.JaggedSelfAttention, nn.SASRecBlock),
-    "sequences": (nn.BERT4Rec, nn.DIN, nn.HSTU, nn.SASRec),
+    "blocks": (
+        nn.BERT4RecBlock,
+        nn.EventPositions,
+        nn.HSTUBlock,
+        nn.JaggedSelfAttention,
+        nn.SASRecBlock,
+        nn.TransductionStack,
+        nn.TransductionUnit,
+    ),
+    "sequences": (nn.BERT4Rec, nn.DIN, nn.HSTU, nn.HSTURanker, nn.SASRec),
     "clicks": (
         nn.DCNv2,
         nn.DLRM,
@@ -57,7 +65,7 @@ GROUPS["layers"] = tuple(
 )
 
 # Modules that drop out, or use the batch's statistics, in training.
-TRAINED = (nn.BERT4Rec, nn.DIN, nn.DeepFM, nn.Dice, nn.HSTU, nn.SASRec)
+TRAINED = (nn.BERT4Rec, nn.DIN, nn.DeepFM, nn.Dice, nn.HSTU, nn.HSTURanker, nn.SASRec)
 
 Kinds = tuple[type[nnx.Module], ...]
 
