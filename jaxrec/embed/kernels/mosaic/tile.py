@@ -1,0 +1,165 @@
+"""Tiles of rows: what one program of a Mosaic kernel loads at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int32
+
+from jaxrec.embed.kernels.mosaic.indexing import FLAT, Lanes, is_interpreted, stand_ins
+
+# Vectors that a thread loads in a turn of a loop, if rows are not wider.
+LOADS = 2
+
+# A program's number among all programs. Users' meshes have axes of other names.
+_PROGRAM = "jaxrec_program"
+
+Terms: TypeAlias = tuple[Array, ...]
+Find: TypeAlias = Callable[[Array], Any]  # loads the indices of each group's row at a position
+LoadTerms: TypeAlias = Callable[[Array, Any], Terms]  # loads these rows, given the position too
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Rows that one program loads at once: ``depth`` rows of each of ``groups`` groups.
+
+    Groups are bags or runs. Rows ``[groups, columns]`` are one row of each group.
+    """
+
+    lanes: Lanes
+    groups: int
+    depth: int = 1
+
+    @classmethod
+    def of(cls, lanes: Lanes, loads: int | None = None, depth: int | None = None) -> Tile:
+        """Return the tile in which each thread loads ``loads`` vectors, or more of wide rows."""
+        depth = depth or 1
+        passes = max((loads or LOADS) // (lanes.steps * depth), 1)
+        return cls(lanes, passes * lanes.height, depth)
+
+    def launch(
+        self,
+        kernel: functools.partial,
+        inputs: Any,
+        outputs: Any,
+        num_groups: int,
+        *,
+        interpret: bool,
+    ) -> Any:
+        """Run a kernel with one program for each tile of ``num_groups`` groups.
+
+        Arguments:
+            kernel: Function of references to the inputs and outputs, in this order.
+            inputs: Tuple of trees of arrays.
+            outputs: Tree of `jax.ShapeDtypeStruct` for new arrays, and of arrays to change in
+                place.
+            num_groups: Number of groups.
+            interpret: Whether to run the kernel without a GPU.
+        """
+        programs = -(-num_groups // self.groups)
+        launch = _interpret if interpret else _launch
+        arrays, tree = jax.tree.flatten(inputs)
+        targets, out_tree = jax.tree.flatten(outputs)
+
+        def body(*refs: Any) -> None:
+            outputs = out_tree.unflatten(refs[len(arrays) :])
+            kernel(
+                *tree.unflatten(refs[: len(arrays)]),
+                *(outputs if isinstance(outputs, tuple) else (outputs,)),
+            )
+
+        results = launch(body, kernel.func.__name__.strip("_"), programs, arrays, targets)
+        return out_tree.unflatten(results)
+
+    def group_ids(self) -> Int32[Array, " groups"]:
+        """Return the indices of the groups of this program's tile."""
+        place = self.lanes.cast(jnp.arange(self.groups, dtype=jnp.int32))
+        return program() * self.groups + place
+
+    def sum_turns(self, turns: Array, find: Find, load: LoadTerms, zeros: Terms) -> Terms:
+        """Sum the terms of each group's rows at positions ``0`` to ``turns * depth - 1``."""
+
+        # While the rows of a turn are on their way, the indices of the next turn are loaded.
+        def add(carry: tuple[Array, Terms, list[Any]]) -> tuple[Array, Terms, list[Any]]:
+            first, totals, found = carry
+            following = [find(first + self.depth + i) for i in range(self.depth)]
+            rows = [load(first + i, each) for i, each in enumerate(found)]
+            for terms in rows:
+                totals = tuple(map(jnp.add, totals, terms))
+            return first + self.depth, totals, following
+
+        # A loop that does not know its number of turns beforehand: ptxas would unroll it by four,
+        # and wait for the indices of each of the four turns.
+        end = turns * self.depth
+        first = jnp.int32(0), zeros, [find(jnp.int32(i)) for i in range(self.depth)]
+        return jax.lax.while_loop(lambda carry: carry[0] < end, add, first)[1]
+
+
+# Tile of the kernels that go over all bags, positions or lookups: eight a thread.
+BLOCK = Tile(FLAT, groups=1024)
+
+
+def program() -> Int32[Array, ""]:
+    """Return this program's number."""
+    return pl.program_id(0) if is_interpreted() else jax.lax.axis_index(_PROGRAM)
+
+
+def cdiv(dividend: Array, divisor: int) -> Array:
+    """Divide int32 numbers, rounding up; `pl.cdiv` fails if JAX has int64 enabled."""
+    return jax.lax.div(dividend + (divisor - 1), jnp.int32(divisor))
+
+
+def _launch(
+    body: Callable[..., None], name: str, programs: int, inputs: list[Array], targets: list[Any]
+) -> list[Array]:
+    """Run a kernel on a GPU."""
+    is_new = [isinstance(each, jax.ShapeDtypeStruct) for each in targets]
+    # Mosaic changes an array in place if it gets a reference to it.
+    changed = [jax.new_ref(each) for each, new in zip(targets, is_new, strict=True) if not new]
+
+    def with_outputs(*refs: Any) -> None:
+        first, last = len(inputs), len(inputs) + len(changed)
+        in_place, new = iter(refs[first:last]), iter(refs[last:])
+        body(*refs[:first], *(next(new if each else in_place) for each in is_new))
+
+    made = plgpu.kernel(
+        with_outputs,
+        out_type=[each for each, new in zip(targets, is_new, strict=True) if new],
+        grid=(programs,),
+        grid_names=(_PROGRAM,),
+        kernel_name=name,
+    )(*inputs, *changed)
+    new, in_place = iter(made), (each[...] for each in changed)
+    return [next(new if each else in_place) for each in is_new]
+
+
+def _interpret(
+    body: Callable[..., None], name: str, programs: int, inputs: list[Array], targets: list[Any]
+) -> list[Array]:
+    """Run a kernel by Pallas' interpreter, in which the functions of `indexing` index arrays."""
+    is_new = [isinstance(each, jax.ShapeDtypeStruct) for each in targets]
+    changed = [each for each, new in zip(targets, is_new, strict=True) if not new]
+    places = [i for i, new in enumerate(is_new) if not new]
+
+    def with_outputs(*refs: Any) -> None:
+        with stand_ins():
+            body(*refs[: len(inputs)], *refs[len(inputs) + len(changed) :])
+
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        with_outputs,
+        out_shape=[jax.ShapeDtypeStruct(each.shape, each.dtype) for each in targets],
+        grid=(programs,),
+        in_specs=[whole] * (len(inputs) + len(changed)),
+        out_specs=[whole] * len(targets),
+        input_output_aliases={len(inputs) + i: place for i, place in enumerate(places)},
+        interpret=True,
+        name=name,
+    )(*inputs, *changed)
