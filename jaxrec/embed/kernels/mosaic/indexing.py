@@ -434,39 +434,43 @@ def _nan_bits(dtype: np.dtype) -> int:
     return int(nan.view(np.int32)[0])
 
 
-_WIDTHS = {16: "v4.b32", 8: "v2.b32", 4: "b32", 2: "u16", 1: "u8"}
-
-
 def _load(address: ir.Value, used: ir.Value, size: int, fill: ir.Value) -> list[ir.Value]:
     """Load ``size`` bytes as words of 32 bits, which are ``fill`` where not ``used``."""
     count = max(size // 4, 1)
     words = [f"${i}" for i in range(count)]
-    target = f"{{{', '.join(words)}}}" if count > 1 else words[0]
     moves = " ".join(f"mov.b32 {word}, ${count + 2};" for word in words)
+    kind = _bits(32)
+    if count > 1:
+        kind = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>")
     result = llvm.inline_asm(
-        _bits(32) if count == 1 else ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>"),
+        kind,
         [address, used, fill],
-        f"{moves} @${count + 1} ld.global.{_WIDTHS[size]} {target}, [${count}];",
+        f"{moves} @${count + 1} ld.global.{_WIDTHS[size]} {_operand(words)}, [${count}];",
         ",".join([*["=&r"] * count, "l", "b", "r"]),
         has_side_effects=True,
     )
-    return (
-        [result]
-        if count == 1
-        else [llvm.extractvalue(_bits(32), result, [i]) for i in range(count)]
-    )
+    if count == 1:
+        return [result]
+    return [llvm.extractvalue(_bits(32), result, [i]) for i in range(count)]
 
 
 def _store(address: ir.Value, used: ir.Value, size: int, words: Sequence[ir.Value]) -> None:
     """Store ``size`` bytes of words of 32 bits where ``used``."""
-    source = [f"${i + 2}" for i in range(len(words))]
+    source = _operand([f"${i + 2}" for i in range(len(words))])
     llvm.inline_asm(
         ir.Type.parse("!llvm.void"),
         [address, used, *words],
-        f"@$1 st.global.{_WIDTHS[size]} [$0], {f'{{{', '.join(source)}}}' if len(words) > 1 else source[0]};",
+        f"@$1 st.global.{_WIDTHS[size]} [$0], {source};",
         ",".join(["l", "b", *["r"] * len(words)]),
         has_side_effects=True,
     )
+
+
+_WIDTHS = {16: "v4.b32", 8: "v2.b32", 4: "b32", 2: "u16", 1: "u8"}  # PTX's, by bytes
+
+
+def _operand(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else "{" + ", ".join(words) + "}"
 
 
 def _joined(parts: Sequence[ir.Value], size: int) -> list[ir.Value]:

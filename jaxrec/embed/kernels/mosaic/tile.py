@@ -78,6 +78,11 @@ class Tile:
         results = launch(body, kernel.func.__name__.strip("_"), programs, arrays, targets)
         return out_tree.unflatten(results)
 
+    @property
+    def output_lanes(self) -> Lanes:
+        """Lanes of rows in an array that has nothing besides them."""
+        return dataclasses.replace(self.lanes, first=0)
+
     def group_ids(self) -> Int32[Array, " groups"]:
         """Return the indices of the groups of this program's tile."""
         place = self.lanes.cast(jnp.arange(self.groups, dtype=jnp.int32))

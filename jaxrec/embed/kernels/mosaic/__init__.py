@@ -1,0 +1,49 @@
+"""The primitives on NVIDIA GPUs, by the Mosaic backend of Pallas.
+
+* `indexing`: loads and stores at computed indices, which Mosaic lacks. Begin there.
+* `tile`: tiles of rows, and the launch of a kernel.
+* `extents`: where each bag's ids begin and end.
+* `flat_lookups`: bags as flat lookups.
+* `lookups`: pooled and plain lookups of rows.
+* `readers`: rows of floats, and packed rows, as lookups read them.
+"""
+
+# How these kernels are built
+#
+# As those of `triton`, whose comments hold here too, on another backend. Differences:
+#
+# * A program has 128 threads, and rows lie over them as `indexing.Lanes` says. Columns are padded
+#   to a multiple of what the threads of a row load at once, not to a power of two.
+# * Rows that are asked to be NaN are loaded as NaN, so that sums of rows need no selection.
+# * Sums over a program's threads need barriers, so that no loop here has one.
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxrec.embed.formats import is_packed
+from jaxrec.embed.kernels.mosaic.flat_lookups import flatten_bags as flatten_bags
+from jaxrec.embed.kernels.mosaic.lookups import pooled_lookup as pooled_lookup
+from jaxrec.embed.kernels.mosaic.lookups import row_lookup as row_lookup
+from jaxrec.embed.kernels.mosaic.readers import refuse_packed
+
+_OLDEST_JAX = (0, 11, 2)
+
+
+def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
+    """Return why these kernels do not take a call; None: they do."""
+    if jax.__version_info__ < _OLDEST_JAX:
+        oldest = ".".join(map(str, _OLDEST_JAX))
+        return f"it needs JAX {oldest} or later, and this is {jax.__version__}"
+    table = arguments.get("table")
+    if is_packed(table) and primitive != "fused_update":
+        return refuse_packed(table)
+    return None
+
+
+# By primitive, the options that `jaxrec tune` searches, in this order, and their values.
+OPTIONS: Mapping[str, Mapping[str, tuple[int, ...]]] = {
+    "pooled_lookup": {"loads": (1, 2, 4, 8), "depth": (1, 2, 4, 8)},
+    "row_lookup": {"loads": (1, 2, 4, 8)},
+}
