@@ -1,8 +1,8 @@
 """Loads and stores at computed indices, and running sums, for kernels in Pallas' Mosaic backend.
 
 * `load`: elements ``array[index]``, or rows ``array[index, :]``.
-* `load_words`: 32-bit words of each row, such as the scale and offset of a packed row.
 * `store`: elements or rows at indices.
+* `load_words`, `store_words`: 32-bit words of each row, such as the scale of a packed row.
 * `running_sum`: a prefix sum.
 
 `Lanes` says which threads hold which elements.
@@ -12,7 +12,7 @@
 #
 # Pallas' Mosaic backend reads memory by slices, or copies rectangles to shared memory. It has
 # neither `table[rows]`, with `rows` in registers, nor a prefix sum. A lookup is little else than
-# `table[rows]`. So the four functions here write the instructions themselves, by
+# `table[rows]`. So the functions here write the instructions themselves, by
 # `plgpu.inline_mgpu`; everything else in this folder is plain Pallas.
 #
 # A value in a kernel is an array; each of the 128 threads of a program holds some of its elements
@@ -35,7 +35,7 @@
 # behind a store to the same memory sees it. ptxas knows their meaning and schedules them freely.
 #
 # Interpreters do not know `inline_mgpu`. Within `stand_ins`, which `Tile.launch` enters for them,
-# the four functions index arrays instead.
+# they index arrays instead.
 
 from __future__ import annotations
 
@@ -170,7 +170,8 @@ def load(
     dtype, is_row = jnp.dtype(array.dtype), len(array.shape) == 2
     shape = (*index.shape, lanes.columns) if is_row else index.shape
     layout = lanes.rows if is_row else lanes.line
-    elements, size = lanes.vector if is_row else 1, dtype.itemsize
+    elements, size, stride = lanes.vector if is_row else 1, dtype.itemsize, _stride(array)
+    chunk = math.gcd(16, elements * size, lanes.first * size if is_row else 0, stride)
     masks = (is_used,) if is_nan is None else (is_used, is_nan)
 
     @plgpu.inline_mgpu(
@@ -188,11 +189,13 @@ def load(
         registers = np.empty(layout.to_mgpu().registers_shape(shape), object)
         for i in np.ndindex(*registers.shape):
             row, used, fill = rows[i[0]]
-            at = i[1] * lanes.threads * elements if is_row else 0
-            if is_row and at + lanes.threads * elements > lanes.width:
-                used = _and_below(used, column, lanes.width - at)
-            address = _address(start, row, _stride(array), at * size)
-            registers[i] = _from_words(_load(address, used, elements * size, fill), elements, dtype)
+            words = []
+            for part in range(elements * size // chunk):
+                at = (i[1] * lanes.threads * elements if is_row else 0) + part * chunk // size
+                is_whole = not is_row or at + (lanes.threads - 1) * elements < lanes.width
+                inside = used if is_whole else _and_below(used, column, lanes.width - at)
+                words += _load(_address(start, row, stride, at * size), inside, chunk, fill)
+            registers[i] = _from_words(words, elements, dtype)
         return _value(registers, layout, dtype)
 
     return load(array, index, *masks)
@@ -212,7 +215,7 @@ def load_words(
     """
     if is_interpreted():
         return _load_words_interpreted(array, index, is_used, first, count)
-    size = math.gcd(4 * count, array.shape[1], first)  # of a load, as the alignment permits
+    size = math.gcd(4 * count, array.shape[1], first, 16)  # of a load, as the alignment permits
     dtype = jnp.dtype("int32")
     word = plgpu.ShapeDtypeStruct(index.shape, dtype, layout=lanes.line)
 
@@ -262,7 +265,8 @@ def store(
     if is_row:  # the last byte of a row of 4-bit codes may have one column
         width = min(width, array.shape[1] - lanes.first)
     if is_interpreted():
-        return _store_interpreted(array, index, is_used, lanes.first, width, planes)
+        _store_interpreted(array, index, is_used, lanes.first, width, planes)
+        return
     size, elements = jnp.dtype(array.dtype).itemsize, lanes.vector * len(planes)
     # The bytes of one store, as the alignment permits.
     chunk = math.gcd(16, elements * size, width * size, lanes.first * size, _stride(array))
@@ -285,7 +289,40 @@ def store(
         return ()
 
     store(array, index, is_used, *planes)
-    return None
+
+
+def store_words(
+    array: Any,
+    index: Int32[Array, " n"],
+    is_used: Bool[Array, " n"],
+    lanes: Lanes,
+    first: int,
+    words: Sequence[Int32[Array, " n"]],
+) -> None:
+    """Store words of 32 bits from byte ``first`` on of rows of a matrix of bytes; see `load_words`.
+
+    Unused rows are not stored.
+    """
+    if is_interpreted():
+        _store_words_interpreted(array, index, is_used, first, words)
+        return
+    count = len(words)
+    size = math.gcd(4 * count, array.shape[1], first, 16)  # of a store
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *(lanes.line for _ in range(2 + count))), return_type=()
+    )
+    def store(_: Any, ref: Any, index: Any, is_used: Any, *words: Any) -> Any:
+        start, column = _pointer(ref), _first_column(lanes)
+        of_rows = zip(_numbers(index), _numbers(is_used), *map(_numbers, words), strict=True)
+        for row, used, *each in of_rows:
+            first_thread = _and_below(used, column, 1)
+            for at, part in zip(range(0, 4 * count, size), _split(each, size), strict=True):
+                address = _address(start, row, array.shape[1], first + at)
+                _store(address, first_thread, size, part)
+        return ()
+
+    store(array, index, is_used, *words)
 
 
 def running_sum(values: Int32[Array, " n"]) -> Int32[Array, " n"]:
@@ -356,6 +393,16 @@ def _load_words_interpreted(
     octets = array[...][jnp.where(is_used, index, 0), first : first + 4 * count]
     octets = jnp.where(is_used[:, None], octets, 0).reshape(-1, count, 4)
     return list(jnp.unstack(jax.lax.bitcast_convert_type(octets, jnp.int32), axis=1))
+
+
+def _store_words_interpreted(
+    array: Any, index: Array, is_used: Array, first: int, words: Sequence[Array]
+) -> None:
+    whole = array[...]
+    octets = jax.lax.bitcast_convert_type(jnp.stack(words, axis=1), jnp.uint8)
+    octets = octets.reshape(index.size, -1)
+    place = jnp.where(is_used, index, whole.shape[0])
+    array[...] = whole.at[place, first : first + octets.shape[1]].set(octets, mode="drop")
 
 
 def _store_interpreted(
@@ -484,11 +531,19 @@ def _joined(parts: Sequence[ir.Value], size: int) -> list[ir.Value]:
     return result
 
 
+def _split(words: Sequence[ir.Value], size: int) -> list[list[ir.Value]]:
+    """Split words to what stores of ``size`` bytes store; bytes beyond those do not matter."""
+    if size >= 4:
+        return [list(words[i : i + size // 4]) for i in range(0, len(words), size // 4)]
+    shifts = range(0, 32, 8 * size)
+    return [[arith.shrui(word, _int(shift))] for word in words for shift in shifts]
+
+
 def _from_words(words: Sequence[ir.Value], count: int, dtype: DTypeLike) -> ir.Value:
-    """Return the ``count`` elements that words hold; less than a word is in its low bits."""
-    size = count * jnp.dtype(dtype).itemsize
-    if size < 4:
-        words = [arith.trunci(_bits(8 * size), words[0])]
+    """Return the ``count`` elements that words hold; words of fewer bytes hold them in low bits."""
+    bits = min(8 * count * jnp.dtype(dtype).itemsize // len(words), 32)
+    if bits < 32:
+        words = [arith.trunci(_bits(bits), word) for word in words]
     packed = vector.from_elements(ir.VectorType.get((len(words),), words[0].type), words)
     return vector.bitcast(ir.VectorType.get((count,), utils.dtype_to_ir_type(dtype)), packed)
 
