@@ -15,7 +15,7 @@ from jaxrec.embed.kernels.mosaic.extents import bag_extents, bag_rows, segment_o
 from jaxrec.embed.kernels.mosaic.flat_lookups import narrowed
 from jaxrec.embed.kernels.mosaic.indexing import load, store
 from jaxrec.embed.kernels.mosaic.readers import Reader, reader_of
-from jaxrec.embed.kernels.mosaic.tile import Terms, Tile, cdiv
+from jaxrec.embed.kernels.mosaic.tile import Terms, Tile
 
 # Bags of more rows on average are long: a batch may have few of them, so a program has several
 # rows of each on their way at once.
@@ -107,9 +107,7 @@ def _pool(
         is_row, is_bad = is_used & (unsigned < bound), is_used & (unsigned >= bound)
         return reader.load(table, row + offset, is_row, is_bad, weight)
 
-    # The longest bag of the tile decides; others load nothing in their last turns.
-    turns = cdiv(jnp.max(end - start), tile.depth)
-    pooled = reader.finish(tile.sum_turns(turns, find, add, reader.zeros(tile.groups)))
+    pooled = reader.finish(tile.sum_rows(end - start, find, add, reader.zeros(tile.groups)))
     divisor = jnp.where(is_mean > 0, jnp.maximum(end - start, 1), 1).astype(jnp.float32)
     divisor = lanes.spread(divisor)
     rows = bag_rows(bags, feature, layout)

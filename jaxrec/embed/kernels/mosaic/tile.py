@@ -88,8 +88,14 @@ class Tile:
         place = self.lanes.cast(jnp.arange(self.groups, dtype=jnp.int32))
         return program() * self.groups + place
 
-    def sum_turns(self, turns: Array, find: Find, load: LoadTerms, zeros: Terms) -> Terms:
-        """Sum the terms of each group's rows at positions ``0`` to ``turns * depth - 1``."""
+    def sum_rows(
+        self, lengths: Int32[Array, " groups"], find: Find, load: LoadTerms, zeros: Terms
+    ) -> Terms:
+        """Sum the terms of each group's rows, given the groups' numbers of rows.
+
+        The longest group decides how often `find` and ``load`` are called; they must mask
+        positions behind their group's end.
+        """
 
         # While the rows of a turn are on their way, the indices of the next turn are loaded.
         def add(carry: tuple[Array, Terms, list[Any]]) -> tuple[Array, Terms, list[Any]]:
@@ -100,11 +106,12 @@ class Tile:
                 totals = tuple(map(jnp.add, totals, terms))
             return first + self.depth, totals, following
 
+        # The first indices are on their way while the threads agree on the longest group.
+        carry = jnp.int32(0), zeros, [find(jnp.int32(i)) for i in range(self.depth)]
+        longest = jnp.max(lengths)
         # A loop that does not know its number of turns beforehand: ptxas would unroll it by four,
         # and wait for the indices of each of the four turns.
-        end = turns * self.depth
-        first = jnp.int32(0), zeros, [find(jnp.int32(i)) for i in range(self.depth)]
-        return jax.lax.while_loop(lambda carry: carry[0] < end, add, first)[1]
+        return jax.lax.while_loop(lambda carry: carry[0] < longest, add, carry)[1]
 
 
 # Tile of the kernels that go over all bags, positions or lookups: eight a thread.
