@@ -16,11 +16,14 @@ from jaxrec.embed.kernels.mosaic.indexing import FLAT, THREADS, Lanes, load, run
 from jaxrec.embed.kernels.mosaic.sorted_lookups import SortedLookups, Terms
 from jaxrec.embed.kernels.mosaic.tile import Tile, cdiv, program
 
-# Tile of the programs that list runs: 2048 lookups, sixteen a thread.
-LISTING = Tile(FLAT, groups=2048)
+# Tile of the programs that list runs: 1024 lookups, eight a thread.
+LISTING = Tile(FLAT, groups=1024)
 
 # Rows of a part or a block that are on their way at once, and the most elements of them a thread.
 _DEPTH, _ELEMENTS = 8, 32
+
+# Most elements of a row that a thread of a warp has.
+_WIDEST = 8
 
 
 @jax.tree_util.register_dataclass
@@ -52,7 +55,8 @@ class Runs:
         size, num_parts = lookups.size + 1, lookups.num_parts
         gradients = lookups.gradients
         num_programs = -(-size // LISTING.groups)
-        parts = Tile(_sums_lanes(gradients), _sums_lanes(gradients).height)
+        lanes = row_lanes(gradients.shape[1])
+        parts = Tile(lanes, lanes.height)
 
         def launch(kernel: Any, num_sums: int, inputs: Any, outputs: Any) -> Any:
             first = -(-num_sums // parts.groups)
@@ -79,8 +83,8 @@ class Runs:
         bag = load(self.bags, number, inside, lanes)
         scale = None if self.scales is None else load(self.scales, number, inside, lanes)
         # The last run, which `count` includes, has no row.
-        is_run = inside & (number < self.count[0] - 1)
-        return Run(row, start, end, (bag, scale), is_run)
+        count = self.count[0]
+        return Run(row, start, end, (bag, scale), inside & (number < count - 1), count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +96,7 @@ class Run:
     end: Int32[Array, " groups"]  # index of the next run's first lookup
     first: Terms  # bag and factor of its first lookup
     is_run: Bool[Array, " groups"]
+    count: Int32[Array, ""]  # number of all runs
 
     def sum(
         self, lookups: SortedLookups, sums: Any, lanes: Lanes
@@ -111,32 +116,37 @@ class Run:
         def add(turn: Array, terms: Terms) -> Array:
             return lookups.load_gradients(terms, turn < count, lanes)
 
-        total = _sum_turns(1, jnp.max(count), total, find, add)
+        # Always 1, but ptxas cannot know it. It would unroll loops whose turns it can count, which
+        # takes half as many registers again.
+        step = jnp.minimum(self.count, 1)
+        total = _sum_turns(step, step, jnp.max(count), total, find, add)
         parts = OtherParts.of(lookups, part, self.end)
         num_parts = jnp.where(self.is_run, parts.count, 0)
 
         def add_part(turn: Array, _: None) -> Array:
             return load(sums, parts.index(turn), turn < num_parts, lanes)
 
-        return _sum_turns(0, jnp.max(num_parts), total, lambda turn: None, add_part)
+        zero = jnp.int32(0)
+        return _sum_turns(zero, step, jnp.max(num_parts), total, lambda turn: None, add_part)
 
 
 def _sum_turns(
-    first: int,
+    first: Array,
+    step: Array,
     end: Array,
     total: Float[Array, "groups columns"],
     find: Callable[[Array], Any],
     add: Callable[[Array, Any], Float[Array, "groups columns"]],
 ) -> Float[Array, "groups columns"]:
-    """Add ``add(turn, find(turn))`` for each turn from ``first`` to ``end``."""
+    """Add ``add(turn, find(turn))`` for each ``step``-th turn from ``first`` to ``end``."""
 
     # While the rows of a turn are on their way, the bags of the next turn are loaded.
     def go_on(carry: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
         turn, total, found = carry
-        following = find(turn + 1)
-        return turn + 1, total + add(turn, found), following
+        following = find(turn + step)
+        return turn + step, total + add(turn, found), following
 
-    begin = jnp.int32(first), total, find(jnp.int32(first))
+    begin = first, total, find(first)
     return jax.lax.while_loop(lambda carry: carry[0] < end, go_on, begin)[1]
 
 
@@ -171,16 +181,18 @@ class OtherParts:
         return jnp.where(beyond < 0, index, self.block + beyond * self.size)
 
 
-def _sums_lanes(gradients: Any) -> Lanes:
-    return row_lanes(gradients.shape[1])
-
-
 def row_lanes(dim: int) -> Lanes:
     """Return the lanes of rows of ``dim`` columns in an update."""
     # One number of elements for all arrays of an update, whatever their types: as many as 16 bytes
     # of float32 have. It divides the width, so that each load is aligned in all of them.
     vector = next(size for size in (4, 2, 1) if dim % size == 0)
-    return Lanes.of(dim, vector)
+    lanes = Lanes.of(dim, vector)
+    if lanes.steps * vector <= _WIDEST or lanes.threads == THREADS:
+        return lanes
+    # All four warps share a row. A warp would have too few registers for the row, its gradient and
+    # its state.
+    columns = -(-dim // (THREADS * vector)) * THREADS * vector
+    return Lanes(THREADS, vector, columns, dim)
 
 
 def _first_pass(lookups: SortedLookups, counts: Any, sums: Any, *, tile: Tile, first: int) -> None:
@@ -228,7 +240,7 @@ def _list_runs(lookups: SortedLookups, counts: Any, out: Runs, number: Array) ->
 
 def _sum_before(counts: Any, end: Array) -> Int32[Array, ""]:
     """Return the sum of ``counts[:end]``."""
-    step = 4 * THREADS
+    step = 16 * THREADS
 
     def add(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         first, totals = carry

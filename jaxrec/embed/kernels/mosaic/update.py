@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxrec.embed.formats import is_packed
 from jaxrec.embed.kernels.base import BagRows, Lookups, State, Table
 from jaxrec.embed.kernels.mosaic.indexing import load, store
-from jaxrec.embed.kernels.mosaic.row_functions import RowShape, evaluate, unsupported
+from jaxrec.embed.kernels.mosaic.row_functions import evaluate, unsupported
 from jaxrec.embed.kernels.mosaic.runs import Runs, row_lanes
 from jaxrec.embed.kernels.mosaic.sorted_lookups import SortedLookups
 from jaxrec.embed.kernels.mosaic.stored_rows import StoredRows, refuse_format
@@ -151,7 +151,7 @@ def _update(
     optimizer: RowOptimizer,
 ) -> None:
     """Update the row of one run per group."""
-    number, lanes, dim = tile.group_ids(), tile.lanes, table.shape[1]
+    number, lanes = tile.group_ids(), tile.lanes
     run = runs.load(number, lookups.num_rows, lanes)
     row, is_run = run.row, run.is_run
     # Each array rounds with random bits of its own, or rows and moments would go up together.
