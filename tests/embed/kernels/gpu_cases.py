@@ -127,6 +127,11 @@ def lowered_for_cuda(function: Callable, *arguments: Any) -> str:
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+def kernels_in(program: str, *names: str) -> list[str]:
+    """Those of the kernels that a lowered program has."""
+    return [name for name in names if f'"{name}"' in program or f"{name}_mosaic_gpu" in program]
+
+
 def _cuda_device() -> contextlib.AbstractContextManager:
     """Since JAX 0.11 a Triton kernel is lowered for a certain device, which need not exist."""
     if jax.__version_info__ < (0, 11):

@@ -6,6 +6,11 @@
 * `flat_lookups`: bags as flat lookups.
 * `lookups`: pooled and plain lookups of rows.
 * `readers`: rows of floats, and packed rows, as lookups read them.
+* `sorted_lookups`: lookups in the order of their rows.
+* `runs`: the rows that occur, with their lookups, and the sums of hot rows' gradients.
+* `update`: fused updates, and sums of rows' gradients.
+* `row_functions`: an optimizer's `update`, computed inside a kernel.
+* `stored_rows`: rows and their state as an update reads and writes them, packed ones too.
 """
 
 # How these kernels are built
@@ -27,6 +32,9 @@ from jaxrec.embed.kernels.mosaic.flat_lookups import flatten_bags as flatten_bag
 from jaxrec.embed.kernels.mosaic.lookups import pooled_lookup as pooled_lookup
 from jaxrec.embed.kernels.mosaic.lookups import row_lookup as row_lookup
 from jaxrec.embed.kernels.mosaic.readers import refuse_packed
+from jaxrec.embed.kernels.mosaic.update import fused_update as fused_update
+from jaxrec.embed.kernels.mosaic.update import refuse_update
+from jaxrec.embed.kernels.mosaic.update import sum_rows as sum_rows
 
 _OLDEST_JAX = (0, 11, 2)
 
@@ -36,14 +44,18 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     if jax.__version_info__ < _OLDEST_JAX:
         oldest = ".".join(map(str, _OLDEST_JAX))
         return f"it needs JAX {oldest} or later, and this is {jax.__version__}"
+    if primitive == "fused_update":
+        return refuse_update(arguments)
     table = arguments.get("table")
-    if is_packed(table) and primitive != "fused_update":
-        return refuse_packed(table)
-    return None
+    return refuse_packed(table) if is_packed(table) else None
 
+
+_UPDATE = {"elements": (4, 8, 16), "cut": (32, 64, 128, 256), "block": (16, 64, 256, 1024)}
 
 # By primitive, the options that `jaxrec tune` searches, in this order, and their values.
 OPTIONS: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "pooled_lookup": {"loads": (1, 2, 4, 8), "depth": (1, 2, 4, 8)},
     "row_lookup": {"loads": (1, 2, 4, 8)},
+    "fused_update": _UPDATE,
+    "sum_rows": _UPDATE,
 }

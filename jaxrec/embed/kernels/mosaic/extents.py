@@ -79,7 +79,7 @@ def bag_extents(
 def segment_of(index: Int32[Array, "*n"], sizes: Sequence[int]) -> Int32[Array, "*n"]:
     """Return the segment of each index, given the sizes of consecutive segments."""
     if len(set(sizes)) == 1:
-        return jax.lax.div(index, jnp.full_like(index, sizes[0]))
+        return jax.lax.div(index, jnp.int32(sizes[0]))
     # Sizes differ, so there are two segments at least, and `past` is not empty. Features are few:
     # to compare with each start takes less than a search.
     past = [(index >= start).astype(jnp.int32) for start in starts_of(sizes)[1:]]

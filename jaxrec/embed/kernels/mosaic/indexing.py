@@ -330,9 +330,9 @@ def running_sum(values: Int32[Array, " n"]) -> Int32[Array, " n"]:
     if is_interpreted():
         return jnp.cumsum(values, dtype=jnp.int32)
     count = values.size // THREADS  # values of a thread
-    dtype, result = jnp.dtype("int32"), []
+    dtype = jnp.dtype("int32")
 
-    def sum_up(totals: Any) -> None:
+    def sum_up(totals: Any) -> Array:
         @plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), FLAT.line),
             return_type=plgpu.ShapeDtypeStruct(values.shape, dtype, layout=FLAT.line),
@@ -359,10 +359,9 @@ def running_sum(values: Int32[Array, " n"]) -> Int32[Array, " n"]:
                 registers.append(_from_words([arith.addi(each, mine)], 1, dtype))
             return _value(_array(registers, values.registers.shape), FLAT.line, dtype)
 
-        result.append(run(totals, values))
+        return run(totals, values)
 
-    pl.run_scoped(sum_up, plgpu.SMEM((4 * count,), dtype))
-    return result[0]
+    return pl.run_scoped(sum_up, plgpu.SMEM((4 * count,), dtype))
 
 
 # The stand-ins.

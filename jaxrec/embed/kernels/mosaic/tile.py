@@ -104,13 +104,14 @@ class Tile:
             rows = [load(first + i, each) for i, each in enumerate(found)]
             for terms in rows:
                 totals = tuple(map(jnp.add, totals, terms))
-            return first + self.depth, totals, following
+            return first + step, totals, following
 
         # The first indices are on their way while the threads agree on the longest group.
         carry = jnp.int32(0), zeros, [find(jnp.int32(i)) for i in range(self.depth)]
         longest = jnp.max(lengths)
-        # A loop that does not know its number of turns beforehand: ptxas would unroll it by four,
-        # and wait for the indices of each of the four turns.
+        # A step that ptxas does not know, as lengths might be negative. It would unroll the loop by
+        # four, and wait for the indices of each of the four turns.
+        step = self.depth + jax.lax.shift_right_arithmetic(longest, jnp.int32(31))
         return jax.lax.while_loop(lambda carry: carry[0] < longest, add, carry)[1]
 
 
@@ -165,7 +166,7 @@ def _interpret(
             body(*refs[: len(inputs)], *refs[len(inputs) + len(changed) :])
 
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    return pl.pallas_call(
+    results = pl.pallas_call(
         with_outputs,
         out_shape=[jax.ShapeDtypeStruct(each.shape, each.dtype) for each in targets],
         grid=(programs,),
@@ -175,3 +176,4 @@ def _interpret(
         interpret=True,
         name=name,
     )(*inputs, *changed)
+    return list(results)
