@@ -67,7 +67,8 @@ class RowShape:
             case ():
                 return Form.SCALAR
             case (size,) if size == _ROWS:
-                return Form.LINE
+                # Of rows of one column, ``[rows, 1]`` has all elements.
+                return Form.FULL if self.dim == 1 and len(traced_shape) > 1 else Form.LINE
             # A number for each column is kept once a row.
             case (size,) if size == self.dim:
                 return Form.FULL
@@ -205,7 +206,10 @@ def _on_elements(shape: RowShape, equation: Any, *operands: Any) -> Any:
 
 def _reshape(shape: RowShape, equation: Any, operand: Any, *_: Any) -> Any:
     """Broadcast to the form of the result; axes of size 1 do not count."""
-    return shape.broadcast(operand, shape.form(equation.outvars[0].aval.shape))
+    form = shape.form(equation.outvars[0].aval.shape)
+    if jnp.ndim(operand) == Form.FULL and form == Form.LINE:  # rows of one column
+        return _column(shape, operand, 0)
+    return shape.broadcast(operand, form)
 
 
 def _column_numbers(shape: RowShape, equation: Any) -> Any:
@@ -223,10 +227,10 @@ def _reduce(
 ) -> Callable[[RowShape, Any, Any], Any]:
     def rule(shape: RowShape, equation: Any, operand: Any) -> Any:
         sizes = {equation.invars[0].aval.shape[axis] for axis in equation.params["axes"]} - {1}
-        if not sizes:
+        forms = Form(jnp.ndim(operand)), shape.form(equation.outvars[0].aval.shape)
+        if not sizes and forms[0] == forms[1]:
             return operand
-        result = shape.form(equation.outvars[0].aval.shape)
-        if sizes != {shape.dim} or (jnp.ndim(operand), result) != (Form.FULL, Form.LINE):
+        if not sizes <= {shape.dim} or forms != (Form.FULL, Form.LINE):
             raise UnsupportedError(f"{equation.primitive.name} over rows")
         if shape.is_column is not None:
             outside = np.asarray(identity(operand.dtype), operand.dtype)[()]
@@ -252,10 +256,15 @@ def _one_column(shape: RowShape, equation: Any, operand: Any) -> Any:
     start, stop = (equation.params[name][-1] for name in ("start_indices", "limit_indices"))
     if jnp.ndim(operand) != Form.FULL or stop - start != 1:
         raise UnsupportedError("a slice of several columns")
-    here = shape.column_ids() == shape.first + start
+    return _column(shape, operand, start)
+
+
+def _column(shape: RowShape, operand: Array, column: int) -> Array:
+    """Return a column of a full array as a line."""
+    is_column = shape.column_ids() == shape.first + column
     zeros = shape.broadcast(np.zeros((), operand.dtype)[()], Form.FULL)
     # Sums of whole numbers are exact, and so is the sum of one number and zeros.
-    return _sum(lax.select(here, operand, zeros), axis=1)
+    return _sum(lax.select(is_column, operand, zeros), axis=1)
 
 
 def _sum(values: Array, axis: int) -> Array:

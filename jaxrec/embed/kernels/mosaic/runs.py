@@ -116,8 +116,8 @@ class Run:
         def add(turn: Array, terms: Terms) -> Array:
             return lookups.load_gradients(terms, turn < count, lanes)
 
-        # Always 1, but ptxas cannot know it. It would unroll loops whose turns it can count, which
-        # takes half as many registers again.
+        # Always 1, but the compilers cannot know it. They unroll loops whose turns they can count,
+        # and wait for the bags of each of the turns.
         step = jnp.minimum(self.count, 1)
         total = _sum_turns(step, step, jnp.max(count), total, find, add)
         parts = OtherParts.of(lookups, part, self.end)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Shaped, UInt32
 
 from jaxrec.embed.formats import PackedRows, RowFormat
 from jaxrec.embed.formats.floats import (
@@ -65,6 +65,8 @@ class StoredRows:
     ) -> Float[Array, "groups *columns"]:
         """Load rows in float32; unused ones are zeros, or any number if they are packed."""
         values = load(self.stored, row, is_used, self.lanes)
+        if values.ndim == 1:
+            return values.astype(jnp.float32)
         row_format = self.row_format
         if isinstance(row_format, UnscaledRows):
             return self._evaluate(lambda x: row_format.unpack(x, x.shape[-1]), values)
@@ -88,22 +90,26 @@ class StoredRows:
     ) -> None:
         """Store rows; ``step`` rounds them at random, and None to nearest."""
         row_format, lanes = self.row_format, self.lanes
+        if values.ndim == 1:
+            store(self.stored, row, is_used, lanes, values)
+            return
         noise = None
-        if step is not None and values.ndim == 2 and row_format != PlainRows("float32"):
+        if step is not None and row_format != PlainRows("float32"):
             bits = functools.partial(random_bits, dim=self.array.shape[1], salt=self.salt)
             noise = self._evaluate(bits, row, step)
         match row_format:
             case UnscaledRows():
-                codes = self._evaluate(_pack, values, noise, row_format=row_format)
+                codes = self._evaluate(functools.partial(_pack, row_format), values, noise)
                 store(self.stored, row, is_used, lanes, codes)
                 return
             case TrainedInt8Rows():
-                codes, *numbers = self._evaluate(row_format.quantize, values, noise)
+                quantize = functools.partial(_quantize, row_format)
+                codes, *numbers = self._evaluate(quantize, values, noise)
                 codes = codes.astype(jnp.int32)
             case ScaledFloat8Rows():
+                quantize = functools.partial(_quantize, row_format)
                 blocks = [
-                    evaluate(row_format.quantize, shape, values, noise)
-                    for shape in self._blocks(row_format)
+                    evaluate(quantize, shape, values, noise) for shape in self._blocks(row_format)
                 ]
                 numbers = [scale for _, scale in blocks]
                 codes = self._encode(
@@ -153,10 +159,8 @@ class StoredRows:
             joined = jnp.where(shape.column_ids() < shape.first, joined, each)
         return joined
 
-    def _evaluate(self, function: Any, *arguments: Any, **static: Any) -> Any:
-        if jnp.ndim(arguments[0]) == 1 and len(self.array.shape) == 1:
-            return function(*arguments, **static)
-        return evaluate(functools.partial(function, **static), self.shape, *arguments)
+    def _evaluate(self, function: Any, *arguments: Any) -> Any:
+        return evaluate(function, self.shape, *arguments)
 
     def _load_numbers(
         self, row: Array, is_used: Array, count: int
@@ -179,13 +183,25 @@ class StoredRows:
         return codes | (sign & 0x80)
 
 
-def _pack(rows: Float[Array, "n *dim"], noise: Array | None, *, row_format: RowFormat) -> Array:
+def _pack(
+    row_format: RowFormat, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"] | None
+) -> Shaped[Array, "n dim"]:
     """Return rows in an unscaled format, rounded at random if there is noise."""
     if noise is None or row_format == PlainRows("float32"):
         return row_format.pack(rows)
     if isinstance(row_format, PlainRows):
         return row_format.pack(FloatGrid.of(row_format.dtype).round(rows, noise))
     return row_format.pack_at_random(rows, noise)
+
+
+def _quantize(
+    row_format: TrainedInt8Rows | ScaledFloat8Rows,
+    rows: Float[Array, "n dim"],
+    noise: UInt32[Array, "n dim"] | None,
+) -> tuple[Array, ...]:
+    """Return codes as numbers ``[n, dim]``, and the numbers of each row, ``[n]``."""
+    codes, *numbers = row_format.quantize(rows, noise)
+    return codes, *(number[:, 0] for number in numbers)
 
 
 def _column_ids(lanes: Lanes, groups: int) -> Int32[Array, "groups columns"]:
