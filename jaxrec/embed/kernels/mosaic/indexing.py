@@ -60,8 +60,8 @@ from jaxtyping import Array, Bool, DTypeLike, Int32, Shaped
 
 THREADS = 128  # of a program: one warpgroup
 _WARP = 32
-# Vectors of a row that a thread has, at most, where one warp shares the row. Four warps share rows
-# that are wider.
+# Vectors of a row that a thread has, at most, where one warp shares the row. Two warps share wider
+# rows. (Mosaic finds no layout where four do, and a program has a single row.)
 _MOST_VECTORS = 8
 
 _interpreted = contextvars.ContextVar("jaxrec_mosaic_interpreted", default=False)
@@ -86,7 +86,7 @@ def is_interpreted() -> bool:
 class Lanes:
     """Distribution of rows ``[n, columns]`` over the threads of a program."""
 
-    threads: int  # threads that share a row: a power of two up to 128
+    threads: int  # threads that share a row: a power of two up to 64
     vector: int  # elements that a thread has side by side, and loads at once
     columns: int  # columns of a row, with padding: a multiple of ``threads * vector``
     width: int  # columns that are not padding
@@ -98,7 +98,7 @@ class Lanes:
         vectors = -(-width // vector)
         threads = min(pl.next_power_of_2(vectors), _WARP)
         if vectors > _WARP * _MOST_VECTORS:
-            threads = THREADS
+            threads = 2 * _WARP
         return cls(threads, vector, -(-vectors // threads) * threads * vector, width, first)
 
     @property
@@ -342,7 +342,8 @@ def running_sum(values: Int32[Array, " n"]) -> Int32[Array, " n"]:
             lane = arith.remui(thread, _int(_WARP))
             warp = arith.remui(arith.divui(thread, _int(_WARP)), _int(4))
             sums = [_sum_in_warp(each) for each in _numbers(values)]
-            # The last lane of each warp has the warp's total.
+            # The last lane of each warp has the warp's total of each 128 values: they are added up
+            # in the order of the values, by each warp for itself.
             mgpu.warpgroup_barrier()
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, _int(_WARP - 1))):
                 for i, each in enumerate(sums):
@@ -350,18 +351,33 @@ def running_sum(values: Int32[Array, " n"]) -> Int32[Array, " n"]:
             mgpu.warpgroup_barrier()
             before, registers = _int(0), []
             for i, each in enumerate(sums):
-                mine = before
-                for other in range(4):
-                    total = memref.load(totals, [_index(_int(4 * i + other))])
-                    is_before = arith.cmpi(arith.CmpIPredicate.ult, _int(other), warp)
-                    mine = arith.addi(mine, arith.select(is_before, total, _int(0)))
-                    before = arith.addi(before, total)
+                if 4 * i % _WARP == 0:
+                    total = memref.load(totals, [_index(arith.addi(_int(4 * i), lane))])
+                    so_far = _sum_in_warp(total)
+                    start = arith.addi(before, arith.subi(so_far, total))
+                    before = arith.addi(before, _of_lane(so_far, _int(_WARP - 1)))
+                mine = _of_lane(start, arith.addi(_int(4 * i % _WARP), warp))
                 registers.append(_from_words([arith.addi(each, mine)], 1, dtype))
             return _value(_array(registers, values.registers.shape), FLAT.line, dtype)
 
         return run(totals, values)
 
-    return pl.run_scoped(sum_up, plgpu.SMEM((4 * count,), dtype))
+    size = -(-4 * count // _WARP) * _WARP  # each lane of a warp loads a number
+    return pl.run_scoped(sum_up, plgpu.SMEM((size,), dtype))
+
+
+def keep_rolled() -> None:
+    """At the beginning of a loop's body: tell ptxas not to unroll the loop."""
+    if is_interpreted():
+        return
+
+    @plgpu.inline_mgpu(arg_types=(), return_type=())
+    def pragma(_: Any) -> Any:
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, [], '.pragma "nounroll";', "", has_side_effects=True)
+        return ()
+
+    pragma()
 
 
 # The stand-ins.
@@ -580,3 +596,14 @@ def _sum_in_warp(value: ir.Value) -> ir.Value:
             has_side_effects=True,
         )
     return value
+
+
+def _of_lane(value: ir.Value, lane: ir.Value) -> ir.Value:
+    """Return the value that a lane of this thread's warp has."""
+    return llvm.inline_asm(
+        _bits(32),
+        [value, lane],
+        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
+        "=r,r,r",
+        has_side_effects=True,
+    )

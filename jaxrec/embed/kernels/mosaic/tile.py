@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int32
 
-from jaxrec.embed.kernels.mosaic.indexing import FLAT, Lanes, is_interpreted, stand_ins
+from jaxrec.embed.kernels.mosaic.indexing import FLAT, Lanes, is_interpreted, keep_rolled, stand_ins
 
 # Vectors that a thread loads in a turn of a loop, if rows are not wider.
 LOADS = 2
@@ -100,18 +100,16 @@ class Tile:
         # While the rows of a turn are on their way, the indices of the next turn are loaded.
         def add(carry: tuple[Array, Terms, list[Any]]) -> tuple[Array, Terms, list[Any]]:
             first, totals, found = carry
+            keep_rolled()
             following = [find(first + self.depth + i) for i in range(self.depth)]
             rows = [load(first + i, each) for i, each in enumerate(found)]
             for terms in rows:
                 totals = tuple(map(jnp.add, totals, terms))
-            return first + step, totals, following
+            return first + self.depth, totals, following
 
         # The first indices are on their way while the threads agree on the longest group.
         carry = jnp.int32(0), zeros, [find(jnp.int32(i)) for i in range(self.depth)]
         longest = jnp.max(lengths)
-        # A step that ptxas does not know, as lengths might be negative. It would unroll the loop by
-        # four, and wait for the indices of each of the four turns.
-        step = self.depth + jax.lax.shift_right_arithmetic(longest, jnp.int32(31))
         return jax.lax.while_loop(lambda carry: carry[0] < longest, add, carry)[1]
 
 
