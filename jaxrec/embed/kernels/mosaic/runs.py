@@ -22,6 +22,9 @@ LISTING = Tile(FLAT, groups=1024)
 # Rows of a part or a block that are on their way at once, and the most elements of them a thread.
 _DEPTH, _ELEMENTS = 8, 32
 
+# Fewest groups of a tile: Mosaic finds no layout for the maximum of one number.
+FEWEST = 2
+
 # Most elements of a row that a thread of a warp has.
 _WIDEST = 8
 
@@ -56,7 +59,7 @@ class Runs:
         gradients = lookups.gradients
         num_programs = -(-size // LISTING.groups)
         lanes = row_lanes(gradients.shape[1])
-        parts = Tile(lanes, lanes.height)
+        parts = Tile(lanes, max(lanes.height, FEWEST))
 
         def launch(kernel: Any, num_sums: int, inputs: Any, outputs: Any) -> Any:
             first = -(-num_sums // parts.groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from jaxrec.embed.formats import is_packed
 from jaxrec.embed.kernels.base import BagRows, Lookups, State, Table
 from jaxrec.embed.kernels.mosaic.indexing import load, store
 from jaxrec.embed.kernels.mosaic.row_functions import evaluate, unsupported
-from jaxrec.embed.kernels.mosaic.runs import Runs, row_lanes
+from jaxrec.embed.kernels.mosaic.runs import FEWEST, Runs, row_lanes
 from jaxrec.embed.kernels.mosaic.sorted_lookups import SortedLookups
 from jaxrec.embed.kernels.mosaic.stored_rows import StoredRows, refuse_format
 from jaxrec.embed.kernels.mosaic.tile import Tile
@@ -113,7 +114,8 @@ def update_tile(dim: int, elements: int) -> Tile:
     """Return the tile that updates rows of ``dim`` columns, one lookup of each at a time."""
     # Most runs are short: with a second lookup at a time, it would mostly load nothing.
     lanes = row_lanes(dim)
-    return Tile.of(lanes, max(elements // lanes.vector, 1))
+    tile = Tile.of(lanes, max(elements // lanes.vector, 1))
+    return dataclasses.replace(tile, groups=max(tile.groups, FEWEST))
 
 
 def update_elements(dim: int, state: Mapping[str, Any]) -> int:
