@@ -14,8 +14,15 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jaxrec.embed.kernels.base import BagLayout
-from jaxrec.embed.kernels.mosaic.indexing import FLAT, load, running_sum, store
-from jaxrec.embed.kernels.mosaic.tile import BLOCK, cdiv, program
+from jaxrec.embed.kernels.mosaic.indexing import (
+    FLAT,
+    THREADS,
+    keep_rolled,
+    load,
+    running_sum,
+    store,
+)
+from jaxrec.embed.kernels.mosaic.tile import BLOCK, program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +135,9 @@ def _write_extents(
     _, first, stride, first_bag, length_start, id_start, capacity = blocks.here(numbers)
     place = blocks.places(first)
     counts = _load_counts(lengths, place, stride, length_start, capacity)
-    sums = id_start + running_sum(counts)
-    if totals is not None:
-        sums += _sum_before(totals, first, program())
+    # The totals are on their way together with the lengths.
+    before = 0 if totals is None else sum_before(totals, first, program())
+    sums = id_start + before + running_sum(counts)
     # Sums of wrong lengths may wrap around int32, and are clipped all the same.
     limit = id_start + capacity
     for target, values in ((starts, sums - counts), (ends, sums)):
@@ -138,14 +145,16 @@ def _write_extents(
         store(target, first_bag + place, place < stride, FLAT, clipped)
 
 
-def _sum_before(totals: Any, first: Array, end: Array) -> Array:
+def sum_before(totals: Any, first: Array, end: Array) -> Array:
     """Return the sum of ``totals[first:end]``."""
-    place = FLAT.cast(jnp.arange(BLOCK.groups, dtype=jnp.int32))
+    place = FLAT.cast(jnp.arange(THREADS, dtype=jnp.int32))
 
-    def add(turn: Array, sums: Array) -> Array:
-        block = first + turn * BLOCK.groups + place
-        return sums + load(totals, block, block < end, FLAT)
+    def add(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        start, sums = carry
+        keep_rolled()
+        block = start + place
+        return start + THREADS, sums + load(totals, block, block < end, FLAT)
 
-    turns = cdiv(end - first, BLOCK.groups)
-    sums = jax.lax.fori_loop(0, turns, add, FLAT.cast(jnp.zeros(BLOCK.groups, jnp.int32)))
+    zeros = FLAT.cast(jnp.zeros(THREADS, jnp.int32))
+    sums = jax.lax.while_loop(lambda carry: carry[0] < end, add, (first, zeros))[1]
     return jnp.sum(sums, dtype=jnp.int32)
