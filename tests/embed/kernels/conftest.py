@@ -33,7 +33,7 @@ def implementation(request):
     cpu.select_instruction_set(best)
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=BACKENDS, scope="session")
 def gpu(request) -> ModuleType:
     """The kernels for GPUs, by each of Pallas' backends."""
     return backend(request.param)

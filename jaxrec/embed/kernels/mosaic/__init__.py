@@ -37,6 +37,8 @@ from jaxrec.embed.kernels.mosaic.update import refuse_update
 from jaxrec.embed.kernels.mosaic.update import sum_rows as sum_rows
 
 _OLDEST_JAX = (0, 11, 2)
+# Of wider rows, the sums that a thread holds exceed its registers.
+_MOST_COLUMNS = 4096
 
 
 def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
@@ -44,9 +46,12 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     if jax.__version_info__ < _OLDEST_JAX:
         oldest = ".".join(map(str, _OLDEST_JAX))
         return f"it needs JAX {oldest} or later, and this is {jax.__version__}"
+    table = arguments.get("table")
+    rows = arguments.get("gradients") if table is None else table
+    if rows is not None and rows.shape[1] > _MOST_COLUMNS:
+        return f"its rows have up to {_MOST_COLUMNS} columns, and these have {rows.shape[1]}"
     if primitive == "fused_update":
         return refuse_update(arguments)
-    table = arguments.get("table")
     return refuse_packed(table) if is_packed(table) else None
 
 

@@ -19,10 +19,11 @@ from jaxrec.embed.kernels.mosaic.indexing import (
     THREADS,
     keep_rolled,
     load,
+    program,
     running_sum,
     store,
 )
-from jaxrec.embed.kernels.mosaic.tile import BLOCK, program
+from jaxrec.embed.kernels.mosaic.tile import BLOCK
 
 
 @dataclasses.dataclass(frozen=True)

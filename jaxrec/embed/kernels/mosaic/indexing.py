@@ -44,7 +44,7 @@ import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -64,22 +64,41 @@ _WARP = 32
 # rows. (Mosaic finds no layout where four do, and a program has a single row.)
 _MOST_VECTORS = 8
 
-_interpreted = contextvars.ContextVar("jaxrec_mosaic_interpreted", default=False)
+# The grid's axis. Users' meshes have axes of other names.
+PROGRAMS = "jaxrec_program"
+
+# Within `stand_ins`: returns the program's number.
+_stand_in: contextvars.ContextVar[Callable[[], Array] | None] = contextvars.ContextVar(
+    "jaxrec_mosaic_stand_in", default=None
+)
 
 
 @contextlib.contextmanager
-def stand_ins() -> Iterator[None]:
-    """Trace kernels for an interpreter: the functions here index arrays."""
-    token = _interpreted.set(True)
+def stand_ins(number: Callable[[], Array]) -> Iterator[None]:
+    """Trace a kernel for an interpreter: the functions here index arrays.
+
+    ``number`` returns the program's number.
+    """
+    token = _stand_in.set(number)
     try:
         yield
     finally:
-        _interpreted.reset(token)
+        _stand_in.reset(token)
 
 
 def is_interpreted() -> bool:
     """Return whether kernels are traced for an interpreter."""
-    return _interpreted.get()
+    return _stand_in.get() is not None
+
+
+def program() -> Int32[Array, ""]:
+    """Return this program's number among all programs."""
+    return (_stand_in.get() or program_on_gpu)()
+
+
+def program_on_gpu() -> Int32[Array, ""]:
+    """Return a program's number, in a grid of programs by Mosaic."""
+    return jax.lax.axis_index(PROGRAMS)
 
 
 @dataclasses.dataclass(frozen=True)

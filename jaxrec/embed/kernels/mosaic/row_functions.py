@@ -115,7 +115,7 @@ def evaluate(function: Callable[..., Any], shape: RowShape, *arguments: Any) -> 
     )
 
 
-def unsupported(function: Callable[..., Any], *arguments: jax.ShapeDtypeStruct) -> str | None:
+def unsupported(function: Callable[..., Any], *arguments: Any) -> str | None:
     """Return what of a function kernels cannot compute; None: they can compute it.
 
     ``arguments`` are scalars, ``[rows]`` or ``[rows, dim]``, in trees.

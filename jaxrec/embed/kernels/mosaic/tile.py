@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -13,13 +14,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int32
 
-from jaxrec.embed.kernels.mosaic.indexing import FLAT, Lanes, is_interpreted, keep_rolled, stand_ins
+from jaxrec.embed.kernels.mosaic.indexing import (
+    FLAT,
+    PROGRAMS,
+    Lanes,
+    keep_rolled,
+    program,
+    program_on_gpu,
+    stand_ins,
+)
 
 # Vectors that a thread loads in a turn of a loop, if rows are not wider.
 LOADS = 2
-
-# A program's number among all programs. Users' meshes have axes of other names.
-_PROGRAM = "jaxrec_program"
 
 Terms: TypeAlias = tuple[Array, ...]
 Find: TypeAlias = Callable[[Array], Any]  # loads the indices of each group's row at a position
@@ -117,20 +123,20 @@ class Tile:
 BLOCK = Tile(FLAT, groups=1024)
 
 
-def program() -> Int32[Array, ""]:
-    """Return this program's number."""
-    return pl.program_id(0) if is_interpreted() else jax.lax.axis_index(_PROGRAM)
-
-
 def cdiv(dividend: Array, divisor: int) -> Array:
     """Divide int32 numbers, rounding up; `pl.cdiv` fails if JAX has int64 enabled."""
     return jax.lax.div(dividend + (divisor - 1), jnp.int32(divisor))
 
 
 def _launch(
-    body: Callable[..., None], name: str, programs: int, inputs: list[Array], targets: list[Any]
+    body: Callable[..., None],
+    name: str,
+    programs: int,
+    inputs: list[Array],
+    targets: list[Any],
+    interpreter: Any = None,
 ) -> list[Array]:
-    """Run a kernel on a GPU."""
+    """Run a kernel on a GPU, or by Mosaic's interpreter, given its parameters."""
     is_new = [isinstance(each, jax.ShapeDtypeStruct) for each in targets]
     # Mosaic changes an array in place if it gets a reference to it.
     changed = [jax.new_ref(each) for each, new in zip(targets, is_new, strict=True) if not new]
@@ -138,14 +144,16 @@ def _launch(
     def with_outputs(*refs: Any) -> None:
         first, last = len(inputs), len(inputs) + len(changed)
         in_place, new = iter(refs[first:last]), iter(refs[last:])
-        body(*refs[:first], *(next(new if each else in_place) for each in is_new))
+        with contextlib.nullcontext() if interpreter is None else stand_ins(program_on_gpu):
+            body(*refs[:first], *(next(new if each else in_place) for each in is_new))
 
     made = plgpu.kernel(
         with_outputs,
         out_type=[each for each, new in zip(targets, is_new, strict=True) if new],
         grid=(programs,),
-        grid_names=(_PROGRAM,),
+        grid_names=(PROGRAMS,),
         kernel_name=name,
+        interpret=interpreter,
     )(*inputs, *changed)
     new, in_place = iter(made), (each[...] for each in changed)
     return [next(new if each else in_place) for each in is_new]
@@ -160,7 +168,7 @@ def _interpret(
     places = [i for i, new in enumerate(is_new) if not new]
 
     def with_outputs(*refs: Any) -> None:
-        with stand_ins():
+        with stand_ins(functools.partial(pl.program_id, 0)):
             body(*refs[: len(inputs)], *refs[len(inputs) + len(changed) :])
 
     whole = pl.BlockSpec(memory_space=pl.ANY)
