@@ -81,7 +81,7 @@ class RowShape:
         shapes = {0: (), 1: (_ROWS,), 2: (_ROWS, self.dim)}
         return jax.ShapeDtypeStruct(shapes[jnp.ndim(value)], jnp.result_type(value))
 
-    def broadcast(self, value: Any, form: Form) -> Any:
+    def broadcast(self, value: Any, form: int) -> Any:
         """Return a value in a form that follows its own, or in its own."""
         if jnp.ndim(value) == form:
             return value
@@ -118,7 +118,7 @@ def evaluate(function: Callable[..., Any], shape: RowShape, *arguments: Any) -> 
 def unsupported(function: Callable[..., Any], *arguments: Any) -> str | None:
     """Return what of a function kernels cannot compute; None: they can compute it.
 
-    ``arguments`` are scalars, ``[rows]`` or ``[rows, dim]``, in trees.
+    ``arguments`` are trees of `jax.ShapeDtypeStruct`: scalars, ``[rows]`` or ``[rows, dim]``.
     """
     rows, dim = next(x.shape for x in jax.tree.leaves(arguments) if len(x.shape) == 2)
 
@@ -173,8 +173,7 @@ _CALLS = {
 
 # Operations that Mosaic has, and that treat each element by itself.
 _OF_ELEMENTS = {
-    "abs", "add", "and", "bitcast_convert_type", "clamp", "convert_element_type", "copy", "cos",
-    "div", "eq", "exp", "exp2", "ge", "gt", "integer_pow", "le", "log", "log2", "logistic", "lt",
+    "abs", "add", "and", "bitcast_convert_type", "clamp", "copy", "cos", "div", "eq", "exp", "exp2", "ge", "gt", "integer_pow", "le", "log", "log2", "logistic", "lt",
     "max", "min", "mul", "ne", "neg", "or", "rem", "round", "rsqrt", "select_n",
     "shift_left", "shift_right_arithmetic", "shift_right_logical", "sin", "sqrt", "square", "sub",
     "tanh", "xor",
@@ -210,6 +209,13 @@ def _reshape(shape: RowShape, equation: Any, operand: Any, *_: Any) -> Any:
     if jnp.ndim(operand) == Form.FULL and form == Form.LINE:  # rows of one column
         return _column(shape, operand, 0)
     return shape.broadcast(operand, form)
+
+
+def _convert(shape: RowShape, equation: Any, operand: Any) -> Any:
+    # Mosaic does not convert to bool.
+    if equation.params["new_dtype"] == bool:
+        return operand != shape.broadcast(np.zeros((), operand.dtype)[()], jnp.ndim(operand))
+    return equation.primitive.bind(operand, **equation.params)
 
 
 def _column_numbers(shape: RowShape, equation: Any) -> Any:
@@ -331,6 +337,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "reshape": _reshape,
     "squeeze": _reshape,
     "expand_dims": _reshape,
+    "convert_element_type": _convert,
     "iota": _column_numbers,
     "slice": _one_column,
     "reduce_sum": _reduce(_sum, lambda dtype: 0),

@@ -194,5 +194,9 @@ def _apply(optimizer: RowOptimizer, arguments: tuple[Any, ...], rates: list[Arra
 def _unsupported(optimizer: RowOptimizer, dim: int) -> str | None:
     """Return an operation of an optimizer that kernels cannot compute; None: there is none."""
     rows = jax.ShapeDtypeStruct((2, dim), jnp.float32)
-    state = jax.eval_shape(lambda: optimizer.init(2, dim))
+    # Where a mesh is set, these have shardings, which no kernel has.
+    state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+        jax.eval_shape(lambda: optimizer.init(2, dim)),
+    )
     return unsupported(optimizer.update, rows, rows, state, jax.ShapeDtypeStruct((), jnp.int32))
