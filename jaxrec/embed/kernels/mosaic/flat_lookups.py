@@ -48,14 +48,15 @@ def flatten_bags(
     kernel = functools.partial(_flatten, layout=layout, num_rows=num_rows)
     inputs = ids, narrowed(weights), *extents, numbers
     outputs = integers, integers, scales
-    rows, bags, scales = blocks.launch(kernel, inputs, outputs, interpret=interpret)
-    return Lookups(rows, bags, None if scales is None else scales.astype(dtype))
+    rows, bags, found = blocks.launch(kernel, inputs, outputs, interpret=interpret)
+    return Lookups(rows, bags, None if scales is None else found.astype(dtype))
 
 
 def narrowed(weights: Weights) -> Weights:
     """Return weights of 64 bits as float32, and others as they are."""
-    is_wide = weights is not None and weights.dtype.itemsize > 4
-    return weights.astype(jnp.float32) if is_wide else weights
+    if weights is None or weights.dtype.itemsize <= 4:
+        return weights
+    return weights.astype(jnp.float32)
 
 
 def _scale_dtype(weights: Weights, layout: BagLayout) -> DTypeLike | None:

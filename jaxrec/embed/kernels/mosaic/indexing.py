@@ -392,8 +392,7 @@ def keep_rolled() -> None:
 
     @plgpu.inline_mgpu(arg_types=(), return_type=())
     def pragma(_: Any) -> Any:
-        void = ir.Type.parse("!llvm.void")
-        llvm.inline_asm(void, [], '.pragma "nounroll";', "", has_side_effects=True)
+        _asm(_nothing(), '.pragma "nounroll";', "")
         return ()
 
     pragma()
@@ -462,6 +461,10 @@ def _bits(count: int) -> ir.Type:
     return ir.IntegerType.get_signless(count)
 
 
+def _nothing() -> ir.Type:
+    return ir.Type.parse("!llvm.void")
+
+
 def _index(value: ir.Value) -> ir.Value:
     return arith.index_castui(ir.IndexType.get(), value)
 
@@ -515,6 +518,11 @@ def _nan_bits(dtype: np.dtype) -> int:
     return int(nan.view(np.int32)[0])
 
 
+def _asm(kind: Any, ptx: str, constraints: str, *operands: ir.Value) -> Any:
+    """Write PTX, which is neither left out nor moved before other PTX; return its result."""
+    return llvm.inline_asm(kind, operands, ptx, constraints, has_side_effects=True)
+
+
 def _load(address: ir.Value, used: ir.Value, size: int, fill: ir.Value) -> list[ir.Value]:
     """Load ``size`` bytes as words of 32 bits, which are ``fill`` where not ``used``."""
     count = max(size // 4, 1)
@@ -523,12 +531,11 @@ def _load(address: ir.Value, used: ir.Value, size: int, fill: ir.Value) -> list[
     kind = _bits(32)
     if count > 1:
         kind = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>")
-    result = llvm.inline_asm(
+    result = _asm(
         kind,
-        [address, used, fill],
         f"{moves} @${count + 1} ld.global.{_WIDTHS[size]} {_operand(words)}, [${count}];",
         ",".join([*["=&r"] * count, "l", "b", "r"]),
-        has_side_effects=True,
+        *(address, used, fill),
     )
     if count == 1:
         return [result]
@@ -538,13 +545,8 @@ def _load(address: ir.Value, used: ir.Value, size: int, fill: ir.Value) -> list[
 def _store(address: ir.Value, used: ir.Value, size: int, words: Sequence[ir.Value]) -> None:
     """Store ``size`` bytes of words of 32 bits where ``used``."""
     source = _operand([f"${i + 2}" for i in range(len(words))])
-    llvm.inline_asm(
-        ir.Type.parse("!llvm.void"),
-        [address, used, *words],
-        f"@$1 st.global.{_WIDTHS[size]} [$0], {source};",
-        ",".join(["l", "b", *["r"] * len(words)]),
-        has_side_effects=True,
-    )
+    ptx = f"@$1 st.global.{_WIDTHS[size]} [$0], {source};"
+    _asm(_nothing(), ptx, ",".join(["l", "b", *["r"] * len(words)]), address, used, *words)
 
 
 _WIDTHS = {16: "v4.b32", 8: "v2.b32", 4: "b32", 2: "u16", 1: "u8"}  # PTX's, by bytes
@@ -584,7 +586,7 @@ def _from_words(words: Sequence[ir.Value], count: int, dtype: DTypeLike) -> ir.V
 
 def _to_words(planes: Sequence[ir.Value], chunk: int) -> list[list[ir.Value]]:
     """Return the words of each ``chunk`` bytes of a thread's elements, planes interleaved."""
-    elements = planes[0]
+    elements: Any = planes[0]
     kind = ir.VectorType(elements.type)
     (length,), element = kind.shape, kind.element_type
     if len(planes) > 1:
@@ -592,9 +594,9 @@ def _to_words(planes: Sequence[ir.Value], chunk: int) -> list[list[ir.Value]]:
         length = len(each)
         elements = vector.from_elements(ir.VectorType.get((length,), element), each)
     bits = 8 * min(chunk, 4)
-    count = length * element.width // bits
+    count = length * mgpu.bitwidth(element) // bits
     packed = vector.bitcast(ir.VectorType.get((count,), _bits(bits)), elements)
-    words = [vector.extract(packed, [], [i]) for i in range(count)]
+    words: list[ir.Value] = [vector.extract(packed, [], [i]) for i in range(count)]
     if bits < 32:
         words = [arith.extui(_bits(32), word) for word in words]
     step = max(chunk // 4, 1)
@@ -605,24 +607,16 @@ def _sum_in_warp(value: ir.Value) -> ir.Value:
     """Add up the values of a warp's threads, from its first one to this one."""
     for distance in (1, 2, 4, 8, 16):
         # `p` is false for lanes that have no lane at this distance before them.
-        value = llvm.inline_asm(
-            _bits(32),
-            [value],
+        ptx = (
             "{ .reg .pred p; .reg .b32 other; "
             f"shfl.sync.up.b32 other|p, $1, {distance}, 0, 0xffffffff; "
-            "mov.b32 $0, $1; @p add.s32 $0, other, $1; }",
-            "=&r,r",
-            has_side_effects=True,
+            "mov.b32 $0, $1; @p add.s32 $0, other, $1; }"
         )
+        value = _asm(_bits(32), ptx, "=&r,r", value)
     return value
 
 
 def _of_lane(value: ir.Value, lane: ir.Value) -> ir.Value:
     """Return the value that a lane of this thread's warp has."""
-    return llvm.inline_asm(
-        _bits(32),
-        [value, lane],
-        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
-        "=r,r,r",
-        has_side_effects=True,
-    )
+    ptx = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
+    return _asm(_bits(32), ptx, "=r,r,r", value, lane)

@@ -70,19 +70,18 @@ class Tile:
             interpret: Whether to run the kernel without a GPU.
         """
         programs = -(-num_groups // self.groups)
-        launch = _interpret if interpret else _launch
         arrays, tree = jax.tree.flatten(inputs)
-        targets, out_tree = jax.tree.flatten(outputs)
+        targets, output_tree = jax.tree.flatten(outputs)
 
         def body(*refs: Any) -> None:
-            outputs = out_tree.unflatten(refs[len(arrays) :])
-            kernel(
-                *tree.unflatten(refs[: len(arrays)]),
-                *(outputs if isinstance(outputs, tuple) else (outputs,)),
-            )
+            of_inputs = jax.tree.unflatten(tree, refs[: len(arrays)])
+            of_outputs = jax.tree.unflatten(output_tree, refs[len(arrays) :])
+            several = isinstance(of_outputs, tuple)
+            kernel(*of_inputs, *(of_outputs if several else (of_outputs,)))
 
+        launch = _interpret if interpret else _launch
         results = launch(body, kernel.func.__name__.strip("_"), programs, arrays, targets)
-        return out_tree.unflatten(results)
+        return jax.tree.unflatten(output_tree, results)
 
     @property
     def output_lanes(self) -> Lanes:
