@@ -150,7 +150,7 @@ def _run(jaxpr: Any, constants: list[Any], arguments: list[Any], shape: RowShape
             return np.asarray(atom.val, atom.aval.dtype).reshape(())[()]
         return values[atom]
 
-    for equation in jaxpr.eqns:
+    for equation in _needed(jaxpr):
         operands = [read(atom) for atom in equation.invars]
         name = equation.primitive.name
         if (inner := _inner(equation.params)) is not None and name in _CALLS:
@@ -163,6 +163,18 @@ def _run(jaxpr: Any, constants: list[Any], arguments: list[Any], shape: RowShape
             raise UnsupportedError(f"the operation {name}")
         values.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _needed(jaxpr: Any) -> list[Any]:
+    """Return the operations that a traced function's results depend on, in order."""
+    # Mosaic does not lower what is computed in vain.
+    needed = set(map(id, jaxpr.outvars))
+    equations = []
+    for equation in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(map(id, equation.outvars)):
+            needed.update(map(id, equation.invars))
+            equations.append(equation)
+    return equations[::-1]
 
 
 # Functions within functions, which are run in place.

@@ -91,7 +91,7 @@ class StoredRows:
         """Store rows; ``step`` rounds them at random, and None to nearest."""
         row_format, lanes = self.row_format, self.lanes
         if values.ndim == 1:
-            store(self.stored, row, is_used, lanes, values)
+            store(self.stored, row, is_used, lanes, lanes.cast(values))
             return
         noise = None
         if step is not None and row_format != PlainRows("float32"):
