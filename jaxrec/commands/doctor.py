@@ -17,7 +17,7 @@ from jaxrec import optim
 from jaxrec.arguments import ConfigError, parse
 from jaxrec.embed import kernels
 from jaxrec.embed.formats import FORMATS, TABLE_FORMATS, RowFormat, TableArray, as_table, is_packed
-from jaxrec.embed.kernels import BagLayout, Choice, Lookups, cpu, trial
+from jaxrec.embed.kernels import BagLayout, Choice, Lookups, cpu, registry, trial
 from jaxrec.embed.kernels.answers import Answers, cores, processor, tunable_device
 from jaxrec.tier.ids import library as id_map_library
 
@@ -149,7 +149,7 @@ def describe(call: str, choice: Choice) -> list[str]:
     lines = [f"{call}: {choice.name(_platform())}"]
     for name, reason in choice.refused.items():
         # Without a GPU, the reason why a GPU kernel does not run is noise.
-        if name != "triton" or trial.cards():
+        if name not in _tried() or trial.cards():
             lines.append(f"  not {name}: {reason}")
     return lines
 
@@ -194,10 +194,17 @@ def problems(choices: Sequence[Choice]) -> list[str]:
     if named := os.environ.get("JAXREC_KERNELS"):
         found.append(f"JAXREC_KERNELS={named} keeps other kernels from running: unset it.")
     for choice in choices:
+        if not is_gpu or choice.chosen.get("cuda") in _tried() or "cuda" in choice.tuned:
+            continue
         for name, reason in choice.refused.items():
-            if name == "triton" and is_gpu:
+            if name in _tried():
                 found.append(f"{choice.primitive} runs without its {name} kernel: {reason}.")
     return found
+
+
+def _tried() -> set[str]:
+    """Return the names of the implementations in kernels for GPUs."""
+    return {each.name for each in registry.IMPLEMENTATIONS if each.is_tried}
 
 
 def _layout() -> BagLayout:

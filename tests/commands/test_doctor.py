@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import pathlib
+import types
 
 import jax
 import pytest
 
 from jaxrec.commands import doctor, main
-from jaxrec.embed.kernels import Choice, cpu, trial
+from jaxrec.embed.kernels import Choice, cpu, mosaic, registry, trial
 from jaxrec.tier.ids import library
 
 FAILED = Choice("row_lookup", {"cuda": "reference"}, {"triton": "on this H200 it fails: OOM"})
@@ -31,6 +32,7 @@ def test_a_machine_in_order(capsys):
     assert "pooled_lookup of int8 rows of 64: cpu\n" in output
     assert "row_lookup of quantized int8 rows of 64: cpu\n" in output
     assert "triton" not in output
+    assert "mosaic" not in output
     assert output.endswith("Nothing to mend.\n")
 
 
@@ -78,6 +80,26 @@ def test_a_kernel_that_failed_its_trial(monkeypatch):
     assert doctor.problems([FAILED]) == [
         "row_lookup runs without its triton kernel: on this H200 it fails: OOM."
     ]
+
+
+def test_both_backends_are_named_on_a_gpu(capsys, monkeypatch):
+    def trials(implementation: registry.Implementation) -> types.SimpleNamespace:
+        failure = "it fails: OOM" if implementation.name == "triton" else None
+        card = types.SimpleNamespace(device_kind="H200")
+        return types.SimpleNamespace(card=card, failure=lambda form: failure)
+
+    monkeypatch.setattr(trial, "cards", jax.devices)
+    monkeypatch.setattr(registry, "_trials", trials)
+    monkeypatch.setattr(doctor, "OLDEST_JAX_ON_GPUS", jax.__version_info__)
+    main(["doctor", "--dtypes", "float32"])
+    output = capsys.readouterr().out
+    assert "    not triton: on this H200 it fails: OOM\n" in output
+    if mosaic_is_refused := mosaic.refuse("row_lookup", {}):
+        assert "row_lookup of float32 rows of 128: reference\n" in output
+        assert f"    not mosaic: {mosaic_is_refused}\n" in output
+    else:
+        assert "row_lookup of float32 rows of 128: mosaic\n" in output
+        assert "without its triton kernel" not in output
 
 
 def test_an_old_jax_on_a_gpu(monkeypatch):

@@ -175,13 +175,14 @@ class ScaledFloat8Rows(RowFormat):
         scales = packed[:, dim:].reshape(packed.shape[0], -1, 4)[:, np.array(blocks)]
         return jnp.concatenate([packed[:, first:stop], scales.reshape(packed.shape[0], -1)], axis=1)
 
-    def pack(
-        self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"] | None = None
-    ) -> UInt8[Array, "n width"]:
-        n, dim = rows.shape
-        grid = _grid(self.code)
-        rows = self._blocks(rows.astype(jnp.float32))
-        noise = None if noise is None else self._blocks(noise)
+    def quantize(
+        self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"] | None
+    ) -> tuple[Float[Array, "n dim"], Float[Array, "n 1"]]:
+        """Return rows of one block as numbers up to the largest code, with their scales.
+
+        ``noise`` as in `pack_at_random`; None leaves it to the encoding to round to nearest.
+        """
+        grid = self.grid
         sizes = jnp.abs(rows)
         largest = jnp.max(sizes, axis=1, keepdims=True)
         exact = divide(largest, grid.largest)
@@ -197,7 +198,19 @@ class ScaledFloat8Rows(RowFormat):
             codes = jnp.where(rows > 0, jnp.maximum(codes, grid.spacing), codes)
         # The scale was rounded, so the largest element may have missed the largest code.
         is_largest = (sizes == largest) & (scale > SMALLEST_SCALE)
-        codes = jnp.where(is_largest, jnp.copysign(grid.largest, rows), codes)
+        return jnp.where(is_largest, jnp.copysign(grid.largest, rows), codes), scale
+
+    @property
+    def grid(self) -> FloatGrid:
+        """The numbers that codes represent."""
+        return _UNSIGNED_GRID if self.code == UNSIGNED else FloatGrid.of(self.code)
+
+    def pack(
+        self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"] | None = None
+    ) -> UInt8[Array, "n width"]:
+        n, dim = rows.shape
+        noise = None if noise is None else self._blocks(noise)
+        codes, scale = self.quantize(self._blocks(rows.astype(jnp.float32)), noise)
         stored = _encode(codes, self.code).reshape(n, -1)[:, :dim]
         return jnp.concatenate([stored, as_bytes(scale).reshape(n, -1)], axis=1)
 
@@ -211,27 +224,14 @@ class ScaledFloat8Rows(RowFormat):
         return jnp.pad(rows, ((0, 0), (0, blocks * size - dim))).reshape(n * blocks, size)
 
 
-def _grid(code: str) -> FloatGrid:
-    return _UNSIGNED_GRID if code == UNSIGNED else FloatGrid.of(code)
-
-
 def _encode(numbers: Float[Array, "n dim"], code: str) -> UInt8[Array, "n dim"]:
     """Return the nearest code of each number; none exceeds the largest code."""
-    if code != UNSIGNED:
-        return jax.lax.bitcast_convert_type(numbers.astype(code), jnp.uint8)
-    grid = _UNSIGNED_GRID
-    # An exponent field of 127 means 1.0 in float32, and one of 15 does here: the two differ by
-    # 127 - 15 at the same number.
-    first = (127 - 15) << grid.fraction_bits
-    bits = jax.lax.bitcast_convert_type(cut_bits(numbers, 20), jnp.uint32) >> 20
-    subnormal = jnp.round(numbers / grid.spacing).astype(jnp.uint32)
-    return jnp.where(numbers < grid.smallest_normal, subnormal, bits - first).astype(jnp.uint8)
+    if code == UNSIGNED:
+        return _UNSIGNED_GRID.encode(numbers).astype(jnp.uint8)
+    return jax.lax.bitcast_convert_type(numbers.astype(code), jnp.uint8)
 
 
 def _decode(codes: UInt8[Array, "n dim"], code: str) -> Float[Array, "n dim"]:
-    if code != UNSIGNED:
-        return jax.lax.bitcast_convert_type(codes, jnp.dtype(code)).astype(jnp.float32)
-    grid = _UNSIGNED_GRID
-    wide = codes.astype(jnp.uint32)
-    normal = jax.lax.bitcast_convert_type((wide << 20) + ((127 - 15) << 23), jnp.float32)
-    return jnp.where(wide < 2**grid.fraction_bits, wide.astype(jnp.float32) * grid.spacing, normal)
+    if code == UNSIGNED:
+        return _UNSIGNED_GRID.decode(codes.astype(jnp.uint32))
+    return jax.lax.bitcast_convert_type(codes, jnp.dtype(code)).astype(jnp.float32)

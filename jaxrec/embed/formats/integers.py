@@ -158,10 +158,13 @@ class TrainedInt8Rows(Fused8Rows):
     def name(self) -> str:
         return "int8"
 
-    def pack(
-        self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"] | None = None
-    ) -> UInt8[Array, "n width"]:
-        rows = rows.astype(jnp.float32)
+    def quantize(
+        self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"] | None
+    ) -> tuple[Float[Array, "n dim"], Float[Array, "n 1"], Float[Array, "n 1"]]:
+        """Return rows as whole numbers from 0 to 255, with their scales and offsets.
+
+        ``noise`` as in `pack_at_random`; None rounds to nearest.
+        """
         offset = jnp.min(rows, axis=1, keepdims=True)
         # A row that is unpacked and packed again must keep its bytes. So the offset must not become
         # -0.0, and not a subnormal number either, which some devices treat as zero.
@@ -182,6 +185,12 @@ class TrainedInt8Rows(Fused8Rows):
             # If the scale is smaller than the offset's last bit, several codes unpack to one float.
             # We take the one that packing this float again gives.
             codes = jnp.round(((codes * scale + offset) - offset) / scale)
+        return codes, scale, offset
+
+    def pack(
+        self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"] | None = None
+    ) -> UInt8[Array, "n width"]:
+        codes, scale, offset = self.quantize(rows.astype(jnp.float32), noise)
         return jnp.concatenate([codes.astype(jnp.uint8), as_bytes(scale), as_bytes(offset)], axis=1)
 
     pack_at_random = pack

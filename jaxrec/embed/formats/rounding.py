@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,26 @@ class FloatGrid:
             is_small = jnp.abs(values) < self.smallest_normal
             rounded = jnp.where(is_small, _round_to_grid(values, self.spacing, noise), rounded)
         return jnp.where(jnp.abs(values) <= self.largest, rounded, values)
+
+    def encode(self, numbers: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+        """Return exponent and fraction of the nearest number, for numbers from 0 to `largest`."""
+        dropped = 23 - self.fraction_bits
+        bits = jax.lax.bitcast_convert_type(cut_bits(numbers, dropped), jnp.uint32) >> dropped
+        subnormal = jnp.round(numbers / self.spacing).astype(jnp.uint32)
+        is_small = numbers < self.smallest_normal
+        return jnp.where(is_small, subnormal, bits - (self._bias_difference << self.fraction_bits))
+
+    def decode(self, codes: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """Return the numbers that `encode` gave these codes; undo it."""
+        bits = (codes << (23 - self.fraction_bits)) + (self._bias_difference << 23)
+        normal = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        is_small = codes < 2**self.fraction_bits
+        return jnp.where(is_small, codes.astype(jnp.float32) * self.spacing, normal)
+
+    @property
+    def _bias_difference(self) -> int:
+        """Difference of the exponent fields of one number in float32 and in this type."""
+        return 126 + int(math.log2(self.smallest_normal))
 
 
 def cut_bits(

@@ -3,7 +3,7 @@
 * `base`: data types and operands, and the rules that every implementation obeys. Begin there.
 * `reference`, `updates`, `stretches`: the definition of each primitive, in XLA.
 * `cpu`, `native_call`: the implementation for CPUs, in C++ (`native/`).
-* `triton`: the implementation for NVIDIA GPUs, in Pallas.
+* `triton`, `mosaic`: the implementations for NVIDIA GPUs, by two backends of Pallas.
 * `registry`: the implementations, and the choice of the one that runs a call.
 * `trial`, `answers`: trials of kernels on the card at hand, and the file that keeps their results.
 """

@@ -80,12 +80,16 @@ class Implementation:
         ``is_named``: the user named the implementation, so that it needs no trial.
         """
         trials = None
-        if self.is_tried and not is_named and (trials := _trials(self)) is None:
-            return "there is no NVIDIA GPU here to try it on"
-        if not hasattr(self.module, primitive):
+        try:
+            if self.is_tried and not is_named and (trials := _trials(self)) is None:
+                return "there is no NVIDIA GPU here to try it on"
+            module = self.module
+        except ImportError as error:  # Pallas' backends for GPUs come and go.
+            return f"JAX {jax.__version__} has no such backend: {error}"
+        if not hasattr(module, primitive):
             return f"it has no {primitive}"
         # A trial takes seconds, so it comes last: calls that are refused anyway are not tried.
-        reason = self.module.refuse(primitive, arguments)
+        reason = module.refuse(primitive, arguments)
         if reason is not None or trials is None:
             return reason
         failure = trials.failure(Form.of(primitive, arguments))
@@ -93,14 +97,17 @@ class Implementation:
 
     def follows(self, call: TunedCall, primitive: str, arguments: Mapping[str, Any]) -> bool:
         """Return whether this implementation takes a call with the options of a recorded choice."""
+        if self.refuse(primitive, arguments, is_named=False) is not None:
+            return False
         values = self.options(primitive)
-        is_known = all(value in values.get(name, ()) for name, value in call.options.items())
-        return is_known and self.refuse(primitive, arguments, is_named=False) is None
+        return all(value in values.get(name, ()) for name, value in call.options.items())
 
 
 IMPLEMENTATIONS = (
     Implementation("cpu", ("cpu",)),
     Implementation("triton", ("cuda",), is_tried=True),
+    # The backend that JAX keeps; behind Triton's until both were timed on one card.
+    Implementation("mosaic", ("cuda",), is_tried=True),
     Implementation("reference", PLATFORMS),
 )
 
@@ -189,6 +196,11 @@ class Primitive(Generic[P, R]):
         tuned = _tuned(self.name, arguments) if is_tuned else {}
         chosen.update({platform: call.implementation for platform, call in tuned.items()})
         for implementation in IMPLEMENTATIONS if named is None else named:
+            names = {chosen.get(platform) for platform in implementation.platforms}
+            if named is None and implementation.is_tried and None not in names:
+                # It is not tried in vain.
+                refused[implementation.name] = f"{' and '.join(map(str, names))} runs the call"
+                continue
             reason = implementation.refuse(self.name, arguments, is_named=named is not None)
             if reason is not None:
                 refused[implementation.name] = reason

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import jax
 import pytest
 
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import cpu
-from tests.embed.kernels.gpu_cases import triton_kernels
+from tests.embed.kernels.gpu_cases import BACKENDS, backend, gpu_kernels
 
-IMPLEMENTATIONS = ("reference", "triton", "cpu-avx512", "cpu-avx2", "cpu-portable")
+IMPLEMENTATIONS = ("reference", *BACKENDS, "cpu-avx512", "cpu-avx2", "cpu-portable")
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -17,7 +19,7 @@ def implementation(request):
     """Runs the test by one implementation; the native library by each of its instruction sets."""
     name, _, instructions = request.param.partition("-")
     if not instructions:
-        with triton_kernels() if name == "triton" else kernels.use_kernels(name):
+        with gpu_kernels(name) if name in BACKENDS else kernels.use_kernels(name):
             yield name
         return
     if jax.default_backend() != "cpu":
@@ -29,3 +31,9 @@ def implementation(request):
     with kernels.use_kernels(name):
         yield name
     cpu.select_instruction_set(best)
+
+
+@pytest.fixture(params=BACKENDS, scope="session")
+def gpu(request) -> ModuleType:
+    """The kernels for GPUs, by each of Pallas' backends."""
+    return backend(request.param)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -14,7 +16,8 @@ import pytest
 from jax import Array
 
 from jaxrec.embed.kernels import BagLayout, registry, use_kernels
-from jaxrec.embed.kernels.triton.tile import Tile
+
+BACKENDS = ("triton", "mosaic")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,27 +88,35 @@ def _starts(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(np.cumsum((0, *sizes[:-1])).tolist())
 
 
+def backend(name: str) -> ModuleType:
+    """The kernels for GPUs by one of Pallas' backends; skips the test if JAX is too old for it."""
+    module = importlib.import_module(f"jaxrec.embed.kernels.{name}")
+    if (reason := module.refuse("row_lookup", {})) is not None:
+        pytest.skip(reason)
+    return module
+
+
 @contextlib.contextmanager
-def triton_kernels() -> Iterator[None]:
-    """Runs the primitives by the Triton kernels: on a GPU if tests run there, else interpreted."""
+def gpu_kernels(name: str) -> Iterator[None]:
+    """Runs the primitives by a backend's kernels: on a GPU if tests run there, else interpreted."""
+    module = backend(name)
     if jax.default_backend() == "gpu":
-        with use_kernels("triton", "reference"):
+        with use_kernels(name, "reference"):
             yield
         return
-    launch = Tile.launch
+    tile = importlib.import_module(f"{module.__name__}.tile").Tile
+    launch = tile.launch
     on_cpus = tuple(
-        dataclasses.replace(each, platforms=(*each.platforms, "cpu"))
-        if each.name == "triton"
-        else each
+        dataclasses.replace(each, platforms=(*each.platforms, "cpu")) if each.name == name else each
         for each in registry.IMPLEMENTATIONS
     )
 
     def interpreted(*arguments: Any, interpret: bool, **options: Any) -> Any:
         return launch(*arguments, interpret=True, **options)
 
-    with pytest.MonkeyPatch.context() as patch, use_kernels("triton", "reference"):
+    with pytest.MonkeyPatch.context() as patch, use_kernels(name, "reference"):
         patch.setattr(registry, "IMPLEMENTATIONS", on_cpus)
-        patch.setattr(Tile, "launch", interpreted)
+        patch.setattr(tile, "launch", interpreted)
         yield
 
 
@@ -114,6 +125,11 @@ def lowered_for_cuda(function: Callable, *arguments: Any) -> str:
     with _cuda_device():
         traced = jax.jit(function).trace(*arguments)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels_in(program: str, *names: str) -> list[str]:
+    """Those of the kernels that a lowered program has."""
+    return [name for name in names if f'"{name}"' in program or f"{name}_mosaic_gpu" in program]
 
 
 def _cuda_device() -> contextlib.AbstractContextManager:

@@ -14,13 +14,13 @@ from jaxrec.embed.kernels import BagLayout
 from tests.embed import row_oracle
 from tests.embed.kernels import oracle
 from tests.embed.kernels.cases import SMALL, Case, case
-from tests.embed.kernels.gpu_cases import lowered_for_cuda
+from tests.embed.kernels.gpu_cases import BACKENDS, kernels_in, lowered_for_cuda
 
 pytestmark = pytest.mark.jax_version
 
 IMPLEMENTATIONS = ("reference", "cpu-avx512", "cpu-avx2", "cpu-portable")
 every_implementation = pytest.mark.parametrize(
-    "implementation", [*IMPLEMENTATIONS, "triton"], indirect=True
+    "implementation", [*IMPLEMENTATIONS, *BACKENDS], indirect=True
 )
 # Those of inference, and those of training.
 ROW_FORMATS = {name: FORMATS[name] for name in ("int8", "int4", "int2", "float8")} | {
@@ -62,7 +62,7 @@ def assert_sums(result, expected, this: Case) -> None:
     np.testing.assert_allclose(result, expected, rtol=2e-5, atol=2e-6 * largest)
 
 
-# The interpreter of Triton's kernels is slow: each shape, and each format at several of them.
+# The interpreter of kernels for GPUs is slow: each shape, and each format at several of them.
 INTERPRETED = (
     ("d1", "int2"), ("d1", "float8"), ("d3", "int4"), ("d3", "fused_int8"), ("different", "int8"),
     ("uniform", "float8_e4m3"), ("uniform", "int2"), ("empty_bags", "int4"),
@@ -80,7 +80,7 @@ INTERPRETED = (
         for shape in SHAPES
         for name in ROW_FORMATS
     ]
-    + [("triton", *each) for each in INTERPRETED],
+    + [(name, *each) for name in BACKENDS for each in INTERPRETED],
     indirect=["implementation"],
 )
 def test_pooled_lookup(implementation, shape, name):
@@ -115,9 +115,10 @@ def test_type_of_pooled_lookup(implementation, dtype):
         for dim in (1, 3, 4, 16, 64, 100, 128, 1024)
         for name in ROW_FORMATS
     ]
-    + [("triton", dim, name) for dim in (3, 100) for name in ROW_FORMATS]
+    + [(gpu, dim, name) for gpu in BACKENDS for dim in (3, 100) for name in ROW_FORMATS]
     + [
-        ("triton", dim, name)
+        (gpu, dim, name)
+        for gpu in BACKENDS
         for dim, name in [
             (1, "int2"), (1, "fused_int8"), (4, "int4"), (16, "int2"), (64, "int8"),
             (128, "float8"), (1024, "int4"),
@@ -194,7 +195,7 @@ def test_format_that_the_library_does_not_know():
     [("d100", name) for name in ROW_FORMATS]
     + [("d1", "fused_int8"), ("d3", "int4"), ("d3", "float8"), ("d1024", "int2")],
 )
-def test_gpus_read_packed_rows(shape, name):
+def test_gpus_read_packed_rows(gpu, shape, name):
     """Lowered for CUDA, a lookup is one kernel on the stored rows, and unpacks none outside."""
     this, dim = case(shape), SMALL[shape].D
     table = packed_rows(packed_table(name, this.num_rows, dim), name, dim)
@@ -203,9 +204,9 @@ def test_gpus_read_packed_rows(shape, name):
         pooled = kernels.pooled_lookup(table, *arrays, this.layout, "float32")
         return pooled, kernels.row_lookup(table, rows)
 
-    with kernels.use_kernels("triton", "reference"):
+    with kernels.use_kernels(gpu.__name__.rpartition(".")[2], "reference"):
         text = lowered_for_cuda(look_up, table, jnp.arange(7), *this.arrays)
-    assert [kernel for kernel in ("pool", "copy_rows") if f'"{kernel}"' not in text] == []
+    assert kernels_in(text, "pool", "copy_rows") == ["pool", "copy_rows"]
     lookups = this.layout.num_positions
     assert f"tensor<{this.num_rows}x{dim}xf32>" not in text
     assert f"tensor<{lookups}x{dim}xf32>" not in text

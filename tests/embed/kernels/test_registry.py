@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import types
 import warnings
 
 import jax
@@ -11,7 +13,8 @@ import pytest
 
 from jaxrec import optim
 from jaxrec.embed import kernels
-from jaxrec.embed.kernels import cpu, reference, registry, triton
+from jaxrec.embed.kernels import cpu, mosaic, reference, registry, triton
+from tests.embed.kernels.gpu_cases import backend
 
 pytestmark = pytest.mark.jax_version
 
@@ -81,7 +84,7 @@ def test_unknown_names():
     with pytest.raises(ValueError, match="there is no primitive 'pool'; there are new_rows"):
         kernels.describe("pool")
     with (
-        pytest.raises(ValueError, match="is named 'tpu'; there are 'cpu', 'triton'"),
+        pytest.raises(ValueError, match="is named 'tpu'; there are 'cpu', 'triton', 'mosaic'"),
         kernels.use_kernels("tpu"),
     ):
         pass
@@ -95,7 +98,7 @@ def test_a_call_that_no_implementation_takes():
         kernels.build_runs(ROWS, num_rows=4)
 
 
-@pytest.mark.parametrize("module", [cpu, triton], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [cpu, triton, mosaic], ids=lambda module: module.__name__)
 def test_implementations_have_the_parameters_of_the_reference(module):
     """Hints may be missing, and GPU kernels add options with defaults, such as ``interpret``."""
     functions = [name for name in registry.PRIMITIVES if hasattr(module, name)]
@@ -109,3 +112,49 @@ def test_implementations_have_the_parameters_of_the_reference(module):
         names = [x for x in given if x not in options]
         assert names == [x for x in wanted if x not in hints]
         assert all(given[x].default == wanted[x].default for x in given if x in wanted)
+
+
+@pytest.fixture
+def passed_trials(monkeypatch) -> list[str]:
+    """A card on which every kernel passes its trial, and the names of those that were tried."""
+    tried: list[str] = []
+
+    def trials(implementation: registry.Implementation) -> types.SimpleNamespace:
+        return types.SimpleNamespace(failure=lambda form: tried.append(implementation.name))
+
+    monkeypatch.setattr(registry, "_trials", trials)
+    monkeypatch.delenv("JAXREC_KERNELS", raising=False)
+    return tried
+
+
+def test_the_second_backend_is_not_tried_in_vain(passed_trials):
+    choice = kernels.describe("pooled_lookup", *BATCH)
+    assert choice.chosen["cuda"] == "triton"
+    assert choice.refused["mosaic"] == "triton runs the call"
+    assert passed_trials == ["triton"]
+
+
+def test_mosaic_runs_where_it_is_named_first():
+    backend("mosaic")
+    with kernels.use_kernels("mosaic", "triton", "reference"):
+        assert kernels.describe("pooled_lookup", *BATCH).chosen["cuda"] == "mosaic"
+
+
+def test_mosaic_runs_where_jax_has_no_triton(monkeypatch, passed_trials):
+    """JAX has deprecated the Triton backend of Pallas."""
+    backend("mosaic")
+    for name in [name for name in sys.modules if name.startswith(triton.__name__)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("jax.experimental.pallas.triton")
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    choice = kernels.describe("pooled_lookup", *BATCH)
+    assert choice.chosen["cuda"] == "mosaic"
+    assert choice.refused["triton"].startswith(f"JAX {jax.__version__} has no such backend: ")
+    assert passed_trials == ["mosaic"]
+
+
+def test_mosaic_says_that_jax_is_too_old(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
+    reason = mosaic.refuse("row_lookup", {})
+    assert reason is not None
+    assert reason.startswith("it needs JAX 0.11.2 or later, and this is ")

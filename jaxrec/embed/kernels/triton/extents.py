@@ -128,7 +128,7 @@ def _write_extents(
     counts = _load_counts(lengths, place, stride, length_start, capacity)
     sums = id_start + jnp.cumsum(counts, dtype=jnp.int32)
     if totals is not None:
-        sums += _sum_before(totals, first, pl.program_id(0))
+        sums += sum_before(totals, first, pl.program_id(0))
     # Sums of wrong lengths may wrap around int32, and are clipped all the same.
     limit = id_start + capacity
     bag = jnp.where(place < stride, first_bag + place, starts.shape[0])
@@ -136,7 +136,7 @@ def _write_extents(
         pltriton.store(target.at[bag], jnp.clip(values, id_start, limit), mask=place < stride)
 
 
-def _sum_before(totals: Any, first: Array, end: Array) -> Array:
+def sum_before(totals: Any, first: Array, end: Array) -> Array:
     """Return the sum of ``totals[first:end]``."""
 
     def add(turn: Array, sums: Array) -> Array:

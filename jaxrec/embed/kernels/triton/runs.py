@@ -8,14 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int32
 
+from jaxrec.embed.kernels.triton.extents import sum_before
 from jaxrec.embed.kernels.triton.sorted_lookups import SortedLookups, Terms
 from jaxrec.embed.kernels.triton.tile import Source, Tile, cdiv
 
-# Tile of the kernels that list runs: 1024 lookups a program, eight a lane.
-LISTING = Tile(dim=1, columns=1, groups=1024, depth=1, warps=4)
+# Tile of the kernels that list runs: 2048 lookups a program, sixteen a lane.
+LISTING = Tile(dim=1, columns=1, groups=2048, depth=1, warps=4)
 
 
 @jax.tree_util.register_dataclass
@@ -27,27 +29,29 @@ class Runs:
     # many times would leave gaps: a tile in which no run begins has nothing to update.
     #
     # The last run has the row `num_rows`: it holds the padding, or is empty, and its start is the
-    # end of the run before it. Entries behind it have the row `num_rows` too, and no other values.
+    # end of the run before it. Entries behind it are not written.
 
     starts: Any  # index of the run's first lookup
     rows: Any  # the run's row, ascending
     bags: Any  # bag of the run's first lookup
     scales: Any  # factor of the run's first lookup; None: 1
+    count: Any  # [1], the number of runs, the last one included
 
     @classmethod
     def of(cls, lookups: SortedLookups, *, interpret: bool) -> Runs:
         """List the runs of sorted lookups."""
         # Two passes without atomics: each program counts the runs that begin among its lookups, and
-        # the sums of the counts tell each program where its part of the list begins.
+        # adds up the counts before its own, which tells it where its part of the list begins. A
+        # prefix sum of the counts by XLA would be three launches more.
         size = lookups.rows.shape[0] + 1
         launch = functools.partial(LISTING.launch, num_groups=size, interpret=interpret)
         num_programs = -(-size // LISTING.groups)
         kernel = functools.partial(_count_runs, tile=LISTING)
         counts = launch(kernel, (lookups,), jax.ShapeDtypeStruct((num_programs,), jnp.int32))
-        arrays = (lookups.rows, lookups.rows, lookups.bags, lookups.scales)
-        outputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size,), x.dtype), cls(*arrays))
-        kernel = functools.partial(_list_runs, tile=LISTING)
-        return launch(kernel, (lookups, counts, jnp.cumsum(counts, dtype=jnp.int32)), outputs)
+        arrays = cls(lookups.rows, lookups.rows, lookups.bags, lookups.scales, None)
+        outputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size,), x.dtype), arrays)
+        outputs = dataclasses.replace(outputs, count=jax.ShapeDtypeStruct((1,), jnp.int32))
+        return launch(functools.partial(_list_runs, tile=LISTING), (lookups, counts), outputs)
 
     def load(self, run: Array, num_rows: int) -> Run:
         """Load the runs with these indices."""
@@ -60,7 +64,8 @@ class Runs:
         scale = None
         if self.scales is not None:
             scale = pltriton.load(self.scales.at[run], mask=inside, other=0)
-        return Run(row, start, end, (bag, scale), row < num_rows)
+        # The last run, which `count` includes, has no row.
+        return Run(row, start, end, (bag, scale), inside & (run < self.count[0] - 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,27 +155,23 @@ def _count_runs(lookups: SortedLookups, out: Any, *, tile: Tile) -> None:
     pltriton.store(out.at[place], count, mask=writes)
 
 
-def _list_runs(
-    lookups: SortedLookups, counts: Any, counts_so_far: Any, out: Runs, *, tile: Tile
-) -> None:
+def _list_runs(lookups: SortedLookups, counts: Any, out: Runs, *, tile: Tile) -> None:
     """List the runs that begin among a program's lookups."""
     size = out.rows.shape[0]
     position = tile.group_ids()
     row, is_first = lookups.begin(position)
     bag, scale = lookups.load_terms(position, position < size - 1)
-    program = position // tile.groups  # the same in all lanes
-    before = pltriton.load(counts_so_far.at[program]) - pltriton.load(counts.at[program])
-    place = before + jnp.cumsum(is_first.astype(jnp.int32), dtype=jnp.int32) - 1
-    place = jnp.where(is_first, place, size)  # masked, and out of range for the interpreter
+    program = pl.program_id(0)
+    before = sum_before(counts, jnp.int32(0), program)
+    here = jnp.cumsum(is_first.astype(jnp.int32), dtype=jnp.int32)
+    place = jnp.where(is_first, before + here - 1, size)  # masked: out of range, as above
     pltriton.store(out.starts.at[place], position, mask=is_first)
     pltriton.store(out.bags.at[place], bag, mask=is_first)
     if scale is not None:
         pltriton.store(out.scales.at[place], scale, mask=is_first)
     pltriton.store(out.rows.at[place], row, mask=is_first)
 
-    # The entries behind the last run: each program fills those at its own positions.
-    last = jnp.maximum(program, counts.shape[0] - 1)
-    is_behind = (position >= pltriton.load(counts_so_far.at[last])) & (position < size)
-    place = jnp.where(is_behind, position, size)
-    none = jnp.full(row.shape, lookups.num_rows, row.dtype)
-    pltriton.store(out.rows.at[place], none, mask=is_behind)
+    # The program of the last lookup knows the number of runs.
+    @pl.when(program == counts.shape[0] - 1)
+    def _() -> None:
+        out.count[0] = before + jnp.sum(is_first, dtype=jnp.int32)

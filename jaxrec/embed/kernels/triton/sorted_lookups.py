@@ -30,7 +30,7 @@ class SortedLookups:
     # 127, 128 to 191, 192 to 255 and 256 to 299. The cuts depend on the batch alone, and so does
     # the order of additions: results repeat bit for bit.
 
-    rows: Any  # row of each lookup, ascending; ``num_rows`` at padding
+    rows: Any  # row of each lookup, ascending as unsigned numbers; those past the end are padding
     bags: Any  # bag of each lookup
     scales: Any  # factor of each lookup; None: 1
     gradients: Any  # [bags, dim]
@@ -50,9 +50,10 @@ class SortedLookups:
         block: int,
     ) -> SortedLookups:
         """Sort lookups by row."""
-        # As unsigned numbers, negative rows are past the end as well.
+        # As unsigned numbers, negative rows are past the end as well. They stay as they are: to
+        # replace them first would be a launch of its own.
         rows, bags, scales = lookups.rows, lookups.bags, lookups.scales
-        rows = jnp.where(rows.astype(jnp.uint32) > num_rows, num_rows, rows)
+        rows = jax.lax.bitcast_convert_type(rows, jnp.uint32)
         # Two operands, so that XLA takes CUB's radix sort. With scales, positions are sorted, and
         # bags and scales are gathered by them.
         positions = jnp.arange(rows.size, dtype=jnp.int32)
@@ -62,6 +63,7 @@ class SortedLookups:
         else:
             rows, order = jax.lax.sort((rows, positions), num_keys=1, is_stable=False)
             bags, scales = order if bags is None else bags[order], scales[order]
+        rows = jax.lax.bitcast_convert_type(rows, jnp.int32)
         return cls(rows, bags, scales, gradients, num_rows, clip_value, cut, block)
 
     @property
@@ -74,9 +76,10 @@ class SortedLookups:
         return self.num_parts > self.block
 
     def load_row(self, position: Array) -> Array:
-        """Return the row of the lookup at each position; ``num_rows`` outside of the list."""
+        """Return the row of the lookup at each position; ``num_rows`` at padding and outside."""
         inside = (position >= 0) & (position < self.rows.shape[0])
-        return pltriton.load(self.rows.at[position], mask=inside, other=self.num_rows)
+        row = pltriton.load(self.rows.at[position], mask=inside, other=self.num_rows)
+        return jnp.where((row >= 0) & (row < self.num_rows), row, self.num_rows)
 
     def begin(self, position: Array) -> tuple[Array, Array]:
         """Return the row of the lookup at each position, and whether a run begins there."""

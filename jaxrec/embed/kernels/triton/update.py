@@ -79,8 +79,9 @@ def fused_update(
         kernel = functools.partial(_square_runs, tile=tile)
         output = jax.ShapeDtypeStruct((size,), jnp.float32)
         squares = launch(kernel, (runs, by_row, sums), output, size)
-        rows, clip_norm = runs.rows[:size], optimizer.clip_norm
-        factors = norm_factors(squares, rows, clip_norm, table_starts, num_rows)
+        is_run = jnp.arange(size, dtype=jnp.int32) < runs.count - 1
+        rows = jnp.where(is_run, runs.rows[:size], num_rows)
+        factors = norm_factors(squares, rows, optimizer.clip_norm, table_starts, num_rows)
 
     # Numbers that change from step to step (rates, hyperparameters) are operands of the kernel.
     set_now, step = resolve(optimizer, step)

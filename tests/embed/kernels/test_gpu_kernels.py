@@ -1,8 +1,10 @@
-"""The Triton kernels: interpreted on the CPU against the reference, and lowered for CUDA."""
+"""The kernels for GPUs: interpreted on the CPU against the reference, and lowered for CUDA."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +15,10 @@ from hypothesis import strategies as st
 
 from jaxrec import optim
 from jaxrec.embed import EmbeddingBagConfig, apply_gradients, init_tables, kernels, lookup
-from jaxrec.embed.kernels import Lookups, reference, triton, use_kernels
-from jaxrec.embed.kernels.triton.runs import Runs
-from jaxrec.embed.kernels.triton.sorted_lookups import SortedLookups
+from jaxrec.embed.kernels import Lookups, reference, use_kernels
 from jaxrec.optim.hyperparameters import UpdateStep
 from jaxrec.ragged import KeyedJaggedArray
-from tests.embed.kernels.gpu_cases import Batch, lowered_for_cuda, triton_kernels
+from tests.embed.kernels.gpu_cases import BACKENDS, Batch, gpu_kernels, kernels_in, lowered_for_cuda
 
 pytestmark = pytest.mark.jax_version
 
@@ -61,9 +61,14 @@ OPTIMIZERS = {
 # Compiled, each is one program, and not one for each of its operations.
 flatten_bags = jax.jit(reference.flatten_bags, static_argnums=(3, 4))
 reference_update = jax.jit(reference.fused_update, static_argnums=(4, 6))
-interpreted_update = jax.jit(
-    functools.partial(triton.fused_update, interpret=True), static_argnums=(4, 6)
-)
+
+
+@functools.cache
+def interpreted_update(gpu: ModuleType) -> Callable:
+    kernel = functools.partial(gpu.fused_update, interpret=True)
+    return jax.jit(kernel, static_argnums=(4, 6))
+
+
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 
 deprecated = pytest.mark.filterwarnings("ignore:.*Triton.*:DeprecationWarning")
@@ -73,14 +78,14 @@ deprecated = pytest.mark.filterwarnings("ignore:.*Triton.*:DeprecationWarning")
     ("name", "optimizer"),
     [("long_bags", name) for name in OPTIMIZERS] + [("float16_wide", "adam")],
 )
-def test_every_optimizer(name: str, optimizer: str):
+def test_every_optimizer(gpu: ModuleType, name: str, optimizer: str):
     """Rows of 100 columns are padded, which no sum over a row may count."""
     rule = OPTIMIZERS[optimizer]
     table, state, lookups, gradients = update_arguments(BATCHES[name], rule)
     step = UpdateStep(jnp.int32(3), {"rate": jnp.float32(0.3)})
     arguments = (table, state, lookups, gradients, rule, step, (0, 7))
     expected_table, expected_state = reference_update(*arguments)
-    new_table, new_state = interpreted_update(*arguments)
+    new_table, new_state = interpreted_update(gpu)(*arguments)
     assert new_table.dtype == table.dtype
     assert set(new_state) == set(expected_state)
     np.testing.assert_allclose(
@@ -93,7 +98,7 @@ def test_every_optimizer(name: str, optimizer: str):
         np.testing.assert_allclose(new_state[key], values, rtol=1e-5, atol=1e-6)
 
 
-def test_optimizers_that_sum_rows_in_their_own_way_are_refused():
+def test_optimizers_that_sum_rows_in_their_own_way_are_refused(gpu: ModuleType):
     class Own(optim.RowOptimizer):
         def init(self, num_rows, dim):
             return {}
@@ -101,9 +106,10 @@ def test_optimizers_that_sum_rows_in_their_own_way_are_refused():
         def update(self, rows, gradients, state, step):
             return rows - gradients / jnp.linalg.norm(gradients, axis=1), state
 
-    reason = triton.refuse("fused_update", {"optimizer": Own()})
+    arguments = {"table": jnp.zeros((2, 4)), "state": {}, "optimizer": Own()}
+    reason = gpu.refuse("fused_update", arguments)
     assert reason == "Own has neither is_elementwise nor sums_rows"
-    assert triton.refuse("row_lookup", {}) is None
+    assert gpu.refuse("row_lookup", {}) is None
 
 
 @pytest.mark.parametrize(
@@ -112,7 +118,7 @@ def test_optimizers_that_sum_rows_in_their_own_way_are_refused():
     ids=["small_cuts", "as_gpus_cut", "many_blocks", "no_blocks"],
 )
 @pytest.mark.parametrize("share", [0.9, 1.0], ids=["mixed", "one_row"])
-def test_a_hot_row(num_lookups: int, cut: int, block: int, share: float):
+def test_a_hot_row(gpu: ModuleType, num_lookups: int, cut: int, block: int, share: float):
     # Whole numbers add up exactly.
     rng = np.random.default_rng(0)
     others = rng.integers(0, 50, num_lookups)
@@ -120,46 +126,22 @@ def test_a_hot_row(num_lookups: int, cut: int, block: int, share: float):
     gradients = rng.integers(-9, 9, (num_lookups, 4)).astype(np.float32)
     options = {"cut": cut, "block": block, "interpret": True}
     lookups = Lookups(jnp.asarray(rows), None, None)
-    update = functools.partial(triton.fused_update, optimizer=optim.sgd(1.0), **options)
+    update = functools.partial(gpu.fused_update, optimizer=optim.sgd(1.0), **options)
     new_table, _ = jax.jit(update)(jnp.zeros((50, 4)), {}, lookups, gradients, step=jnp.int32(0))
     expected = np.zeros((50, 4), np.float32)
     np.add.at(expected, rows, gradients)
     np.testing.assert_array_equal(new_table, -expected)
-    sum_rows = jax.jit(functools.partial(triton.sum_rows, num_rows=50, **options))
+    sum_rows = jax.jit(functools.partial(gpu.sum_rows, num_rows=50, **options))
     np.testing.assert_array_equal(sum_rows(lookups, gradients), expected)
 
 
-@pytest.mark.parametrize("padding", [0, 1, 1500], ids="padding_{}".format)
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_the_list_of_runs(padding: int, weighted: bool):
-    """The runs of three programs' lookups, with rows that occur in two of them."""
-    rng = np.random.default_rng(0)
-    size, num_rows = 3000, 1000
-    rows = np.sort(rng.integers(0, num_rows, size)).astype(np.int32)
-    rows[size - padding :] = num_rows
-    bags = rng.integers(0, 99, size).astype(np.int32)
-    scales = rng.random(size, np.float32)
-    lookups = SortedLookups(
-        rows, bags, scales if weighted else None, np.zeros((99, 1)), num_rows, None, 64, 256
-    )
-    runs = jax.jit(functools.partial(Runs.of, interpret=True))(lookups)
-    unique, starts = np.unique(rows, return_index=True)
-    count = np.searchsorted(unique, num_rows)
-    np.testing.assert_array_equal(runs.rows[:count], unique[:count])
-    np.testing.assert_array_equal(runs.rows[count:], num_rows)
-    np.testing.assert_array_equal(runs.starts[:count], starts[:count])
-    assert runs.starts[count] == size - padding
-    np.testing.assert_array_equal(runs.bags[:count], bags[starts[:count]])
-    if weighted:
-        np.testing.assert_array_equal(runs.scales[:count], scales[starts[:count]])
-    else:
-        assert runs.scales is None
-
-
 CUT, BLOCK, NUM_ROWS, NUM_LOOKUPS = 4, 3, 5, 120  # of all examples: one program is compiled
-sum_by_small_cuts = jax.jit(
-    functools.partial(triton.sum_rows, num_rows=NUM_ROWS, cut=CUT, block=BLOCK, interpret=True)
-)
+
+
+@functools.cache
+def sum_by_small_cuts(gpu: ModuleType) -> Callable:
+    options = {"num_rows": NUM_ROWS, "cut": CUT, "block": BLOCK, "interpret": True}
+    return jax.jit(functools.partial(gpu.sum_rows, **options))
 
 
 @given(rows=st.lists(st.integers(-1, NUM_ROWS + 1), min_size=NUM_LOOKUPS, max_size=NUM_LOOKUPS))
@@ -168,21 +150,22 @@ sum_by_small_cuts = jax.jit(
 @example(rows=[4] * (NUM_LOOKUPS - 1) + [0])
 @example(rows=[i // CUT % NUM_ROWS for i in range(NUM_LOOKUPS)])
 @example(rows=[i // (CUT * BLOCK) % NUM_ROWS for i in range(NUM_LOOKUPS)])
-def test_runs_of_any_lengths_at_any_cuts(rows: list[int]):
+def test_runs_of_any_lengths_at_any_cuts(gpu: ModuleType, rows: list[int]):
     gradients = np.random.default_rng(len(set(rows))).integers(-9, 9, (NUM_LOOKUPS, 2))
     lookups = Lookups(jnp.asarray(rows, jnp.int32), None, None)
-    sums = sum_by_small_cuts(lookups, jnp.asarray(gradients, jnp.float32))
+    sums = sum_by_small_cuts(gpu)(lookups, jnp.asarray(gradients, jnp.float32))
     known, expected = np.array(rows), np.zeros((NUM_ROWS, 2))
     inside = (known >= 0) & (known < NUM_ROWS)
     np.add.at(expected, known[inside], gradients[inside])
     np.testing.assert_array_equal(sums, expected)
 
 
-def test_weights_of_64_bits():
+@pytest.mark.parametrize("name", BACKENDS)
+def test_weights_of_64_bits(name: str):
     batch = BATCHES["dim_1_weighted"]
     table, ids, lengths, weights = batch.arrays()
     expected = reference.pooled_lookup(table, ids, lengths, weights, batch.layout, "float32")
-    with jax.enable_x64(True), triton_kernels():
+    with jax.enable_x64(True), gpu_kernels(name):
         wide = jnp.asarray(np.float64(weights))
         pooled = kernels.pooled_lookup(table, ids, lengths, wide, batch.layout, "float32")
         np.testing.assert_allclose(pooled, expected, rtol=1e-6)
@@ -193,11 +176,11 @@ def test_weights_of_64_bits():
     assert table.dtype == "float32"
 
 
-def test_rows_without_lookups_keep_their_bits():
+def test_rows_without_lookups_keep_their_bits(gpu: ModuleType):
     batch = BATCHES["bfloat16"]
     optimizer = OPTIMIZERS["rowwise_adagrad"]
     table, state, lookups, gradients = update_arguments(batch, optimizer)
-    new_table, new_state = interpreted_update(
+    new_table, new_state = interpreted_update(gpu)(
         table, state, lookups, gradients, optimizer, jnp.int32(0)
     )
     untouched = np.setdiff1d(np.arange(table.shape[0]), lookups.rows)
@@ -209,29 +192,30 @@ def test_rows_without_lookups_keep_their_bits():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dim", [16, 64, 100, 128, 256, 600])
 @pytest.mark.parametrize("lengths", [(3, 0, 2, 9, 1), (20, 33, 0, 9, 41), (300, 2)], ids=str)
-def test_tiles_of_any_shape(dim: int, dtype: str, lengths: tuple[int, ...]):
+def test_tiles_of_any_shape(gpu: ModuleType, dim: int, dtype: str, lengths: tuple[int, ...]):
     """Tiles differ in the number of bags side by side, and in that of rows of each."""
     batch = Batch(dim, (lengths, lengths[::-1]), dtype=dtype, weighted=True, outside=True)
     arguments = *batch.arrays(), batch.layout, jnp.float32
-    pooled = triton.pooled_lookup(*arguments, interpret=True)
+    pooled = gpu.pooled_lookup(*arguments, interpret=True)
     expected = reference.pooled_lookup(*arguments)
     np.testing.assert_allclose(pooled, expected, rtol=1e-5, atol=1e-4)
-    again = triton.pooled_lookup(*arguments, interpret=True)
+    again = gpu.pooled_lookup(*arguments, interpret=True)
     np.testing.assert_array_equal(again, pooled)
 
 
 @deprecated
 @pytest.mark.parametrize("name", ["dim_1_weighted", "short_bags", "long_bags", "uneven"])
-def test_pooled_lookup_lowers_for_cuda(name: str):
+def test_pooled_lookup_lowers_for_cuda(gpu: ModuleType, name: str):
     batch = BATCHES[name]
-    kernel = functools.partial(triton.pooled_lookup, layout=batch.layout, dtype=jnp.bfloat16)
-    assert "triton" in lowered_for_cuda(kernel, *batch.arrays())
+    kernel = functools.partial(gpu.pooled_lookup, layout=batch.layout, dtype=jnp.bfloat16)
+    assert kernels_in(lowered_for_cuda(kernel, *batch.arrays()), "pool") == ["pool"]
 
 
 @deprecated
-def test_row_lookup_lowers_for_cuda():
+def test_row_lookup_lowers_for_cuda(gpu: ModuleType):
     batch = BATCHES["dim_1_weighted"]
-    assert "triton" in lowered_for_cuda(triton.row_lookup, batch.arrays()[0], flat(batch).rows)
+    text = lowered_for_cuda(gpu.row_lookup, batch.arrays()[0], flat(batch).rows)
+    assert kernels_in(text, "copy_rows") == ["copy_rows"]
 
 
 @deprecated
@@ -240,13 +224,13 @@ def test_row_lookup_lowers_for_cuda():
     [("long_bags", name) for name in OPTIMIZERS]
     + [("bfloat16", "adam"), ("float16_wide", "rowwise_adagrad")],
 )
-def test_fused_update_lowers_for_cuda(name: str, optimizer: str):
+def test_fused_update_lowers_for_cuda(gpu: ModuleType, name: str, optimizer: str):
     def update(table, state, lookups, gradients, step):
         rule = OPTIMIZERS[optimizer]
-        return triton.fused_update(table, state, lookups, gradients, rule, step)
+        return gpu.fused_update(table, state, lookups, gradients, rule, step)
 
     arguments = update_arguments(BATCHES[name], OPTIMIZERS[optimizer])
-    assert "triton" in lowered_for_cuda(update, *arguments, jnp.int32(0))
+    assert kernels_in(lowered_for_cuda(update, *arguments, jnp.int32(0)), "update") == ["update"]
 
 
 def flat(batch: Batch) -> Lookups:
@@ -263,7 +247,7 @@ def update_arguments(batch: Batch, optimizer: optim.RowOptimizer) -> tuple:
 
 
 @deprecated
-def test_a_step_lowers_for_cuda_when_triton_is_named():
+def test_a_step_lowers_for_cuda_when_kernels_are_named(gpu: ModuleType):
     config = EmbeddingBagConfig("user", num_embeddings=10, embedding_dim=4)
     tables = init_tables([config], optim.rowwise_adagrad(0.1), jax.random.key(0))
     batch = KeyedJaggedArray.from_lists({"user": [[1, 2], []]})
@@ -275,7 +259,7 @@ def test_a_step_lowers_for_cuda_when_triton_is_named():
 
         return lowered_for_cuda(step, tables, batch)
 
-    with use_kernels("triton", "reference"):
-        text = program()
-    assert [name for name in ("pool", "sum_part", "update") if f'"{name}"' not in text] == []
-    assert "triton" not in program()
+    names = "pool", "flatten", "update"
+    with use_kernels(gpu.__name__.rpartition(".")[2], "reference"):
+        assert kernels_in(program(), *names) == list(names)
+    assert kernels_in(program(), *names) == []

@@ -1,0 +1,365 @@
+"""Functions of rows, such as an optimizer's `update`, computed inside a kernel.
+
+Mosaic spreads an array over threads by a layout, and the layouts that it finds for arrays such as
+``[rows, 1]`` do not agree. It lacks some operations, too. So a function is traced, and `evaluate`
+runs its operations one by one on numbers in three forms whose layouts are known:
+
+* a scalar,
+* a *line*, ``[groups]``: one number for each row of a tile,
+* a *full* array, ``[groups, columns]``: one number for each element.
+
+Columns of padding take part in operations on elements, and in no sum over a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jaxtyping import Array, Bool
+
+# Number of rows with which functions are traced: no width of a table, so that a traced shape tells
+# rows from columns.
+_ROWS = 999_983
+
+
+class Form(enum.IntEnum):
+    """Form of a number in a kernel; each can be broadcast to the next."""
+
+    SCALAR = 0
+    LINE = 1
+    FULL = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class RowShape:
+    """Shapes of the three forms, and the columns that a function sees.
+
+    Attributes:
+        groups: Rows of the tile.
+        columns: Columns of the tile, padding included.
+        dim: Columns that the function sees.
+        column_ids: Makes an int32 full array of the columns' numbers, from 0.
+        expand: Broadcasts a line to a full array.
+        is_column: Makes a full array: which columns the function sees; None: all of the tile's.
+        first: The tile's column that is the function's first.
+    """
+
+    groups: int
+    columns: int
+    dim: int
+    column_ids: Callable[[], Array]
+    expand: Callable[[Array], Array]
+    is_column: Callable[[], Bool[Array, "groups columns"]] | None = None
+    first: int = 0
+
+    def form(self, traced_shape: tuple[int, ...]) -> Form:
+        """Return the form of an array, given its shape in the traced function."""
+        match tuple(size for size in traced_shape if size != 1):
+            case ():
+                return Form.SCALAR
+            case (size,) if size == _ROWS:
+                # Of rows of one column, ``[rows, 1]`` has all elements.
+                return Form.FULL if self.dim == 1 and len(traced_shape) > 1 else Form.LINE
+            # A number for each column is kept once a row.
+            case (size,) if size == self.dim:
+                return Form.FULL
+            case (rows, size) if (rows, size) == (_ROWS, self.dim):
+                return Form.FULL
+        raise UnsupportedError(f"an array of shape {traced_shape}")
+
+    def traced(self, value: Any) -> jax.ShapeDtypeStruct:
+        """Return the shape and type with which a value is traced."""
+        shapes = {0: (), 1: (_ROWS,), 2: (_ROWS, self.dim)}
+        return jax.ShapeDtypeStruct(shapes[jnp.ndim(value)], jnp.result_type(value))
+
+    def broadcast(self, value: Any, form: int) -> Any:
+        """Return a value in a form that follows its own, or in its own."""
+        if jnp.ndim(value) == form:
+            return value
+        if jnp.ndim(value) == Form.LINE:
+            return self.expand(value)
+        shape = (self.groups, self.columns)[: int(form)]
+        return lax.broadcast_in_dim(value, shape, ())
+
+
+class UnsupportedError(ValueError):
+    """Error of a function that kernels cannot compute; the message names the operation."""
+
+
+def evaluate(function: Callable[..., Any], shape: RowShape, *arguments: Any) -> Any:
+    """Return the function's results, given scalars, lines and full arrays in trees.
+
+    ``function`` sees arrays of rows: a line as ``[rows]``, a full array as ``[rows, dim]``. It must
+    treat each row by itself.
+
+    Raises:
+        UnsupportedError: The function has an operation that kernels cannot compute.
+    """
+    traced = jax.tree.map(shape.traced, arguments)
+    jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*traced)
+    values = _run(jaxpr.jaxpr, jaxpr.consts, jax.tree.leaves(arguments), shape)
+    # A function may return a scalar for a number that is the same in all rows.
+    wanted = map(lambda result: shape.form(result.shape), jax.tree.leaves(results))
+    return jax.tree.unflatten(
+        jax.tree.structure(results),
+        [shape.broadcast(value, form) for value, form in zip(values, wanted, strict=True)],
+    )
+
+
+def unsupported(function: Callable[..., Any], *arguments: Any) -> str | None:
+    """Return what of a function kernels cannot compute; None: they can compute it.
+
+    ``arguments`` are trees of `jax.ShapeDtypeStruct`: scalars, ``[rows]`` or ``[rows, dim]``.
+    """
+    rows, dim = next(x.shape for x in jax.tree.leaves(arguments) if len(x.shape) == 2)
+
+    def column_ids() -> Array:
+        return lax.broadcasted_iota(jnp.int32, (rows, dim), 1)
+
+    def expand(line: Array) -> Array:
+        return lax.broadcast_in_dim(line, (rows, dim), (0,))
+
+    shape = RowShape(rows, dim, dim, column_ids, expand)
+    try:
+        jax.eval_shape(functools.partial(evaluate, function, shape), *arguments)
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def _run(jaxpr: Any, constants: list[Any], arguments: list[Any], shape: RowShape) -> list[Any]:
+    """Run the operations of a traced function."""
+    values: dict[Any, Any] = {}
+    for variable, constant in zip(jaxpr.constvars, constants, strict=True):
+        if np.size(constant) != 1:
+            raise UnsupportedError(f"a constant array of shape {np.shape(constant)}")
+        values[variable] = np.asarray(constant).reshape(())[()]
+    values.update(zip(jaxpr.invars, arguments, strict=True))
+
+    def read(atom: Any) -> Any:
+        if isinstance(atom, core.Literal):
+            return np.asarray(atom.val, atom.aval.dtype).reshape(())[()]
+        return values[atom]
+
+    for equation in _needed(jaxpr):
+        operands = [read(atom) for atom in equation.invars]
+        name = equation.primitive.name
+        if (inner := _inner(equation.params)) is not None and name in _CALLS:
+            results = _run(inner.jaxpr, inner.consts, operands, shape)
+        elif name in _RULES:
+            results = [_RULES[name](shape, equation, *operands)]
+        elif name in _OF_ELEMENTS:
+            results = [_on_elements(shape, equation, *operands)]
+        else:
+            raise UnsupportedError(f"the operation {name}")
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _needed(jaxpr: Any) -> list[Any]:
+    """Return the operations that a traced function's results depend on, in order."""
+    # Mosaic does not lower what is computed in vain.
+    needed = set(map(id, jaxpr.outvars))
+    equations = []
+    for equation in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(map(id, equation.outvars)):
+            needed.update(map(id, equation.invars))
+            equations.append(equation)
+    return equations[::-1]
+
+
+# Functions within functions, which are run in place.
+_CALLS = {
+    "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call",
+    "custom_vjp_call_jaxpr", "remat", "checkpoint", "remat2",
+}  # fmt: skip
+
+# Operations that Mosaic has, and that treat each element by itself.
+_OF_ELEMENTS = {
+    "abs", "add", "and", "bitcast_convert_type", "clamp", "copy", "cos", "div", "eq", "exp", "exp2", "ge", "gt", "integer_pow", "le", "log", "log2", "logistic", "lt",
+    "max", "min", "mul", "ne", "neg", "or", "rem", "round", "rsqrt", "select_n",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sin", "sqrt", "square", "sub",
+    "tanh", "xor",
+}  # fmt: skip
+
+
+def _inner(params: Mapping[str, Any]) -> Any:
+    """Return the function that a call calls; None: the operation is no call."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if name in params:
+            inner = params[name]
+            return inner if hasattr(inner, "consts") else core.ClosedJaxpr(inner, ())
+    return None
+
+
+def _on_elements(shape: RowShape, equation: Any, *operands: Any) -> Any:
+    """Apply an operation to elements, after all operands have one form."""
+    form = Form(max(jnp.ndim(each) for each in operands))
+    operands = tuple(shape.broadcast(each, form) for each in operands)
+    params = dict(equation.params)
+    if equation.primitive.name == "integer_pow" and params["y"] in (0, 1):
+        return operands[0] if params["y"] else lax.full_like(operands[0], 1)
+    if equation.primitive.name == "bitcast_convert_type":
+        old, new = (jnp.dtype(each.aval.dtype) for each in (*equation.invars, *equation.outvars))
+        if old.itemsize != new.itemsize:
+            raise UnsupportedError("a bitcast to another size")
+    return equation.primitive.bind(*operands, **params)
+
+
+def _reshape(shape: RowShape, equation: Any, operand: Any, *_: Any) -> Any:
+    """Broadcast to the form of the result; axes of size 1 do not count."""
+    form = shape.form(equation.outvars[0].aval.shape)
+    if jnp.ndim(operand) == Form.FULL and form == Form.LINE:  # rows of one column
+        return _column(shape, operand, 0)
+    return shape.broadcast(operand, form)
+
+
+def _convert(shape: RowShape, equation: Any, operand: Any) -> Any:
+    # Mosaic does not convert to bool.
+    if equation.params["new_dtype"] == bool:
+        return operand != shape.broadcast(np.zeros((), operand.dtype)[()], jnp.ndim(operand))
+    return equation.primitive.bind(operand, **equation.params)
+
+
+def _column_numbers(shape: RowShape, equation: Any) -> Any:
+    params = equation.params
+    size = params["shape"][params["dimension"]]
+    if size == 1:
+        return np.zeros((), params["dtype"])[()]
+    if size == _ROWS:
+        raise UnsupportedError("the number of a row in the batch")
+    return (shape.column_ids() - shape.first).astype(params["dtype"])
+
+
+def _reduce(
+    reduce: Callable[..., Array], identity: Callable[[Any], Any]
+) -> Callable[[RowShape, Any, Any], Any]:
+    def rule(shape: RowShape, equation: Any, operand: Any) -> Any:
+        sizes = {equation.invars[0].aval.shape[axis] for axis in equation.params["axes"]} - {1}
+        forms = Form(jnp.ndim(operand)), shape.form(equation.outvars[0].aval.shape)
+        if not sizes and forms[0] == forms[1]:
+            return operand
+        if not sizes <= {shape.dim} or forms != (Form.FULL, Form.LINE):
+            raise UnsupportedError(f"{equation.primitive.name} over rows")
+        if shape.is_column is not None:
+            outside = np.asarray(identity(operand.dtype), operand.dtype)[()]
+            outside = shape.broadcast(outside, Form.FULL)
+            operand = lax.select(shape.is_column(), operand, outside)
+        return reduce(operand, axis=1)
+
+    return rule
+
+
+def _lowest(dtype: Any) -> Any:
+    return -np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+
+
+def _highest(dtype: Any) -> Any:
+    return np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
+
+
+def _one_column(shape: RowShape, equation: Any, operand: Any) -> Any:
+    """Take one column of a full array as a line."""
+    if equation.outvars[0].aval.shape == equation.invars[0].aval.shape:
+        return operand
+    start, stop = (equation.params[name][-1] for name in ("start_indices", "limit_indices"))
+    if jnp.ndim(operand) != Form.FULL or stop - start != 1:
+        raise UnsupportedError("a slice of several columns")
+    return _column(shape, operand, start)
+
+
+def _column(shape: RowShape, operand: Array, column: int) -> Array:
+    """Return a column of a full array as a line."""
+    is_column = shape.column_ids() == shape.first + column
+    zeros = shape.broadcast(np.zeros((), operand.dtype)[()], Form.FULL)
+    # Sums of whole numbers are exact, and so is the sum of one number and zeros.
+    return _sum(lax.select(is_column, operand, zeros), axis=1)
+
+
+def _sum(values: Array, axis: int) -> Array:
+    return jnp.sum(values, axis=axis, dtype=values.dtype)
+
+
+def _formula(function: Callable[..., Array]) -> Callable[..., Array]:
+    """Return the rule of an operation that Mosaic lacks, given its formula."""
+
+    def rule(shape: RowShape, equation: Any, *operands: Any) -> Any:
+        form = Form(max(jnp.ndim(each) for each in operands))
+        return function(shape, form, *(shape.broadcast(each, form) for each in operands))
+
+    return rule
+
+
+def _number(shape: RowShape, form: Form, like: Any, value: float) -> Any:
+    return shape.broadcast(np.asarray(value, like.dtype)[()], form)
+
+
+def _floor(shape: RowShape, form: Form, x: Array) -> Array:
+    nearest = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+    return lax.select(nearest > x, nearest - _number(shape, form, x, 1), nearest)
+
+
+def _ceil(shape: RowShape, form: Form, x: Array) -> Array:
+    return -_floor(shape, form, -x)
+
+
+def _expm1(shape: RowShape, form: Form, x: Array) -> Array:
+    # exp(x) - 1 = (exp(x) + 1) tanh(x / 2), which loses no digits near zero.
+    one, half = (_number(shape, form, x, value) for value in (1, 0.5))
+    return (lax.exp(x) + one) * lax.tanh(x * half)
+
+
+def _log1p(shape: RowShape, form: Form, x: Array) -> Array:
+    # Goldberg 1991, "What every computer scientist should know about floating-point arithmetic",
+    # theorem 4: the error of 1 + x cancels in the quotient.
+    one = _number(shape, form, x, 1)
+    sum_ = one + x
+    is_tiny = sum_ == one
+    divisor = lax.select(is_tiny, one, sum_ - one)
+    return lax.select(is_tiny, x, x * (lax.log(sum_) / divisor))
+
+
+def _is_finite(shape: RowShape, form: Form, x: Array) -> Array:
+    return lax.abs(x) < _number(shape, form, x, np.inf)
+
+
+def _not(shape: RowShape, form: Form, x: Array) -> Array:
+    ones = True if x.dtype == bool else -1 if jnp.issubdtype(x.dtype, jnp.signedinteger) else None
+    all_bits = np.iinfo(x.dtype).max if ones is None else ones
+    return lax.bitwise_xor(x, _number(shape, form, x, all_bits))
+
+
+def _sign(shape: RowShape, form: Form, x: Array) -> Array:
+    zero, one = (_number(shape, form, x, value) for value in (0, 1))
+    sign = lax.select(x > zero, one, lax.select(x < zero, -one, zero))
+    return lax.select(x != x, x, sign)
+
+
+_RULES: dict[str, Callable[..., Any]] = {
+    "broadcast_in_dim": _reshape,
+    "reshape": _reshape,
+    "squeeze": _reshape,
+    "expand_dims": _reshape,
+    "convert_element_type": _convert,
+    "iota": _column_numbers,
+    "slice": _one_column,
+    "reduce_sum": _reduce(_sum, lambda dtype: 0),
+    "reduce_max": _reduce(jnp.max, _lowest),
+    "reduce_min": _reduce(jnp.min, _highest),
+    "floor": _formula(_floor),
+    "ceil": _formula(_ceil),
+    "expm1": _formula(_expm1),
+    "log1p": _formula(_log1p),
+    "is_finite": _formula(_is_finite),
+    "not": _formula(_not),
+    "sign": _formula(_sign),
+}

@@ -1,0 +1,343 @@
+"""The list of the runs of sorted lookups, and the sum of each run's gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxrec.embed.kernels.mosaic.indexing import FLAT, THREADS, Lanes, load, running_sum, store
+from jaxrec.embed.kernels.mosaic.sorted_lookups import SortedLookups, Terms
+from jaxrec.embed.kernels.mosaic.tile import Tile, cdiv, program
+
+# Tile of the programs that list runs: 1024 lookups, eight a thread.
+LISTING = Tile(FLAT, groups=1024)
+
+# Rows of a part or a block that are on their way at once, and the most elements of them a thread.
+_DEPTH, _ELEMENTS = 8, 32
+
+# Fewest groups of a tile: Mosaic finds no layout for the maximum of one number.
+FEWEST = 2
+
+# Most elements of a row that a thread of a warp has.
+_WIDEST = 8
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """List of the runs of sorted lookups, arrays ``[lookups + 1]``; a run has one row's lookups."""
+
+    # An update works on tiles of this list. On tiles of the lookups, a row that a batch looks up
+    # many times would leave gaps: a tile in which no run begins has nothing to update.
+    #
+    # The last run has the row `num_rows`: it holds the padding, or is empty, and its start is the
+    # end of the run before it. Entries behind it are not written.
+
+    starts: Any  # index of the run's first lookup
+    rows: Any  # the run's row, ascending
+    bags: Any  # bag of the run's first lookup
+    scales: Any  # factor of the run's first lookup; None: 1
+    count: Any  # [1], the number of runs, the last one included
+
+    @classmethod
+    def of(cls, lookups: SortedLookups, *, interpret: bool) -> tuple[Runs, Array]:
+        """List the runs of sorted lookups, and sum the parts of long ones: ``[parts, dim]``.
+
+        A block's sum replaces that of its first part.
+        """
+        # Two passes without atomics: each program counts the runs that begin among its lookups, and
+        # the sums of the counts tell each program where its part of the list begins. Parts are
+        # summed in the first pass and blocks in the second, by other programs of the same launch.
+        size, num_parts = lookups.size + 1, lookups.num_parts
+        gradients = lookups.gradients
+        num_programs = -(-size // LISTING.groups)
+        lanes = row_lanes(gradients.shape[1])
+        parts = Tile(lanes, max(lanes.height, FEWEST))
+
+        def launch(kernel: Any, num_sums: int, inputs: Any, outputs: Any) -> Any:
+            first = -(-num_sums // parts.groups)
+            kernel = functools.partial(kernel, tile=parts, first=first)
+            num_groups = (first + num_programs) * LISTING.groups
+            return LISTING.launch(kernel, inputs, outputs, num_groups, interpret=interpret)
+
+        integers = jax.ShapeDtypeStruct((num_programs,), jnp.int32)
+        sums = jax.ShapeDtypeStruct((num_parts, gradients.shape[1]), jnp.float32)
+        counts, sums = launch(_first_pass, num_parts, (lookups,), (integers, sums))
+        arrays = cls(lookups.rows, lookups.rows, lookups.bags, lookups.scales, None)
+        runs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size,), x.dtype), arrays)
+        runs = dataclasses.replace(runs, count=jax.ShapeDtypeStruct((1,), jnp.int32))
+        num_blocks = -(-num_parts // lookups.block) if lookups.has_blocks else 0
+        return launch(_second_pass, num_blocks, (lookups, counts), (runs, sums))
+
+    def load(self, number: Int32[Array, " groups"], num_rows: int, lanes: Lanes) -> Run:
+        """Load the runs with these numbers."""
+        size = self.rows.shape[0]
+        inside = number < size
+        row = load(self.rows, number, inside, lanes)
+        start = load(self.starts, number, inside, lanes)
+        end = load(self.starts, number + 1, number + 1 < size, lanes)
+        bag = load(self.bags, number, inside, lanes)
+        scale = None if self.scales is None else load(self.scales, number, inside, lanes)
+        # The last run, which `count` includes, has no row.
+        count = self.count[0]
+        return Run(row, start, end, (bag, scale), inside & (number < count - 1), count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run for each group of a tile; numbers are undefined where ``is_run`` is False."""
+
+    row: Int32[Array, " groups"]
+    start: Int32[Array, " groups"]  # index of its first lookup
+    end: Int32[Array, " groups"]  # index of the next run's first lookup
+    first: Terms  # bag and factor of its first lookup
+    is_run: Bool[Array, " groups"]
+    count: Int32[Array, ""]  # number of all runs
+
+    def sum(
+        self, lookups: SortedLookups, sums: Any, lanes: Lanes
+    ) -> Float[Array, "groups columns"]:
+        """Sum the gradients of each run; ``sums`` are from `Runs.of`."""
+        # Most runs have one lookup. Its bag is in the list, so its gradient is requested together
+        # with the row and its state, and no loop is entered. Longer runs take a loop up to the end
+        # of their first part, and a second loop over the sums of their other parts.
+        total = lookups.load_gradients(self.first, self.is_run, lanes)
+        part = jax.lax.div(self.start, jnp.int32(lookups.cut))
+        end = jnp.minimum(self.end, (part + 1) * lookups.cut)
+        count = jnp.where(self.is_run, end - self.start, 0)
+
+        def find(turn: Array) -> Terms:
+            return lookups.load_terms(self.start + turn, turn < count, lanes)
+
+        def add(turn: Array, terms: Terms) -> Array:
+            return lookups.load_gradients(terms, turn < count, lanes)
+
+        # Always 1, but the compilers cannot know it. They unroll loops whose turns they can count,
+        # and wait for the bags of each of the turns.
+        step = jnp.minimum(self.count, 1)
+        total = _sum_turns(step, step, jnp.max(count), total, find, add)
+        parts = OtherParts.of(lookups, part, self.end)
+        num_parts = jnp.where(self.is_run, parts.count, 0)
+
+        def add_part(turn: Array, _: None) -> Array:
+            return load(sums, parts.index(turn), turn < num_parts, lanes)
+
+        zero = jnp.int32(0)
+        return _sum_turns(zero, step, jnp.max(num_parts), total, lambda turn: None, add_part)
+
+
+def _sum_turns(
+    first: Array,
+    step: Array,
+    end: Array,
+    total: Float[Array, "groups columns"],
+    find: Callable[[Array], Any],
+    add: Callable[[Array, Any], Float[Array, "groups columns"]],
+) -> Float[Array, "groups columns"]:
+    """Add ``add(turn, find(turn))`` for each ``step``-th turn from ``first`` to ``end``."""
+
+    # While the rows of a turn are on their way, the bags of the next turn are loaded.
+    def go_on(carry: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
+        turn, total, found = carry
+        following = find(turn + step)
+        return turn + step, total + add(turn, found), following
+
+    begin = first, total, find(first)
+    return jax.lax.while_loop(lambda carry: carry[0] < end, go_on, begin)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherParts:
+    """Indices of the sums of a run's parts, without its first part."""
+
+    # Single parts up to the start of a block, then whole blocks, each at the index of its first
+    # part. With 16 parts a block, parts 13 to 50 are the sums 13, 14, 15, 16, 32 and 48.
+    first: Int32[Array, " groups"]  # the run's second part
+    block: Int32[Array, " groups"]  # the first part, there or later, at which a block begins
+    size: int | None  # parts of a block; None: the batch is too small for blocks
+    count: Int32[Array, " groups"]  # number of sums
+
+    @classmethod
+    def of(cls, lookups: SortedLookups, part: Array, end: Array) -> OtherParts:
+        """Return the indices for runs, given each one's first part and the end of its lookups."""
+        first, behind = part + 1, cdiv(end, lookups.cut)
+        if not lookups.has_blocks:
+            return cls(first, behind, None, behind - first)
+        size = lookups.block
+        block = cdiv(first, size) * size
+        blocks = cdiv(jnp.maximum(behind - block, 0), size)
+        return cls(first, block, size, jnp.minimum(behind, block) - first + blocks)
+
+    def index(self, number: Array) -> Int32[Array, " groups"]:
+        """Return the index of each run's sum ``number``, from 0 to ``count - 1``."""
+        index = self.first + number
+        if self.size is None:
+            return index
+        beyond = index - self.block
+        return jnp.where(beyond < 0, index, self.block + beyond * self.size)
+
+
+def row_lanes(dim: int) -> Lanes:
+    """Return the lanes of rows of ``dim`` columns in an update."""
+    # One number of elements for all arrays of an update, whatever their types: as many as 16 bytes
+    # of float32 have. It divides the width, so that each load is aligned in all of them.
+    vector = next(size for size in (4, 2, 1) if dim % size == 0)
+    lanes = Lanes.of(dim, vector)
+    if lanes.steps * vector <= _WIDEST or lanes.threads == THREADS:
+        return lanes
+    # All four warps share a row. A warp would have too few registers for the row, its gradient and
+    # its state.
+    columns = -(-dim // (THREADS * vector)) * THREADS * vector
+    return Lanes(THREADS, vector, columns, dim)
+
+
+def _first_pass(lookups: SortedLookups, counts: Any, sums: Any, *, tile: Tile, first: int) -> None:
+    """Sum parts in the first programs, and count runs in the others."""
+    number = program()
+    pl.when(number < first)(functools.partial(_sum_parts, lookups, sums, tile, number))
+    pl.when(number >= first)(functools.partial(_count_runs, lookups, counts, number - first))
+
+
+def _second_pass(
+    lookups: SortedLookups, counts: Any, runs: Runs, sums: Any, *, tile: Tile, first: int
+) -> None:
+    """Sum blocks of parts in the first programs, and list runs in the others."""
+    number = program()
+    if first > 0:
+        pl.when(number < first)(functools.partial(_sum_blocks, lookups, sums, tile, number))
+    pl.when(number >= first)(functools.partial(_list_runs, lookups, counts, runs, number - first))
+
+
+def _count_runs(lookups: SortedLookups, counts: Any, number: Array) -> None:
+    """Count the runs that begin among the lookups of listing program ``number``."""
+    position = number * LISTING.groups + _numbers(LISTING.groups, FLAT)
+    _, is_first = lookups.begin(position, FLAT)
+    _store_number(counts, number, jnp.sum(is_first.astype(jnp.int32), dtype=jnp.int32))
+
+
+def _list_runs(lookups: SortedLookups, counts: Any, out: Runs, number: Array) -> None:
+    """List the runs that begin among the lookups of listing program ``number``."""
+    size = lookups.size
+    position = number * LISTING.groups + _numbers(LISTING.groups, FLAT)
+    row, is_first = lookups.begin(position, FLAT)
+    bag, scale = lookups.load_terms(position, position < size, FLAT)
+    before = _sum_before(counts, number)
+    place = before + running_sum(is_first.astype(jnp.int32)) - 1
+    store(out.starts, place, is_first, FLAT, position)
+    store(out.bags, place, is_first, FLAT, bag)
+    if scale is not None:
+        store(out.scales, place, is_first, FLAT, scale)
+    store(out.rows, place, is_first, FLAT, row)
+    # The program of the last lookup knows the number of runs.
+    is_last = number == counts.shape[0] - 1
+    count = before + jnp.sum(is_first.astype(jnp.int32), dtype=jnp.int32)
+    pl.when(is_last)(lambda: _store_number(out.count, jnp.int32(0), count))
+
+
+def _sum_before(counts: Any, end: Array) -> Int32[Array, ""]:
+    """Return the sum of ``counts[:end]``."""
+    step = 16 * THREADS
+
+    def add(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        first, totals = carry
+        place = first + _numbers(step, FLAT)
+        return first + step, totals + load(counts, place, place < end, FLAT)
+
+    zeros = FLAT.cast(jnp.zeros(step, jnp.int32))
+    totals = jax.lax.while_loop(lambda carry: carry[0] < end, add, (jnp.int32(0), zeros))[1]
+    return jnp.sum(totals, dtype=jnp.int32)
+
+
+def _sum_parts(lookups: SortedLookups, out: Any, tile: Tile, number: Array) -> None:
+    """Sum the parts of one program, where a run goes on at the part's beginning."""
+    lanes = tile.lanes
+    part = number * tile.groups + _numbers(tile.groups, lanes)
+    start = part * lookups.cut
+    row, is_used = lookups.go_on(start, lanes)
+    end = jnp.minimum(start + lookups.cut, lookups.size)
+
+    def find(place: Array) -> tuple[Array, Terms]:
+        # No mask here depends on a loaded number, so that all of these loads are on their way at
+        # once. `add` compares the rows later.
+        position = start + place
+        inside = position < end
+        here = lookups.load_row(jnp.where(inside, position, -1), lanes)
+        return here, lookups.load_terms(position, inside, lanes)
+
+    def add(found: tuple[Array, Terms]) -> Array:
+        here, terms = found
+        return lookups.load_gradients(terms, is_used & (here == row), lanes)
+
+    total = _sum_ahead(is_used, row, find, add, lanes)
+    store(out, part, is_used, lanes, total)
+
+
+def _sum_blocks(lookups: SortedLookups, sums: Any, tile: Tile, number: Array) -> None:
+    """Sum the blocks of one program, and write each in the place of its first part."""
+    lanes = tile.lanes
+    first = (number * tile.groups + _numbers(tile.groups, lanes)) * lookups.block
+    is_block = first < lookups.num_parts
+    row, is_used = lookups.go_on(jnp.where(is_block, first * lookups.cut, -1), lanes)
+    end = jnp.minimum(first + lookups.block, lookups.num_parts)
+
+    def find(place: Array) -> tuple[Array, Array]:
+        part = first + place
+        return lookups.load_row(jnp.where(part < end, part * lookups.cut, -1), lanes), part
+
+    def add(found: tuple[Array, Array]) -> Array:
+        here, part = found
+        return load(sums, part, is_used & (here == row), lanes)
+
+    store(sums, first, is_used, lanes, _sum_ahead(is_used, row, find, add, lanes))
+
+
+def _sum_ahead(
+    is_used: Bool[Array, " groups"],
+    row: Int32[Array, " groups"],
+    find: Callable[[Array], tuple[Array, Any]],
+    add: Callable[[tuple[Array, Any]], Float[Array, "groups columns"]],
+    lanes: Lanes,
+) -> Float[Array, "groups columns"]:
+    """Sum the rows of each group, several at a time, until all groups have come to their end.
+
+    ``find(place)`` returns the table's row at a place of a group, and what `add` needs; a group
+    ends at the first place with another row than ``row``.
+    """
+    depth = max(min(_ELEMENTS // (lanes.steps * lanes.vector), _DEPTH), 1)
+
+    def found_at(turn: Array) -> list[tuple[Array, Any]]:
+        return [find(turn * depth + i) for i in range(depth)]
+
+    def go_on(carry: tuple[Array, Array, list[Any]]) -> tuple[Array, Array, list[Any]]:
+        turn, total, found = carry
+        following = found_at(turn + 1)
+        for each in map(add, found):
+            total += each
+        return turn + 1, total, following
+
+    def is_left(carry: tuple[Array, Array, list[Any]]) -> Bool[Array, ""]:
+        here = carry[2][0][0]
+        return jnp.max((is_used & (here == row)).astype(jnp.int32)) > 0
+
+    zeros = lanes.cast(jnp.zeros((is_used.size, lanes.columns), jnp.float32))
+    begin = jnp.int32(0), zeros, found_at(jnp.int32(0))
+    return jax.lax.while_loop(is_left, go_on, begin)[1]
+
+
+def _numbers(count: int, lanes: Lanes) -> Int32[Array, " count"]:
+    """Return 0, 1, ..., ``count - 1``."""
+    return lanes.cast(jnp.arange(count, dtype=jnp.int32))
+
+
+def _store_number(out: Any, index: Array, number: Array) -> None:
+    """Store one number, by the first thread."""
+    thread = _numbers(THREADS, FLAT)
+    numbers = FLAT.cast(jnp.broadcast_to(number, thread.shape))
+    store(out, thread + index, thread == 0, FLAT, numbers)
