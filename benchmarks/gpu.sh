@@ -17,7 +17,7 @@
 #     RESULTS       file of JSON lines; default benchmarks/results/<card>.jsonl
 #     KERNELS       implementations that `check` and `kernels` run; default: all that are here,
 #                   except that `kernels` leaves out the reference
-#     PYTHON        Python 3.12 with JAX 0.11 or later, flax, optax, tyro and numpy; default python3
+#     PYTHON        Python 3.12 with JAX 0.11 or later, flax, optax and numpy; default python3
 #     PEER_PYTHON   Python with torch, fbgemm-gpu and torchrec; default $PYTHON
 #     WHEELS        folder of wheels for the peers, installed into a temporary folder
 #
@@ -64,8 +64,8 @@ fi
 export JAXREC_CACHE_DIR=$scratch/cache
 # JAX warns that Triton is deprecated; the kernels run all the same.
 export PYTHONWARNINGS="ignore::DeprecationWarning"
-if ! "$python" -c 'import jaxtyping' 2>/dev/null &&
-    ! "$python" -m pip install --quiet jaxtyping 2>/dev/null; then
+if ! "$python" -c 'import jaxtyping, tyro' 2>/dev/null &&
+    ! timeout 60 "$python" -m pip install --quiet jaxtyping tyro 2>/dev/null; then
     export PYTHONPATH=$PWD/benchmarks/gpu/stand_in${PYTHONPATH:+:$PYTHONPATH}
 fi
 peer_path=${PYTHONPATH:-}
@@ -84,10 +84,12 @@ mkdir -p "$(dirname "$results")"
 status=0
 
 # limited SECONDS COMMAND...: runs the command, appends its lines to the results as they come, and
-# ends it where it takes longer. The command itself begins nothing new 20 seconds before.
+# ends it where it takes longer. The command itself begins nothing new 20 seconds before. A dry run
+# has time: interpreted kernels may be slow.
 limited() {
     local seconds=$1
     shift
+    ((${#dry[@]})) && seconds=3600
     timeout --kill-after 5 "$seconds" "$@" --seconds "$((seconds - 20))" "${dry[@]}" |
         tee -a "$results"
     local code=${PIPESTATUS[0]}

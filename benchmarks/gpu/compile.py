@@ -4,7 +4,7 @@
     python -m benchmarks.gpu.compile --backends mosaic
 
 Prints a line for each kernel and each training step, then a sentence for each failure; the exit
-status is 1 if there is one. A run of all backends with steps and without ``--only`` writes
+status is 1 if there is one. A run of all backends without ``--only`` writes
 ``benchmarks/results/compiled.<card>.jax-<version>.md``, unless told ``--no-write``.
 docs/gpu.md says how to set this up and what the figures mean.
 
@@ -56,7 +56,7 @@ class Options:
     Attributes:
         card: Card to compile for.
         backends: Backends of the kernels; none: all that this JAX has.
-        quick: Compile two widths and one optimizer only.
+        quick: Compile two widths, one optimizer and small batches only.
         steps: Whether to compile training steps.
         write: Whether to write the page of results.
         only: Regular expression found in the names of the programs to compile; None: all.
@@ -129,9 +129,7 @@ class Report:
                 "\nKernels and the like that a call launches:\n",
                 *CALL_HEADER,
                 *self.calls,
-                "\nTraining steps:\n",
-                *STEP_HEADER,
-                *self.steps,
+                *(["\nTraining steps:\n", *STEP_HEADER, *self.steps] if self.steps else []),
                 *(refused if self.refused else []),
                 "\nFailures:\n",
                 *failed,
@@ -168,17 +166,19 @@ def main(options: Options) -> None:
             report.refused.append(f"{program.name}: {reason}")
         elif (built := build(program, report)) is not None:
             check_call(program, built, tools, report)
+    print(*CALL_HEADER, *report.calls, sep="\n", flush=True)
     if options.steps:
         print(*STEP_HEADER, sep="\n")
-        for program in _chosen(programs.steps(backends), options.only):
+        for program in _chosen(programs.steps(backends, options.quick), options.only):
             if (built := build(program, report)) is not None:
                 check_step(program, built, tools, report)
                 print(report.steps[-1], flush=True)
     print(*report.failures or ["No failure."], sep="\n")
-    if options.write and options.only is None and options.steps and not options.backends:
+    if options.write and options.only is None and not options.backends:
         path = RESULTS / f"compiled.{options.card}.jax-{jax.__version__}.md"
         used = "" if options.card == "h200" else f" --card {options.card}"
-        path.write_text(report.page(used + (" --quick" if options.quick else "")))
+        used += " --quick" if options.quick else ""
+        path.write_text(report.page(used + ("" if options.steps else " --no-steps")))
         print(path)
     sys.exit(bool(report.failures))
 

@@ -14,21 +14,21 @@ prints the same losses. The exit status is 1 if a step failed.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import dataclasses
 import json
 import math
 import sys
 import tempfile
 import time
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tyro
 
 from benchmarks.gpu.step_models import StepModel, batch_of, make, train_step_of
 from benchmarks.gpu.step_shapes import (
+    PRECISIONS,
     STEPS,
     Step,
     chosen_steps,
@@ -43,31 +43,18 @@ from jaxrec.train import compile_step
 BATCHES = 4  # different ones, which the steps take in turn
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Options of the benchmark.
-
-    Attributes:
-        steps: Names of the steps; none: all.
-        kernels: Implementations of the kernels, in order of preference; none: those that run by
-            default.
-        precision: Precision of matrix products, as on the peers' side.
-        table_gb: Most GB of a model's tables; the largest tables are cut to fit.
-        seconds: Seconds after which no further step begins.
-        dry_run: Run small steps on this machine, without a GPU.
-        losses: Print the losses of three small steps from fixed parameters, and time nothing.
-    """
-
-    steps: tuple[Literal[tuple(STEPS)], ...] = ()  # type: ignore[valid-type]
-    kernels: tuple[str, ...] = ()
-    precision: Literal["tf32", "float32"] = "tf32"
-    table_gb: float = 32.0
-    seconds: float = math.inf
-    dry_run: bool = False
-    losses: bool = False
-
-
-def main(options: Options) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", nargs="*", choices=STEPS, help="names of the steps; default all")
+    parser.add_argument(
+        "--kernels", nargs="*", default=[], help="in order of preference; default: what is chosen"
+    )
+    parser.add_argument("--precision", choices=PRECISIONS, default="tf32")
+    parser.add_argument("--table-gb", type=float, default=32.0, help="most GB of a model's tables")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="then no step begins")
+    parser.add_argument("--dry-run", action="store_true", help="run small steps on this machine")
+    parser.add_argument("--losses", action="store_true", help="losses of small steps alone")
+    options = parser.parse_args()
     end, failures = time.monotonic() + options.seconds, 0
     is_small = options.dry_run or options.losses
     precision = "tensorfloat32" if options.precision == "tf32" else "float32"
@@ -81,7 +68,7 @@ def main(options: Options) -> None:
         stack.enter_context(jax.default_matmul_precision(precision))
         if options.kernels:
             stack.enter_context(use_kernels(*options.kernels))
-        for step in chosen_steps(list(options.steps), options.table_gb, is_small=is_small):
+        for step in chosen_steps(options.steps, options.table_gb, is_small=is_small):
             line: dict[str, Any] = {"kind": "step", "shape": step.name}
             line |= {"implementation": " ".join(("jaxrec", *options.kernels))}
             if time.monotonic() > end:
@@ -146,4 +133,4 @@ def describe(step: Step, made: StepModel) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    main()

@@ -25,6 +25,7 @@ COMPILED_CARD = "h200"
 # By shape: tables, samples x ids, and ids.
 SHAPES = ("tbe_d128", "wide_d256", "long_d32", "skewed_d64", "short_d128", "onehot_d16")
 PLAIN_ROWS = tuple(f"D{dim} {dtype}" for dtype in ("float32", "bfloat16") for dim in (64, 128, 256))
+LOOPS = ("pool", "copy_rows", "update")  # kernels that read or write tables
 PACKED_ROWS = (
     *("D64 int8", "D128 int8", "D64 int4", "D64 int2", "D64 float8", "D64 trained int8"),
     *("D128 trained int8", "D64 float8_e4m3"),
@@ -125,6 +126,32 @@ def kernels(primitive: str, kernel: str, of_rows: tuple[str, ...]) -> Iterator[s
         yield f"| {name.removeprefix('D').replace(' ', ' columns, ', 1)} | {' | '.join(cells)} |"
 
 
+def behind() -> Iterator[str]:
+    """Yield the kernels of Mosaic that have fewer bytes under way than Triton's, or wait more."""
+    yield "| program | JAX | kernel | Triton | Mosaic |"
+    yield "|---|---|---|---|---|"
+    for version in versions(COMPILED_CARD):
+        page = [row for row in compiled_rows(COMPILED_CARD, version) if "program" in row]
+        by_name = {(row["program"], row["kernel"]): row for row in page}
+        for (program, kernel), row in by_name.items():
+            peer = by_name.get((program.replace("mosaic", "triton", 1), kernel))
+            if program.startswith("mosaic") and peer and kernel in LOOPS and _is_behind(row, peer):
+                name = program.removeprefix("mosaic ")
+                yield f"| {name} | {version} | {kernel} | {_figures(peer)} | {_figures(row)} |"
+
+
+def _is_behind(row: Row, peer: Row) -> bool:
+    """Whether a kernel's first loop has fewer bytes under way, or its first store comes later."""
+
+    def figures(row: Row) -> tuple[float, int]:
+        under_way = re.search(r"\((\d+)\)", row["round trips a turn (KB under way)"])
+        waits = float(row["round trips before first store"])
+        return waits, int(under_way[1]) if under_way else 0
+
+    (waits, under_way), (of_peer, under_way_of_peer) = figures(row), figures(peer)
+    return waits > of_peer or under_way < under_way_of_peer
+
+
 def _figures(row: Row) -> str:
     turns = row["round trips a turn (KB under way)"]
     return f"{row['warps resident']}; {turns}; {row['round trips before first store']}"
@@ -176,6 +203,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "pooled lookup": lambda: kernels("pooled_lookup", "pool", PLAIN_ROWS),
     "update": lambda: kernels("fused_update rowwise_adagrad", "update", PLAIN_ROWS),
     "packed lookup": lambda: kernels("pooled_lookup", "pool", PACKED_ROWS),
+    "behind": behind,
     "launches": launches,
     "steps": steps,
 }

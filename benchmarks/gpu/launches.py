@@ -82,9 +82,11 @@ class Launches:
     @classmethod
     def of(cls, dump: pathlib.Path) -> Launches:
         """Return the launches of the program that XLA dumped into a folder."""
-        every = parse(_only(dump, "*.thunk_sequence.txt"))
-        last = parse(_only(dump, "*.thunk_sequence_after_thunk_passes.txt"))
-        return cls.of_thunks(every, last)
+        (path,) = dump.glob("*.thunk_sequence.txt")
+        every = parse(path.read_text())
+        # XLA writes this file only if it joined some thunks.
+        last = [parse(x.read_text()) for x in dump.glob("*.thunk_sequence_after_thunk_passes.txt")]
+        return cls.of_thunks(every, last[0] if last else every)
 
     @classmethod
     def of_thunks(cls, every: list[Thunk], last: list[Thunk]) -> Launches:
@@ -126,8 +128,3 @@ def parse(text: str) -> list[Thunk]:
 
 def _is_sort(thunk: Thunk) -> bool:
     return thunk.kind in _KERNELS and "sort" in thunk.name
-
-
-def _only(folder: pathlib.Path, pattern: str) -> str:
-    (path,) = folder.glob(pattern)
-    return path.read_text()
