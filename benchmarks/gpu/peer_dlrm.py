@@ -351,7 +351,11 @@ def kernels(call):
             call()
         torch.cuda.synchronize()
     is_on_card = torch.autograd.DeviceType.CUDA
-    events = [each for each in profile.events() if each.device_type == is_on_card]
+    events = [
+        each
+        for each in profile.events()
+        if each.device_type == is_on_card and not getattr(each, "is_user_annotation", False)
+    ]
     return {
         "device_ms": sum(each.time_range.elapsed_us() for each in events) / PROFILED / 1e3,
         "launches": round(len(events) / PROFILED),

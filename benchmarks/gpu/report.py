@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.report results.jsonl
 
 Writes ``benchmarks/results/<card>.md`` and prints its path. Where several lines tell of the same
-work, the last one counts.
+work, the last one counts. Lines of checks alone name no card, and make no page.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ Line = dict[str, Any]
 
 def main() -> None:
     lines = read(pathlib.Path(sys.argv[1]))
-    card = next((line for line in lines if line["kind"] == "card"), None)
+    card = card_of(lines)
     if card is None:
-        sys.exit(f"{sys.argv[1]} names no card: no implementation was timed")
+        print(f"{sys.argv[1]} names no card yet: nothing was timed")
+        return
     RESULTS.mkdir(exist_ok=True)
     name = re.sub(r"[^a-z0-9]+", "-", card["card"].lower()).strip("-")
     path = RESULTS / f"{name}.md"
@@ -49,6 +50,15 @@ def read(path: pathlib.Path) -> list[Line]:
     return list(lines.values())
 
 
+def card_of(lines: Sequence[Line]) -> Line | None:
+    """Return the line of the card; without one, what the steps say of it."""
+    for line in lines:
+        if line["kind"] == "card":
+            return line
+    steps = [line for line in lines if line["kind"] == "step" and "card" in line]
+    return {"card": steps[0]["card"], "jax": "", "copy_bytes_per_s": None} if steps else None
+
+
 def page(card: Line, lines: Sequence[Line]) -> str:
     """The page, in Markdown."""
     bandwidth = card["copy_bytes_per_s"]
@@ -59,7 +69,8 @@ def page(card: Line, lines: Sequence[Line]) -> str:
         f"# Kernels and training steps on {card['card']}\n",
         f"Made by {card.get('made_by', '`bash benchmarks/gpu.sh`')} with JAX {card['jax']}. A "
         "plain copy moves "
-        f"{bandwidth / 1e12:.2f} TB/s on this card. Milliseconds of the card are those of its "
+        f"{'?' if bandwidth is None else f'{bandwidth / 1e12:.2f}'} TB/s on this card. "
+        "Milliseconds of the card are those of its "
         "kernels, without the time between them; those of the host are of calls that follow one "
         "another. Both are the fastest of several rounds. The share is of the time that a copy "
         "would take for the bytes that must move: with all repeated reads served by a cache, and "
@@ -128,7 +139,7 @@ def _is_peer_step(other: Line, line: Line) -> bool:
     return is_of_peer and is_same and not line["implementation"].startswith("torchrec")
 
 
-def _time_row(line: Line, times: Sequence[Line], bandwidth: float) -> str:
+def _time_row(line: Line, times: Sequence[Line], bandwidth: float | None) -> str:
     start = f"| {line['shape']} | {line['primitive']} | {line['implementation']} |"
     if "exception" in line:
         return f"{start} {_one_line(line['exception'])} | | | | |"
@@ -139,7 +150,7 @@ def _time_row(line: Line, times: Sequence[Line], bandwidth: float) -> str:
         cells.append("" if ms is None else f"{ms:.3f}")
         cells.append("" if ms is None or peers is None else f"{ms / peers:.2f}")
     share, seconds = "", (_fastest(line.get("device_ms")) or line["ms"][0]) / 1e3
-    if line.get("bytes"):
+    if line.get("bytes") and bandwidth:
         share = " to ".join(f"{each / bandwidth / seconds:.0%}" for each in line["bytes"])
     return f"{start} {' | '.join(cells)} | {share} |"
 
