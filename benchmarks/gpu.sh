@@ -64,6 +64,7 @@ fi
 export JAXREC_CACHE_DIR=$scratch/cache
 # JAX warns that Triton is deprecated; the kernels run all the same.
 export PYTHONWARNINGS="ignore::DeprecationWarning"
+# Stand-ins serve where these cannot be installed.
 if ! "$python" -c 'import jaxtyping, tyro' 2>/dev/null &&
     ! timeout 60 "$python" -m pip install --quiet jaxtyping tyro 2>/dev/null; then
     export PYTHONPATH=$PWD/benchmarks/gpu/stand_in${PYTHONPATH:+:$PYTHONPATH}

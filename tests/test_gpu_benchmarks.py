@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 # The benchmarks are no installed package. Behind the installed jaxrec, which stays what is tested.
 sys.path.append(str(ROOT))
 
-from benchmarks.gpu import limits, report, step_shapes  # noqa: E402
+from benchmarks.gpu import doc_tables, limits, report, step_shapes  # noqa: E402
+from benchmarks.gpu.launches import Launches  # noqa: E402
+from benchmarks.gpu.launches import parse as parse_thunks  # noqa: E402
 from benchmarks.gpu.machine_code import Kernel, parse  # noqa: E402
 from benchmarks.peer_shapes import zipf_ids  # noqa: E402
 
@@ -126,6 +129,38 @@ def test_limits_name_what_exceeds_them(code, others, resident, reason):
         assert failures == []
     else:
         assert sum(reason in failure for failure in failures) == 1
+
+
+THUNKS = """\
+001: kCustomKernel [source       | next=003 (2)] loop_select_fusion grid: [1280, 1, 1] threads: 128
+002: kCopy         [source       | next=003 (1)] kCopy
+003: kCustomKernel [prev=002 (1) | next=004 (1)] sort_11_0 grid: [40, 1, 1] threads: [1024, 1, 1]
+004: kCustomKernel [prev=003 (1) | next=005 (1)] sort_11_0__1 grid: [256, 2, 1] threads: [128, 1, 1]
+005: kCustomCall   [prev=004 (1) | next=006 (1)] kCustomCall
+006: kGemm         [prev=005 (1) | sink        ] kGemm
+"""
+
+
+def test_launches_are_counted_by_kind():
+    every = parse_thunks(THUNKS)
+    joined = "000: kCommandBuffer [source | next=006 (1)] \n"
+    joined += "".join(f"    {line}\n" for line in THUNKS.splitlines()[:4])
+    joined += "\n".join(THUNKS.splitlines()[4:])
+    alone = Launches.of_thunks(every, every)
+    assert alone == Launches(
+        kernels=2, sorts=1, libraries=1, copies=1, loops=0, starts=5,
+        blocks={"loop_select_fusion": 1280, "sort_11_0": 40, "sort_11_0__1": 512},
+    )  # fmt: skip
+    assert alone.total == 5
+    # The buffer, the custom call and the matrix product.
+    assert Launches.of_thunks(every, parse_thunks(joined)).starts == 3
+
+
+def test_tables_of_the_docs_are_those_of_the_results():
+    text = doc_tables.DOCS.read_text()
+    assert doc_tables.filled(text) == text, "run python -m benchmarks.gpu.doc_tables"
+    names = set(re.findall("<!-- table: (.+) -->", text))
+    assert names == doc_tables.TABLES.keys()
 
 
 def test_ids_of_rows_follow_their_power_law():

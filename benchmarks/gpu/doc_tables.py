@@ -113,7 +113,12 @@ def times() -> Iterator[str]:
 def kernels(primitive: str, kernel: str, of_rows: tuple[str, ...]) -> Iterator[str]:
     """Yield warps, round trips and bytes under way of one kernel, by backend and version of JAX."""
     pages = {version: compiled_rows(COMPILED_CARD, version) for version in versions(COMPILED_CARD)}
-    columns = [(backend, version) for backend in _backends(pages) for version in pages]
+    columns = [
+        (backend, version)
+        for backend in _backends(pages)
+        for version, page in pages.items()
+        if any(row.get("program", "").startswith(f"{backend} {primitive}") for row in page)
+    ]
     yield f"| rows | {' | '.join(f'{backend}, {version}' for backend, version in columns)} |"
     yield "|---|" + "---|" * len(columns)
     for name in of_rows:
@@ -172,8 +177,8 @@ def launches() -> Iterator[str]:
 
 def steps() -> Iterator[str]:
     """Yield memory and launches of training steps, by backend and version of JAX."""
-    version = versions(COMPILED_CARD)[-1]
-    found = [row for row in compiled_rows(COMPILED_CARD, version) if "step" in row]
+    pages = [compiled_rows(COMPILED_CARD, version) for version in versions(COMPILED_CARD)]
+    found = [row for page in pages[-1:] for row in page if "step" in row]
     columns = ("arguments GB", "of them in place", "temporaries GB", "launches")
     yield f"| step | {' | '.join(columns)} |"
     yield "|---|" + "---|" * len(columns)
@@ -184,7 +189,7 @@ def steps() -> Iterator[str]:
 
 def _launches(column: str, names: tuple[str, ...]) -> Iterator[str]:
     pages = {version: compiled_rows(COMPILED_CARD, version) for version in versions(COMPILED_CARD)}
-    first = next(row for page in pages.values() for row in page if column in row)
+    first = next((row for page in pages.values() for row in page if column in row), {})
     kinds = [name for name in first if name != column]
     yield f"| call | JAX | {' | '.join(kinds)} |"
     yield "|---|---|" + "---|" * len(kinds)
