@@ -104,9 +104,11 @@ def times() -> Iterator[str]:
         cells = [shape]
         for primitive in ("pooled_lookup", "fused_update rowwise_adagrad", "fused_update sgd"):
             own, peer = find(shape, primitive, "triton"), find(shape, primitive, "fbgemm")
-            cells += [f"{own['ms of the card']}, {peer['ms of the card']}", own["of FBGEMM's"]]
+            ms, of_peer = own["ms of the card"], peer["ms of the card"]
+            cells += [f"{ms}, {of_peer}", f"{float(ms) / float(of_peer):.2f}"]
             if primitive != "fused_update sgd":
-                cells.append(own["share"].replace("%", "").strip() + " %")
+                shares = dict.fromkeys(re.findall(r"\d+", own["share"]))
+                cells.append(f"{' to '.join(shares)} %")
         yield f"| {' | '.join(cells)} |"
 
 
@@ -127,7 +129,9 @@ def kernels(primitive: str, kernel: str, of_rows: tuple[str, ...]) -> Iterator[s
             program = f"{backend} {primitive} {name} L20"
             wanted = {"program": program, "kernel": kernel}
             row = next((row for row in pages[version] if wanted.items() <= row.items()), None)
-            cells.append("not taken" if row is None else _figures(row))
+            cells.append("" if row is None else _figures(row))
+        if not any(cells):
+            continue
         yield f"| {name.removeprefix('D').replace(' ', ' columns, ', 1)} | {' | '.join(cells)} |"
 
 
@@ -179,7 +183,10 @@ def steps() -> Iterator[str]:
     """Yield memory and launches of training steps, by backend and version of JAX."""
     pages = [compiled_rows(COMPILED_CARD, version) for version in versions(COMPILED_CARD)]
     found = [row for page in pages[-1:] for row in page if "step" in row]
-    columns = ("arguments GB", "of them in place", "temporaries GB", "launches")
+    columns = (
+        *("arguments GB", "of them in place", "temporaries GB"),
+        *("launches", "loops", "started by the host"),
+    )
     yield f"| step | {' | '.join(columns)} |"
     yield "|---|" + "---|" * len(columns)
     for row in found:
