@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu.backends import BACKENDS, NAMES, module
-from benchmarks.gpu.batches import PACKED, Shape, bags_of
+from benchmarks.gpu.batches import PACKED, TRAINED, Shape, bags_of
 from jaxrec import optim
 from jaxrec.embed.formats import TableArray
 
@@ -52,13 +52,14 @@ OPTIMIZERS: dict[str, optim.RowOptimizer] = {
     "adam": optim.adam(0.1, eps=1e-3),
     "partial_rowwise_adam": optim.partial_rowwise_adam(0.1, eps=1e-3),
 }
-# Sums are taken in float32; a table of 16 bits is rounded up or down to a neighbour.
+# Sums are taken in float32; a table of 16 or 8 bits is rounded up or down to a neighbour.
 SUM_BOUND = 2e-6
 STORE_BOUND = {"float32": SUM_BOUND, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+STORE_BOUND |= {"trained int8": 2.0**-6, "float8_e4m3": 2.0**-3, "float8_e5m2": 2.0**-2}
 
 
 # Those of a dry run, which are interpreted.
-DRY_SHAPES = ("d4", "int8_d4")
+DRY_SHAPES = ("d4", "int8_d4", "trained int8_d4")
 
 
 def main() -> None:
@@ -85,7 +86,7 @@ def main() -> None:
             continue
         for primitive, check in checks(module(name), shape, options):
             is_update = primitive.startswith("fused_update")
-            bound = STORE_BOUND[shape.dtype] if is_update else SUM_BOUND
+            bound = STORE_BOUND[shape.packed or shape.dtype] if is_update else SUM_BOUND
             line = {"kind": "check", **start, "primitive": primitive, **outcome(check, bound)}
             print(json.dumps(line), flush=True)
             failures += not line["passed"]
@@ -114,7 +115,16 @@ def checks(
     if shape.packed is None:
         check = functools.partial(flat, implementation, shape, options)
         found.append(("flatten_bags", check))
-    if hasattr(implementation, "fused_update") and shape.packed is None:
+    if not hasattr(implementation, "fused_update"):
+        return found
+    if shape.packed in TRAINED:
+        optimizer = OPTIMIZERS["rowwise_adagrad"]
+        state = optimizer.init(*shape.table_shape)
+        others = {"optimizer": optimizer, "state": state}
+        if not refuses_table(implementation, table, "fused_update", **others):
+            check = functools.partial(packed_update, implementation, shape, table, options)
+            found.append(("fused_update rowwise_adagrad", check))
+    if shape.packed is None:
         for name, optimizer in OPTIMIZERS.items():
             check = functools.partial(update, implementation, shape, table, optimizer, options)
             found.append((f"fused_update {name}", check))
@@ -236,6 +246,34 @@ def update(
         untouched = np.setdiff1d(np.arange(got.shape[0]), used)
         repeats &= np.array_equal(got[untouched], before[untouched])
     return float(max(errors)), bool(repeats)
+
+
+def packed_update(
+    implementation: ModuleType, shape: Shape, table: TableArray, options: dict[str, bool]
+) -> tuple[float, bool]:
+    """Check an update of packed rows against the reference's, relative to each row's largest."""
+    optimizer, num_rows = OPTIMIZERS["rowwise_adagrad"], shape.table_shape[0]
+    state = optimizer.init(*shape.table_shape)
+    gradients = jax.random.normal(jax.random.key(1), (shape.layout.num_bags, shape.dim))
+
+    def updated(module: ModuleType, options: dict[str, bool]) -> TableArray:
+        @jax.jit
+        def kernel(table: TableArray, state: dict, gradients: jax.Array, *batch: Any) -> TableArray:
+            lookups = module.flatten_bags(*batch, shape.layout, num_rows, **options)
+            return module.fused_update(
+                table, state, lookups, gradients, optimizer, jnp.int32(3), **options
+            )[0]
+
+        return kernel(table, state, gradients, *shape.batch_arrays())
+
+    first, second = (floats_of(updated(implementation, options)) for _ in range(2))
+    expected = floats_of(updated(module("reference"), {}))
+    sizes = np.max(np.abs(expected), axis=1, keepdims=True) + 1e-30
+    used = np.unique(bags_of(shape)[1])
+    untouched = np.setdiff1d(np.arange(num_rows), used)
+    repeats = np.array_equal(first, second)
+    repeats &= np.array_equal(first[untouched], floats_of(table)[untouched])
+    return float(np.max(np.abs(first - expected) / sizes)), repeats
 
 
 if __name__ == "__main__":

@@ -126,7 +126,8 @@ def _has_update(implementation: Any, shape: Shape, table: TableArray) -> bool:
     is_trained = shape.packed is None or shape.packed in TRAINED
     if not is_trained or not hasattr(implementation, "fused_update"):
         return False
-    return not refuses_table(implementation, table, "fused_update", optimizer=optim.sgd(0.01))
+    arguments = {"optimizer": optim.sgd(0.01), "state": {}}
+    return not refuses_table(implementation, table, "fused_update", **arguments)
 
 
 def resident_table(shape: Shape) -> TableArray:
