@@ -88,6 +88,7 @@ COMMANDS = (
         "--seeds 0 --rows 4096 --eval-rows 4096 --only int8 --output precision.json",
     ),
     ("python -m benchmarks.dlrm --batch 8192", "--batch 64 --max-rows 1000 --steps 2"),
+    ("python -m benchmarks.gpu.dlrm --losses", "--steps sasrec_512x200"),
     ("python -m benchmarks.core_distance", "--times 2"),
     ("python -m benchmarks.growth", "--only tables --largest 3 --seconds 0.01"),
     ("python -m benchmarks.dense_dtype", "--models dlrm --batch 64 --steps 2 --rounds 1"),
@@ -172,8 +173,10 @@ LEFT_OUT = {
     "python -m benchmarks.mesh --types table_wise row_wise:rows row_wise:pooled column_wise "
     "--rounds 3 --seconds 1": "takes minutes",
     "python -m benchmarks.gpu.compile": CUDA,
+    "python -m benchmarks.gpu.compile --backends mosaic": CUDA,
     "python -m benchmarks.gpu.compile --quick --no-steps": CUDA,
     "python -m benchmarks.gpu.compile --only 'fused_update .* D128'": CUDA,
+    "python -m benchmarks.gpu.doc_tables": "writes the docs",
     "python -m benchmarks.gpu.mesh": CUDA,
     "python -m benchmarks.gpu.mesh --exchange rows --topology 1x8x1 --routed True": CUDA,
     "python -m pytest tests/plan/test_golden.py": "is run by .ci/run",

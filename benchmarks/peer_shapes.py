@@ -33,4 +33,17 @@ def draw_ids(shape):
     if shape["ids"] == "uniform":
         return rng.integers(0, shape["V"], (shape["T"], count))
     uniform = rng.random((shape["T"], count))
+    if shape["ids"] == "powerlaw_1.05":
+        return zipf_ids(uniform, shape["V"], 1.05)
     return np.minimum(shape["V"] ** uniform - 1, shape["V"] - 1).astype(np.int64)
+
+
+def zipf_ids(uniform, rows, exponent):
+    """Return ids with probabilities near ``(id + 1) ** -exponent``, of uniform numbers below 1.
+
+    They are rounded down from the density ``x ** -exponent`` on ``[1, rows + 1)``, whose
+    distribution function is inverted.
+    """
+    power = 1 - exponent
+    drawn = (1 + uniform * ((rows + 1.0) ** power - 1)) ** (1 / power)
+    return np.minimum(drawn - 1, rows - 1).astype(np.int64)

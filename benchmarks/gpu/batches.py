@@ -21,6 +21,8 @@ PACKED: dict[str, RowFormat] = {
     "trained int8": TABLE_FORMATS["int8"],
     **{name: TABLE_FORMATS[name] for name in ("float8_e4m3", "float8_e5m2")},
 }
+# Those that are trained, and so updated.
+TRAINED = ("trained int8", "float8_e4m3", "float8_e5m2")
 
 
 @dataclasses.dataclass(frozen=True)

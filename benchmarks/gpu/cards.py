@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,17 @@ dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 runtime_version {{ major: 12 minor: 8 patch: 0 }}
 device_description_str: "{name}"
 """
+
+
+@dataclasses.dataclass(frozen=True)
+class DescribedDevice(AbstractDevice):
+    """A device that is only described to JAX.
+
+    Pallas' Mosaic backend asks for the compute capability while it lowers a kernel. Without an
+    answer it takes 9.0, which is wrong for all cards but Hopper's.
+    """
+
+    compute_capability: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,17 +97,36 @@ class Card:
         )
         return tuple(described.devices)
 
-    def compile(self, function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> Any:
-        """Compile a function of arrays, given as trees of `jax.ShapeDtypeStruct`."""
+    def compile(
+        self,
+        function: Callable,
+        *arguments: Any,
+        donate: tuple[int, ...] = (),
+        dump: pathlib.Path | None = None,
+    ) -> Any:
+        """Compile a function of arrays.
+
+        Args:
+            function: The function.
+            arguments: Its arguments, as trees of `jax.ShapeDtypeStruct`.
+            donate: Arguments whose memory it takes.
+            dump: Folder into which XLA writes what it made of the function; None: nowhere.
+        """
+        options = None if dump is None else {"xla_dump_to": str(dump)}
         sharding = SingleDeviceSharding(self.devices[0])
         placed = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
         )
-        device = AbstractDevice(device_kind=self.name, num_cores=None, platform="gpu")
+        device = DescribedDevice(
+            device_kind=self.name,
+            num_cores=None,
+            platform="gpu",
+            compute_capability=f"{self.major}.{self.minor}",
+        )
         mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
         with jax.sharding.use_abstract_mesh(mesh):
             traced = jax.jit(function, donate_argnums=donate).trace(*placed)
-            return traced.lower(lowering_platforms=("cuda",)).compile()
+            return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
 
     def resident_warps(self, registers: int, warps: int, shared_memory: int) -> int:
         """Return how many warps of a kernel fit a multiprocessor at once.

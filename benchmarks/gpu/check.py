@@ -1,10 +1,13 @@
 """Holds one implementation to sums by NumPy and updates by `jaxrec.optim`, both in float64.
 
-    python -m benchmarks.gpu.check triton [--interpret]
+    python -m benchmarks.gpu.check triton                          # on this machine's GPU
+    python -m benchmarks.gpu.check triton --part 2 8               # the second of eight parts
+    python -m benchmarks.gpu.check triton --dry-run                # interpreted on the CPU
 
 Prints a JSON line for each primitive and shape: its largest error, relative to the sum of the
 absolute values that make up a number, and whether a second run gave the same bits and rows that do
-not occur kept theirs. The exit status says whether all is as it should be.
+not occur kept theirs. The exit status says whether all is as it should be. ``--seconds`` ends the
+run in time: shapes that no longer begin have a line that says so.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import sys
+import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -21,12 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu.batches import PACKED, Shape, bags_of
+from benchmarks.gpu.backends import BACKENDS, NAMES, module
+from benchmarks.gpu.batches import PACKED, TRAINED, Shape, bags_of
 from jaxrec import optim
 from jaxrec.embed.formats import TableArray
-from jaxrec.embed.kernels import reference, triton
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference, "triton": triton}
 SHAPES = [
     *(Shape(f"d{dim}", 2, 500, dim, 64, 5) for dim in (1, 3, 4, 16, 64, 100, 128, 256, 1024)),
     Shape("bfloat16", 2, 500, 128, 64, 5, dtype="bfloat16"),
@@ -48,32 +52,42 @@ OPTIMIZERS: dict[str, optim.RowOptimizer] = {
     "adam": optim.adam(0.1, eps=1e-3),
     "partial_rowwise_adam": optim.partial_rowwise_adam(0.1, eps=1e-3),
 }
-# Sums are taken in float32; a table of 16 bits is rounded up or down to a neighbour.
+# Sums are taken in float32; a table of 16 or 8 bits is rounded up or down to a neighbour.
 SUM_BOUND = 2e-6
 STORE_BOUND = {"float32": SUM_BOUND, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+STORE_BOUND |= {"trained int8": 2.0**-6, "float8_e4m3": 2.0**-3, "float8_e5m2": 2.0**-2}
+
+
+# Those of a dry run, which are interpreted.
+DRY_SHAPES = ("d4", "int8_d4", "trained int8_d4")
 
 
 def main() -> None:
+    names = [shape.name for shape in SHAPES]
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("implementation", choices=IMPLEMENTATIONS)
-    parser.add_argument("--interpret", action="store_true", help="Triton where there is no GPU")
+    parser.add_argument("implementation", choices=NAMES)
+    parser.add_argument("--shapes", nargs="*", choices=names, help="names; default all")
     parser.add_argument(
-        "--shapes",
-        nargs="*",
-        choices=[x.name for x in SHAPES],
-        help="names of the shapes; default all",
-    )
+        "--part", nargs=2, type=int, default=(1, 1), metavar=("PART", "PARTS"),
+        help="check this part of the shapes, of so many",
+    )  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=math.inf, help="then no shape begins")
+    parser.add_argument("--dry-run", action="store_true", help="interpret a few shapes on the CPU")
     arguments = parser.parse_args()
-    options = {"interpret": True} if arguments.interpret else {}
-    failures = 0
-    for shape in SHAPES:
-        if arguments.shapes and shape.name not in arguments.shapes:
+    end, failures = time.monotonic() + arguments.seconds, 0
+    name, (part, parts) = arguments.implementation, arguments.part
+    options = {"interpret": True} if arguments.dry_run and name in BACKENDS else {}
+    chosen = arguments.shapes or (DRY_SHAPES if arguments.dry_run else names)
+    # Neighbours cost about the same, so that parts take one after the other in turn.
+    for shape in [shape for shape in SHAPES if shape.name in chosen][part - 1 :: parts]:
+        start = {"implementation": name, "shape": shape.name}
+        if time.monotonic() > end:
+            print(json.dumps({"kind": "left out", **start}), flush=True)
             continue
-        for primitive, check in checks(IMPLEMENTATIONS[arguments.implementation], shape, options):
-            line = {"kind": "check", "implementation": arguments.implementation}
+        for primitive, check in checks(module(name), shape, options):
             is_update = primitive.startswith("fused_update")
-            bound = STORE_BOUND[shape.dtype] if is_update else SUM_BOUND
-            line |= {"shape": shape.name, "primitive": primitive, **outcome(check, bound)}
+            bound = STORE_BOUND[shape.packed or shape.dtype] if is_update else SUM_BOUND
+            line = {"kind": "check", **start, "primitive": primitive, **outcome(check, bound)}
             print(json.dumps(line), flush=True)
             failures += not line["passed"]
     sys.exit(failures > 0)
@@ -101,16 +115,28 @@ def checks(
     if shape.packed is None:
         check = functools.partial(flat, implementation, shape, options)
         found.append(("flatten_bags", check))
-    if hasattr(implementation, "fused_update") and shape.packed is None:
+    if not hasattr(implementation, "fused_update"):
+        return found
+    if shape.packed in TRAINED:
+        optimizer = OPTIMIZERS["rowwise_adagrad"]
+        state = optimizer.init(*shape.table_shape)
+        others = {"optimizer": optimizer, "state": state}
+        if not refuses_table(implementation, table, "fused_update", **others):
+            check = functools.partial(packed_update, implementation, shape, table, options)
+            found.append(("fused_update rowwise_adagrad", check))
+    if shape.packed is None:
         for name, optimizer in OPTIMIZERS.items():
             check = functools.partial(update, implementation, shape, table, optimizer, options)
             found.append((f"fused_update {name}", check))
     return found
 
 
-def refuses_table(implementation: ModuleType, table: TableArray) -> bool:
+def refuses_table(
+    implementation: ModuleType, table: TableArray, primitive: str = "pooled_lookup", **others: Any
+) -> bool:
+    """Whether an implementation does not take a call with a table and other arguments."""
     refuse = getattr(implementation, "refuse", lambda *_: None)
-    return refuse("pooled_lookup", {"table": table}) is not None
+    return refuse(primitive, {"table": table, **others}) is not None
 
 
 def pooled(
@@ -220,6 +246,34 @@ def update(
         untouched = np.setdiff1d(np.arange(got.shape[0]), used)
         repeats &= np.array_equal(got[untouched], before[untouched])
     return float(max(errors)), bool(repeats)
+
+
+def packed_update(
+    implementation: ModuleType, shape: Shape, table: TableArray, options: dict[str, bool]
+) -> tuple[float, bool]:
+    """Check an update of packed rows against the reference's, relative to each row's largest."""
+    optimizer, num_rows = OPTIMIZERS["rowwise_adagrad"], shape.table_shape[0]
+    state = optimizer.init(*shape.table_shape)
+    gradients = jax.random.normal(jax.random.key(1), (shape.layout.num_bags, shape.dim))
+
+    def updated(module: ModuleType, options: dict[str, bool]) -> TableArray:
+        @jax.jit
+        def kernel(table: TableArray, state: dict, gradients: jax.Array, *batch: Any) -> TableArray:
+            lookups = module.flatten_bags(*batch, shape.layout, num_rows, **options)
+            return module.fused_update(
+                table, state, lookups, gradients, optimizer, jnp.int32(3), **options
+            )[0]
+
+        return kernel(table, state, gradients, *shape.batch_arrays())
+
+    first, second = (floats_of(updated(implementation, options)) for _ in range(2))
+    expected = floats_of(updated(module("reference"), {}))
+    sizes = np.max(np.abs(expected), axis=1, keepdims=True) + 1e-30
+    used = np.unique(bags_of(shape)[1])
+    untouched = np.setdiff1d(np.arange(num_rows), used)
+    repeats = np.array_equal(first, second)
+    repeats &= np.array_equal(first[untouched], floats_of(table)[untouched])
+    return float(np.max(np.abs(first - expected) / sizes)), repeats
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import math
 import pathlib
 import re
 import subprocess
@@ -24,6 +25,8 @@ _RIEGELI = bytes.fromhex("83af70d10d884a3f")
 _ELF = b"\x7fELF\x02\x01\x01"
 _CUDA = 190  # machine of an ELF file
 _BYTES = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+_MOSAIC = "_mosaic_gpu_kernel"  # behind the names of Mosaic's kernels
+_MOST_THREADS = 1024  # of a block
 _PASSES = 8  # of a loop's body, by which its turns have settled
 
 
@@ -78,15 +81,19 @@ class Kernel:
         name: Its name.
         registers: Registers of a thread.
         spilled: Bytes of local memory of a thread.
-        shared_memory: Bytes of shared memory of a block.
+        shared_memory: Bytes of shared memory of a block that are known when it is compiled.
+        warps: Warps of a block.
         instructions: Its machine code.
+        is_mosaic: Whether Mosaic made it.
     """
 
     name: str
     registers: int
     spilled: int
     shared_memory: int
+    warps: int
     instructions: tuple[Instruction, ...]
+    is_mosaic: bool = False
 
     @property
     def float_atomics(self) -> list[str]:
@@ -148,6 +155,7 @@ def _disassemble(binary: bytes, tools: pathlib.Path) -> list[Kernel]:
         file.write(binary)
         file.flush()
         path = pathlib.Path(file.name)
+        threads = _threads(_run(tools / "cuobjdump", "-elf", path))
         code = re.split(r"^\.text\.(\S+):", _run(tools / "nvdisasm", "-c", path), flags=re.M)
         functions = dict(zip(code[1::2], code[2::2], strict=True))
         for usage in re.finditer(
@@ -155,9 +163,32 @@ def _disassemble(binary: bytes, tools: pathlib.Path) -> list[Kernel]:
             _run(tools / "cuobjdump", "-res-usage", path),
         ):
             registers, stack, shared, local = map(int, usage.groups()[1:])
-            instructions = parse(functions[usage[1]])
-            result.append(Kernel(usage[1], registers, stack + local, shared, instructions))
+            name = usage[1].removesuffix(_MOSAIC)
+            result.append(
+                Kernel(
+                    name=name,
+                    registers=registers,
+                    spilled=stack + local,
+                    shared_memory=shared,
+                    warps=-(-threads.get(usage[1], _MOST_THREADS) // 32),
+                    instructions=parse(functions[usage[1]]),
+                    is_mosaic=name != usage[1],
+                )
+            )
     return result
+
+
+def _threads(text: str) -> dict[str, int]:
+    """Return the threads of a block of each kernel, of cuobjdump's text."""
+    sections = re.split(r"^\.nv\.info\.(\S+)", text, flags=re.M)
+    found = {}
+    for name, section in zip(sections[1::2], sections[2::2], strict=True):
+        limit = re.search(
+            r"EIATTR_(?:MAX_THREADS|REQNTID).*?Value:((?:\s+0x[0-9a-f]+)+)", section, re.S
+        )
+        if limit is not None:
+            found[name] = math.prod(int(each, 16) for each in limit[1].split())
+    return found
 
 
 def parse(text: str) -> tuple[Instruction, ...]:

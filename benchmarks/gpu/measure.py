@@ -1,13 +1,15 @@
 """Times one implementation on one GPU, beside the traffic that its work takes at least.
 
     python -m benchmarks.gpu.measure triton
-    python -m benchmarks.gpu.measure torch      # torch.nn.EmbeddingBag, the lookup alone
+    python -m benchmarks.gpu.measure torch                 # torch.nn.EmbeddingBag, the lookup alone
+    python -m benchmarks.gpu.measure triton --dry-run      # interpreted on the CPU, small
 
 Prints a JSON line for the card's own copy bandwidth, then one for each primitive and shape:
 milliseconds (minimum and median over rounds of calls on resident arrays; an update runs in place
 and flattens and sorts its lookups inside), the milliseconds of the card's kernels, all together
-and each, without the time between them, and the bytes that must move at least and at most, with
-all repeated reads served by a cache or none. The exit status is 1 if a call failed.
+and each, without the time between them, their number, and the bytes that must move at least and at
+most, with all repeated reads served by a cache or none. ``--seconds`` ends the run in time: shapes
+that no longer begin have a line that says so. The exit status is 1 if a call failed.
 """
 
 from __future__ import annotations
@@ -16,83 +18,94 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu.batches import Shape, bags_of, read_shapes
-from benchmarks.gpu.check import IMPLEMENTATIONS, refuses_table
-from benchmarks.gpu.device_time import kernel_times
+from benchmarks.gpu.backends import BACKENDS, NAMES, module
+from benchmarks.gpu.batches import TRAINED, Shape, bags_of, read_shapes
+from benchmarks.gpu.check import refuses_table
+from benchmarks.gpu.timing import profile, timed
 from jaxrec import optim
 from jaxrec.embed.formats import TableArray
 
-SHAPES = read_shapes(pathlib.Path(__file__).with_name("shapes.json"))
+SHAPES = pathlib.Path(__file__).with_name("shapes.json")
 OPTIMIZERS = {"sgd": optim.sgd(0.01), "rowwise_adagrad": optim.rowwise_adagrad(0.01)}
 SECTOR = 32  # bytes that the memory of an NVIDIA GPU moves at least
+# Of a dry run, whose kernels are interpreted: its shapes, and what divides their rows and bags.
+DRY_SHAPES = ("tbe_d64_trained_int8", "onehot_d16")
+SHRINK = 20_000
 
 
 def main() -> None:
+    shapes = {shape.name: shape for shape in read_shapes(SHAPES)}
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("implementation", choices=[*IMPLEMENTATIONS, "torch"])
-    parser.add_argument(
-        "--shapes",
-        nargs="*",
-        choices=[x.name for x in SHAPES],
-        help="names of the shapes; default all",
-    )
-    parser.add_argument("--shrink", type=int, default=1, help="divide rows and batches by this")
+    parser.add_argument("implementation", choices=[*NAMES, "torch"])
+    parser.add_argument("--shapes", nargs="*", choices=shapes, help="names; default all")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="then no shape begins")
+    parser.add_argument("--dry-run", action="store_true", help="run small shapes on this machine")
     arguments = parser.parse_args()
-    name = arguments.implementation
-    measure = measure_torch if name == "torch" else functools.partial(measure_kernels, name)
-    if name != "torch":
+    end, failures = time.monotonic() + arguments.seconds, 0
+    name, is_dry = arguments.implementation, arguments.dry_run
+    if name == "torch":
+        measure: Callable[[Shape], Iterable[dict[str, Any]]] = functools.partial(
+            measure_torch, is_dry=is_dry
+        )
+    else:
+        options = {"interpret": True} if is_dry and name in BACKENDS else {}
+        measure = functools.partial(measure_kernels, name, options)
         device = jax.devices()[0]
         line = {"kind": "card", "card": device.device_kind, "jax": jax.__version__}
-        print(json.dumps(line | {"copy_bytes_per_s": copy_bandwidth(arguments.shrink)}), flush=True)
-    failures = 0
-    for shape in SHAPES:
-        if arguments.shapes and shape.name not in arguments.shapes:
+        line |= {"copy_bytes_per_s": copy_bandwidth(SHRINK if is_dry else 1)}
+        print(json.dumps(line), flush=True)
+    for each in arguments.shapes or (DRY_SHAPES if is_dry else shapes):
+        shape = _shrunk(shapes[each], SHRINK) if is_dry else shapes[each]
+        start = {"implementation": name, "shape": each}
+        if time.monotonic() > end:
+            print(json.dumps({"kind": "left out", **start}), flush=True)
             continue
-        for line in measure(_shrunk(shape, arguments.shrink)):
-            line = {"kind": "time", "implementation": name, "shape": shape.name} | line
-            print(json.dumps(line), flush=True)
+        for line in measure(shape):
+            print(json.dumps({"kind": "time", **start, **line}), flush=True)
             failures += "exception" in line
     sys.exit(failures > 0)
 
 
-def measure_kernels(name: str, shape: Shape) -> list[dict[str, Any]]:
-    """The lines of one implementation and shape; an error is one too."""
-    implementation = IMPLEMENTATIONS[name]
+def measure_kernels(name: str, options: dict[str, bool], shape: Shape) -> Iterator[dict[str, Any]]:
+    """Yield the lines of one implementation and shape; an error is one too."""
+    implementation = module(name)
     table = resident_table(shape)
     if refuses_table(implementation, table):
-        return []
+        return
     batch = shape.batch_arrays()
     traffic = Traffic(shape)
-    lines = []
 
     pool = jax.jit(
-        lambda table, *batch: implementation.pooled_lookup(table, *batch, shape.layout, shape.dtype)
+        lambda table, *batch: implementation.pooled_lookup(
+            table, *batch, shape.layout, shape.dtype, **options
+        )
     )
-    lines.append(_line("pooled_lookup", lambda: pool(table, *batch), traffic.lookup()))
-    if not hasattr(implementation, "fused_update") or shape.packed is not None:
-        return lines
+    yield figures("pooled_lookup", lambda: pool(table, *batch), traffic.lookup())
+    if not _has_update(implementation, shape, table):
+        return
 
     gradients = jax.random.normal(jax.random.key(1), (shape.layout.num_bags, shape.dim))
     gradients = gradients.astype(shape.dtype)
-    flatten = implementation.flatten_bags
-    for name, optimizer in OPTIMIZERS.items():
+    flatten = functools.partial(implementation.flatten_bags, **options)
+    for rule, optimizer in OPTIMIZERS.items():
 
         def step(
             table: Any, state: Any, *batch: Any, optimizer: optim.RowOptimizer = optimizer
         ) -> Any:
             lookups = flatten(*batch, shape.layout, shape.table_shape[0])
             return implementation.fused_update(
-                table, state, lookups, gradients, optimizer, jnp.int32(1)
+                table, state, lookups, gradients, optimizer, jnp.int32(1), **options
             )
 
         update = jax.jit(step, donate_argnums=(0, 1))
@@ -104,9 +117,17 @@ def measure_kernels(name: str, shape: Shape) -> list[dict[str, Any]]:
             return tables[0]
 
         bounds = traffic.update(sum(x.itemsize for x in tables[0][1].values() if x.ndim == 1))
-        lines.append(_line(f"fused_update {name}", once, bounds))
+        yield figures(f"fused_update {rule}", once, bounds)
         table = tables.pop()[0]
-    return lines
+
+
+def _has_update(implementation: Any, shape: Shape, table: TableArray) -> bool:
+    """Whether an implementation updates the rows of a table, and they are trained at all."""
+    is_trained = shape.packed is None or shape.packed in TRAINED
+    if not is_trained or not hasattr(implementation, "fused_update"):
+        return False
+    arguments = {"optimizer": optim.sgd(0.01), "state": {}}
+    return not refuses_table(implementation, table, "fused_update", **arguments)
 
 
 def resident_table(shape: Shape) -> TableArray:
@@ -116,19 +137,19 @@ def resident_table(shape: Shape) -> TableArray:
     return jax.block_until_ready(jax.tree.map(repeat, one))
 
 
-def measure_torch(shape: Shape) -> list[dict[str, Any]]:
+def measure_torch(shape: Shape, *, is_dry: bool) -> list[dict[str, Any]]:
     """``torch.nn.EmbeddingBag`` on the tables stacked into one, as fast as it can be had."""
     import torch
 
     if shape.packed is not None:
         return []
-    dtype = getattr(torch, shape.dtype)
-    table = torch.empty(shape.table_shape, dtype=dtype, device="cuda").normal_()
+    device, dtype = "cpu" if is_dry else "cuda", getattr(torch, shape.dtype)
+    table = torch.empty(shape.table_shape, dtype=dtype, device=device).normal_()
     _, rows, _, _ = bags_of(shape)
-    ids = torch.from_numpy(rows.astype(np.int32)).cuda()
-    offsets = torch.arange(0, shape.num_ids, shape.bag, dtype=torch.int32, device="cuda")
+    ids = torch.from_numpy(rows.astype(np.int32)).to(device)
+    offsets = torch.arange(0, shape.num_ids, shape.bag, dtype=torch.int32, device=device)
     pool = functools.partial(torch.nn.functional.embedding_bag, ids, table, offsets, mode="sum")
-    times = timed(pool, wait=lambda _: torch.cuda.synchronize())
+    times = timed(pool, wait=lambda _: is_dry or torch.cuda.synchronize())
     return [{"primitive": "pooled_lookup", **times, "bytes": Traffic(shape).lookup()}]
 
 
@@ -152,24 +173,6 @@ class Traffic:
         return fixed + self.bags * self.row, fixed + self.lookups * self.row
 
 
-def timed(
-    call: Callable[[], Any], wait: Callable[[Any], Any] = jax.block_until_ready, rounds: int = 10
-) -> dict[str, list[float]]:
-    """Minimum and median over rounds of a call's milliseconds; calls overlap their dispatch."""
-    wait(call())
-    start = time.perf_counter()
-    wait(call())
-    calls = int(min(max(0.05 / (time.perf_counter() - start), 1), 200))
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = call()
-        wait(result)
-        times.append((time.perf_counter() - start) / calls * 1e3)
-    return {"ms": [min(times), float(np.median(times))]}
-
-
 def copy_bandwidth(shrink: int) -> float:
     """Bytes a second that the card reads and writes in a plain copy."""
     size = 2**30 // shrink
@@ -178,23 +181,31 @@ def copy_bandwidth(shrink: int) -> float:
     return 2 * source.nbytes / (timed(lambda: copy(source))["ms"][0] / 1e3)
 
 
-def _line(primitive: str, call: Callable[[], Any], traffic: tuple[int, int]) -> dict[str, Any]:
+def figures(primitive: str, call: Callable[[], Any], traffic: tuple[int, int]) -> dict[str, Any]:
+    """Return the line of a call: its times, or the exception that it raised."""
     line: dict[str, Any] = {"primitive": primitive}
     try:
         line |= timed(call)
         if jax.default_backend() == "gpu":
-            (kernels,) = kernel_times([call])
-            line["device_ms"] = sum(kernels.values())
-            line["kernels"] = {name: round(ms, 4) for name, ms in kernels.items()}
+            (kernels,) = profile([call])
+            line |= {"device_ms": kernels.total_ms, "launches": round(kernels.launches)}
+            line["kernels"] = {name: round(ms, 4) for name, ms in kernels.ms.items()}
     except Exception as exception:
         return line | {"exception": f"{type(exception).__name__}: {exception}"[:300]}
     return line | {"bytes": traffic}
 
 
+def shapes_of(group: str, *, is_small: bool) -> list[dict[str, Any]]:
+    """Return the shapes of a group of ``shapes.json`` that `Shape` does not describe."""
+    shapes = json.loads(SHAPES.read_text())[group]
+    if not is_small:
+        return shapes
+    return [shape | {key: max(shape[key] // SHRINK, 2) for key in "VB"} for shape in shapes]
+
+
 def _shrunk(shape: Shape, factor: int) -> Shape:
     rows, batch = max(shape.rows // factor, 2), max(shape.batch // factor, 2)
-    values = {**vars(shape), "rows": rows, "batch": batch}
-    return Shape(**values)
+    return dataclasses.replace(shape, rows=rows, batch=batch)
 
 
 if __name__ == "__main__":

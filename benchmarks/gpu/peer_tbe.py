@@ -1,17 +1,21 @@
 """Times FBGEMM's table-batched embeddings on one GPU, as `benchmarks.gpu.measure` times jaxrec.
 
-    PEER_PYTHON -m benchmarks.gpu.peer_tbe [--only SHAPE] [--cpu --shrink 1000]
+    PEER_PYTHON -m benchmarks.gpu.peer_tbe [--only SHAPE ...]
+    PEER_PYTHON -m benchmarks.gpu.peer_tbe --dry-run      # on the CPU, small
 
 Needs torch and fbgemm-gpu, and nothing of jaxrec or JAX. Prints a JSON line for each shape and
-primitive. ``ms`` is the minimum and median over rounds of calls between two CUDA events;
-``device_ms`` is the same with the GPU held back while the calls are launched, so that it never
-waits for the host. For an update both time the backward call alone, which sorts and updates.
-Ids are int32, and their bounds are not checked. The exit status is 1 if a call failed.
+primitive; the shapes under "rows" are tables without pooling, as in `benchmarks.gpu.rows`. ``ms``
+is the minimum and median over rounds of calls between two CUDA events; ``device_ms`` is the same
+with the GPU held back while the calls are launched, so that it never waits for the host. For an
+update both time the backward call alone, which sorts and updates.
+Ids are int32, and their bounds are not checked. ``--seconds`` ends the run in time: shapes that no
+longer begin have a line that says so. The exit status is 1 if a call failed.
 """
 
 import argparse
 import gc
 import json
+import math
 import pathlib
 import sys
 import time
@@ -35,34 +39,46 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 
 from benchmarks.peer_shapes import draw_ids
 
-OPTIMIZERS = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+OPTIMIZERS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adam": EmbOptimType.ADAM,
+}
+POOLED_OPTIMIZERS = ("sgd", "rowwise_adagrad")
+ROW_OPTIMIZERS = ("sgd", "adam")
 ROUNDS = 10
+SHRINK = 20_000  # divides rows and bags in a dry run
 HELD_CYCLES = 20_000_000  # about 10 ms, in which calls are launched
 HELD_CALLS = 8
 
 
 def main():
-    shapes = json.loads(pathlib.Path(__file__).with_name("shapes.json").read_text())["shapes"]
-    names = [shape["name"] for shape in shapes]
+    groups = json.loads(pathlib.Path(__file__).with_name("shapes.json").read_text())
+    shapes = {shape["name"]: shape for shape in groups["shapes"]}
+    rows = {shape["name"]: shape for shape in groups["rows"]}
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", choices=names, help="name of the shape to time; all if not given")
-    parser.add_argument("--cpu", action="store_true", help="run on the CPU, to show that it works")
-    parser.add_argument("--shrink", type=int, default=1, help="divide rows and batches by this")
+    parser.add_argument("--only", nargs="*", choices=[*rows, *shapes], help="names; default all")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="then no shape begins")
+    parser.add_argument("--dry-run", action="store_true", help="run small shapes on the CPU")
     options = parser.parse_args()
-    device = torch.device("cpu" if options.cpu else "cuda")
-    failures = 0
-    for shape in shapes:
-        if options.only not in (None, shape["name"]):
+    end, failures = time.monotonic() + options.seconds, 0
+    device = torch.device("cpu" if options.dry_run else "cuda")
+    for name in options.only or [*rows, *shapes]:
+        shape = shapes[name] if name in shapes else rows[name]
+        if options.dry_run:
+            shape = shape | {key: max(shape[key] // SHRINK, 2) for key in "VB"}
+        start = {"implementation": "fbgemm", "shape": name}
+        if time.monotonic() > end:
+            print(json.dumps({"kind": "left out", **start}), flush=True)
             continue
-        shape = shape | {key: max(shape[key] // options.shrink, 2) for key in "VB"}
-        for primitive, measure in measurements(shape, device):
-            line = {"kind": "time", "implementation": "fbgemm", "shape": shape["name"]}
+        calls = row_calls(shape, device) if name in rows else measurements(shape, device)
+        for primitive, measure in calls:
+            line = {"kind": "time", **start, "primitive": primitive}
             try:
-                line |= {"primitive": primitive, **measure()}
+                line |= measure()
             except Exception as exception:
                 failures += 1
-                message = f"{type(exception).__name__}: {exception}"[:300]
-                line |= {"primitive": primitive, "exception": message}
+                line |= {"exception": f"{type(exception).__name__}: {exception}"[:300]}
             print(json.dumps(line), flush=True)
             gc.collect()
             torch.cuda.empty_cache()
@@ -82,11 +98,29 @@ def measurements(shape, device):
 
     return [
         ("pooled_lookup", lambda: lookup(module(shape, "sgd", device), shape, device)),
-        *((f"fused_update {optimizer}", update_by(optimizer)) for optimizer in OPTIMIZERS),
+        *((f"fused_update {optimizer}", update_by(optimizer)) for optimizer in POOLED_OPTIMIZERS),
     ]
 
 
-def module(shape, optimizer, device):
+def row_calls(shape, device):
+    """Return the calls of tables without pooling, each with the function that times it."""
+
+    def calls_of(optimizer):
+        def tables(is_training=True):
+            return module(shape, optimizer, device, PoolingMode.NONE).train(is_training)
+
+        return (
+            (f"rows forward {optimizer}", lambda: lookup(tables(), shape, device, has_tape=True)),
+            (f"rows backward {optimizer}", lambda: update(tables(), shape, device)),
+            (f"rows evaluation {optimizer}", lambda: lookup(tables(False), shape, device)),
+        )
+
+    # FBGEMM has no Adam for CPUs.
+    optimizers = ROW_OPTIMIZERS if device.type == "cuda" else ROW_OPTIMIZERS[:1]
+    return [call for optimizer in optimizers for call in calls_of(optimizer)]
+
+
+def module(shape, optimizer, device, pooling=PoolingMode.SUM):
     on_cpu = device.type == "cpu"
     location = EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE
     compute = ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA
@@ -97,7 +131,7 @@ def module(shape, optimizer, device):
         eps=1e-8,
         weights_precision=SparseType.FP32,
         output_dtype=SparseType.FP32,
-        pooling_mode=PoolingMode.SUM,
+        pooling_mode=pooling,
         stochastic_rounding=False,
         bounds_check_mode=BoundsCheckMode.NONE,
         embedding_table_index_type=torch.int32,
@@ -127,17 +161,18 @@ def batch(shape, device):
     return ids.to(device), offsets.to(device)
 
 
-def lookup(tables, shape, device):
+def lookup(tables, shape, device, has_tape=False):
+    """Time a lookup, with or without the record that a backward pass needs."""
     arguments = batch(shape, device)
-    with torch.no_grad():
+    with torch.set_grad_enabled(has_tape):
         return timed(lambda _: tables(*arguments), device)
 
 
 def update(tables, shape, device):
     arguments = batch(shape, device)
-    gradient = torch.randn(shape["B"], shape["T"] * shape["D"], device=device)
+    gradient = torch.full_like(tables(*arguments), 1e-3)
     return timed(
-        lambda pooled: pooled.backward(gradient), device, prepare=lambda: tables(*arguments)
+        lambda looked_up: looked_up.backward(gradient), device, prepare=lambda: tables(*arguments)
     )
 
 

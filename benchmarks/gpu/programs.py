@@ -13,12 +13,14 @@ import optax
 from flax import nnx
 
 import jaxrec
-from benchmarks.gpu.batches import PACKED, Shape
+from benchmarks.gpu import step_models
+from benchmarks.gpu.batches import PACKED, TRAINED, Shape
 from benchmarks.gpu.bound import Work
+from benchmarks.gpu.step_shapes import STEPS, ClickStep, Step
 from benchmarks.shapes import read_shapes
 from jaxrec import optim
 from jaxrec.data.multi_hot import MLPERF_SIZES, MLPERF_TABLE_ROWS
-from jaxrec.embed.kernels import Lookups, reference, triton, use_kernels
+from jaxrec.embed.kernels import Lookups, reference, use_kernels
 
 OPTIMIZERS = {
     "sgd": optim.sgd(0.1),
@@ -46,6 +48,8 @@ class Program:
         donate: Arguments whose memory it takes.
         temporaries: Most bytes of its temporaries; None: fewer than the tables'.
         work: Work of its kernel that reads or writes the tables; None: not estimated.
+        launches: Most launches; None: any number.
+        refuse: Says why the backend does not take the call; None: it takes every call.
     """
 
     name: str
@@ -55,112 +59,178 @@ class Program:
     donate: tuple[int, ...] = ()
     temporaries: int | None = None
     work: Work | None = None
+    launches: int | None = None
+    refuse: Callable[[], str | None] | None = None
 
 
-def calls(quick: bool) -> Iterator[Program]:
+def reference_calls() -> Iterator[Program]:
+    """Yield calls of XLA's: where a kernel fails its trial, or an optimizer is not fused."""
+    for dtype in ("float32", "bfloat16"):
+        shape = Shape(f"D128 {dtype} L20", 4, 1_000_000, 128, 2048, 20, dtype=dtype)
+        yield pooled_lookup(reference, shape)
+        yield fused_update(reference, "adagrad_clip_norm", shape)
+
+
+def calls(backend: ModuleType, quick: bool) -> Iterator[Program]:
     """Yield calls of each kernel at each width, row type and optimizer, and at named shapes."""
     for bag in (20,) if quick else (1, 20):
-        yield flatten_bags(Shape(f"L{bag}", 4, 1_000_000, 128, 2048, bag, weighted=bag > 1))
+        shape = Shape(f"L{bag}", 4, 1_000_000, 128, 2048, bag, weighted=bag > 1)
+        yield flatten_bags(backend, shape)
     for dtype in ("float32", "bfloat16"):
         for dim in (64, 128) if quick else (16, 64, 100, 128, 256, 1024):
             for bag in (20,) if quick else (1, 3, 20):
                 shape = Shape(f"D{dim} {dtype} L{bag}", 4, 1_000_000, dim, 2048, bag, dtype=dtype)
-                yield pooled_lookup(triton, shape)
-            yield row_lookup(shape)
+                yield pooled_lookup(backend, shape)
+            yield row_lookup(backend, shape)
             for name in ("rowwise_adagrad",) if quick else ("sgd", "rowwise_adagrad", "adam"):
-                yield fused_update(triton, name, shape)
-        # Where a kernel does not pass its trial, and where an optimizer is not fused.
-        yield pooled_lookup(reference, shape)
-        yield fused_update(reference, "adagrad_clip_norm", shape)
+                yield fused_update(backend, name, shape)
     if quick:
         return
     weighted = Shape("weighted", 4, 1_000_000, 128, 2048, 20, dtype="bfloat16", weighted=True)
-    yield pooled_lookup(triton, weighted)
+    yield pooled_lookup(backend, weighted)
     for name in OPTIMIZERS:
-        yield fused_update(triton, name, weighted)
+        yield fused_update(backend, name, weighted)
     named = [
         Shape(each.name, each.T, each.V, each.D, each.B, each.L, dtype=each.dtype)
         for each in read_shapes()
     ]
     # Offsets of more than 2**31 elements take 64 bits.
     for shape in [*named, Shape("40M rows", 1, 40_000_000, 128, 8192, 20)]:
-        yield pooled_lookup(triton, shape)
-        yield fused_update(triton, "rowwise_adagrad", shape)
+        yield pooled_lookup(backend, shape)
+        yield fused_update(backend, "rowwise_adagrad", shape)
 
 
-def packed_calls(quick: bool) -> Iterator[Program]:
-    """Yield lookups of packed rows: of each format, and of more widths for some."""
+def packed_calls(backend: ModuleType, quick: bool) -> Iterator[Program]:
+    """Yield calls on packed rows: of each format, and of more widths for some.
+
+    Rows that are trained are updated, too, if the backend does that.
+    """
     usual = ("int8", "trained int8", "int4")
     for name in usual if quick else PACKED:
         for dim in (64, 128) if quick or name not in usual else (16, 64, 100, 128, 256, 1024):
             for bag in (20,) if quick or dim not in (64, 128) else (1, 20):
                 shape = Shape(f"D{dim} {name} L{bag}", 4, 1_000_000, dim, 2048, bag, packed=name)
-                yield pooled_lookup(triton, shape)
-            yield row_lookup(shape)
+                yield pooled_lookup(backend, shape)
+            yield row_lookup(backend, shape)
+            if name in TRAINED:
+                yield fused_update(backend, "rowwise_adagrad", shape)
     if not quick:
         name = "D64 int8 weighted L20"
         shape = Shape(name, 4, 1_000_000, 64, 2048, 20, weighted=True, packed="int8")
-        yield pooled_lookup(triton, shape)
+        yield pooled_lookup(backend, shape)
 
 
-def pooled_lookup(module: ModuleType, shape: Shape) -> Program:
+def refusal(program: Program) -> str | None:
+    """Return why a backend does not take a call; None: it does."""
+    return None if program.refuse is None else program.refuse()
+
+
+def pooled_lookup(backend: ModuleType, shape: Shape) -> Program:
     table, ids, lengths, weights = _batch(shape)
 
     def function(table: Any, ids: Any, lengths: Any, weights: Any) -> Any:
-        return module.pooled_lookup(table, ids, lengths, weights, shape.layout, shape.dtype)
+        return backend.pooled_lookup(table, ids, lengths, weights, shape.layout, shape.dtype)
 
-    name = f"{_name(module)} pooled_lookup {shape.name}"
-    # Neither looked-up rows nor an unpacked table.
-    temporaries = _extents_bytes(shape) if module is triton else None
-    arguments = table, ids, lengths, weights
-    work = Work.of_pool(shape, table) if module is triton else None
-    return Program(name, function, arguments, _shapes(table), temporaries=temporaries, work=work)
+    is_reference, is_triton = backend is reference, _name(backend) == "triton"
+    return Program(
+        f"{_name(backend)} pooled_lookup {shape.name}",
+        function,
+        (table, ids, lengths, weights),
+        _shapes(table),
+        # Neither looked-up rows nor an unpacked table.
+        temporaries=None if is_reference else _extents_bytes(shape),
+        work=Work.of_pool(shape, table) if is_triton else None,
+        refuse=_refuse(backend, "pooled_lookup", table=table),
+    )
 
 
-def flatten_bags(shape: Shape) -> Program:
+def flatten_bags(backend: ModuleType, shape: Shape) -> Program:
     arrays = _batch(shape)[1:]
     num_rows = shape.table_shape[0]
 
     def function(ids: Any, lengths: Any, weights: Any) -> Any:
-        return triton.flatten_bags(ids, lengths, weights, shape.layout, num_rows)
+        return backend.flatten_bags(ids, lengths, weights, shape.layout, num_rows)
 
     temporaries = _extents_bytes(shape)
-    name = f"triton flatten_bags {shape.name}"
+    name = f"{_name(backend)} flatten_bags {shape.name}"
     return Program(name, function, arrays, frozenset(), temporaries=temporaries)
 
 
-def row_lookup(shape: Shape) -> Program:
+def row_lookup(backend: ModuleType, shape: Shape) -> Program:
     table, ids, _, _ = _batch(shape)
-    name = f"triton row_lookup {shape.name}"
-    return Program(name, triton.row_lookup, (table, ids), _shapes(table), temporaries=0)
+    return Program(
+        f"{_name(backend)} row_lookup {shape.name}",
+        backend.row_lookup,
+        (table, ids),
+        _shapes(table),
+        temporaries=0,
+        refuse=_refuse(backend, "row_lookup", table=table),
+    )
 
 
-def fused_update(module: ModuleType, optimizer: str, shape: Shape) -> Program:
+def fused_update(backend: ModuleType, optimizer: str, shape: Shape) -> Program:
     table, ids, _, weights = _batch(shape)
     rule = OPTIMIZERS[optimizer]
     state = jax.eval_shape(lambda: rule.init(*shape.table_shape))
     gradients = jax.ShapeDtypeStruct((shape.layout.num_bags, shape.dim), shape.dtype)
 
     def function(table: Any, state: Any, lookups: Any, gradients: Any, step: Any) -> Any:
-        return module.fused_update(table, state, lookups, gradients, rule, step)
+        return backend.fused_update(table, state, lookups, gradients, rule, step)
 
+    is_estimated = _name(backend) == "triton" and shape.packed is None
     return Program(
-        f"{_name(module)} fused_update {optimizer} {shape.name}",
+        f"{_name(backend)} fused_update {optimizer} {shape.name}",
         function,
         (table, state, Lookups(ids, ids, weights), gradients, jax.ShapeDtypeStruct((), jnp.int32)),
         _shapes((table, state)),
         donate=(0, 1),
-        work=Work.of_update(shape, state) if module is triton else None,
+        work=Work.of_update(shape, state) if is_estimated else None,
+        refuse=_refuse(backend, "fused_update", table=table, state=state, optimizer=rule),
     )
 
 
-def steps() -> Iterator[Program]:
-    """Yield training steps: of tables alone, by either implementation, and of MLPerf's models."""
-    for names in (("triton", "reference"), ("reference",)):
+def steps(backends: Sequence[str], quick: bool) -> Iterator[Program]:
+    """Yield training steps: of tables alone, by each implementation, and of whole models.
+
+    The models are those that `benchmarks.gpu.dlrm` times, and MLPerf's with all their rows.
+    """
+    yield tables_step("reference")
+    for backend in backends:
+        names = backend, "reference"
         yield tables_step(*names)
-    for optimizer in ("sgd", "rowwise_adagrad", "rowwise_adagrad_clip_norm"):
-        yield mlperf_step(optimizer, is_dcn=False)
-    yield mlperf_step("rowwise_adagrad", is_dcn=True)
+        for step in STEPS.values():
+            if not quick or step.batch < 65536:
+                yield timed_step(step.cut(32_000_000_000), *names)
+        if quick:
+            continue
+        for optimizer in ("sgd", "rowwise_adagrad", "rowwise_adagrad_clip_norm"):
+            yield mlperf_step(optimizer, *names, is_dcn=False)
+        yield mlperf_step("rowwise_adagrad", *names, is_dcn=True)
+
+
+def timed_step(step: Step, *implementations: str) -> Program:
+    """Return a step that `benchmarks.gpu.dlrm` times."""
+
+    def make() -> Any:
+        made = step_models.make(step)
+        return made.model, made.optimizer
+
+    train_step = step_models.train_step_of(step)
+
+    def function(state: Any, *batch: Any) -> Any:
+        model, optimizer = nnx.merge(graph, state)
+        with use_kernels(*implementations):
+            loss = train_step(model, optimizer, *batch)
+        return loss, nnx.state((model, optimizer))
+
+    graph, state = nnx.split(nnx.eval_shape(make))
+    batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, step_models.batch_of(step, 0)))
+    if isinstance(step, ClickStep):
+        tables = {(sum(step.rows), step.dim), (sum(step.rows),)}
+    else:
+        tables = {(step.items, step.dim)}
+    name = f"step {implementations[0]} {step.name}"
+    return Program(name, function, (state, *batch), frozenset(tables), donate=(0,))
 
 
 def tables_step(*implementations: str) -> Program:
@@ -178,11 +248,11 @@ def tables_step(*implementations: str) -> Program:
             return self.over(self.embeddings(features).values)[:, 0]
 
     shapes = frozenset([(tables * rows, dim), (tables * rows,)])
-    name = f"step {','.join(implementations)}"
+    name = f"step {implementations[0]} tables alone"
     return _training_step(name, Model, [bag] * tables, batch, shapes, implementations)
 
 
-def mlperf_step(optimizer: str, *, is_dcn: bool) -> Program:
+def mlperf_step(optimizer: str, *implementations: str, is_dcn: bool) -> Program:
     """Return a step of MLPerf's DLRM, with one id a bag, or of its DLRM-DCNv2, with 214 a sample.
 
     Both have 204 million rows of 128 columns; a step has 65,536 samples.
@@ -203,9 +273,9 @@ def mlperf_step(optimizer: str, *, is_dcn: bool) -> Program:
         return jaxrec.nn.DLRM(tables, **options)
 
     shapes = frozenset([(rows, dim), (rows,)])
-    name = f"step MLPerf {'DLRM-DCNv2' if is_dcn else 'DLRM'} {optimizer}"
+    name = f"step {implementations[0]} MLPerf {'DLRM-DCNv2' if is_dcn else 'DLRM'} {optimizer}"
     bags = MLPERF_SIZES if is_dcn else [1] * len(MLPERF_SIZES)
-    return _training_step(name, make, bags, 65536, shapes, ("triton", "reference"))
+    return _training_step(name, make, bags, 65536, shapes, implementations)
 
 
 def _configs(table_rows: Sequence[int], dim: int) -> list[jaxrec.EmbeddingBagConfig]:
@@ -257,6 +327,15 @@ def _training_step(
 
 def _name(module: ModuleType) -> str:
     return module.__name__.rpartition(".")[2]
+
+
+def _refuse(
+    backend: ModuleType, primitive: str, **arguments: Any
+) -> Callable[[], str | None] | None:
+    """Return a function that asks a backend for its reason to refuse a call."""
+    if not hasattr(backend, "refuse"):
+        return None
+    return lambda: backend.refuse(primitive, arguments)
 
 
 def _shapes(tables: Any) -> frozenset[tuple[int, ...]]:

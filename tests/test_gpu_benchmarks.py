@@ -1,0 +1,253 @@
+"""The scripts that check and time kernels on GPUs, where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+# The benchmarks are no installed package. Behind the installed jaxrec, which stays what is tested.
+sys.path.append(str(ROOT))
+
+from benchmarks.gpu import doc_tables, limits, report, step_shapes  # noqa: E402
+from benchmarks.gpu.launches import Launches  # noqa: E402
+from benchmarks.gpu.launches import parse as parse_thunks  # noqa: E402
+from benchmarks.gpu.machine_code import Kernel, parse  # noqa: E402
+from benchmarks.peer_shapes import zipf_ids  # noqa: E402
+
+CARD = {"kind": "card", "card": "NVIDIA H200", "jax": "0.11.2", "copy_bytes_per_s": 4e12}
+# Losses, parameters and GFLOP of small steps, as TorchRec 1.8.0 and torch 2.13 print them:
+# PEER_PYTHON -m benchmarks.gpu.peer_dlrm --losses --precision float32
+PEER_STEPS = {
+    "dlrm_kaggle_8192": ((0.6848323, 0.7491882, 0.6674868), 475_985, 0.015179776),
+    "dlrm_dcnv2_8192": ((0.6923967, 0.6947305, 0.6948068), 16_044_545, 0.512974848),
+    "sasrec_512x200": ((2.7963452, 2.7674756, 2.7507474), 63_360, 0.0802816),
+}
+
+
+def written(tmp_path, *lines):
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def rows_of(page, *cells):
+    """Return the cells of the rows of a page that begin with some cells."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
+    return [row[len(cells) :] for row in rows if row[: len(cells)] == list(cells)]
+
+
+def step(implementation, ms, device_ms, **others):
+    times = {"ms": [ms, ms + 1], "device_ms": device_ms, "host_ms": 0.5, "launches": 40}
+    line = {"kind": "step", "shape": "dlrm", "implementation": implementation, "precision": "tf32"}
+    return line | times | {"peak_gb": 3.0, "table_gb": 2.0} | others
+
+
+def test_pages_compare_steps_with_the_fastest_of_the_peers(tmp_path):
+    lines = report.read(
+        written(
+            tmp_path,
+            CARD,
+            step("jaxrec", 9.0, 8.0),  # of a run before
+            step("jaxrec", 2.0, 1.0),
+            step("torchrec", 5.0, 2.0),
+            step("torchrec compiled", 4.0, 2.5),
+            step("torchrec", 0.1, 0.1, precision="float32"),
+        )
+    )
+    page = report.page(CARD, lines)
+    (row,) = rows_of(page, "dlrm", "jaxrec")
+    assert row == ["2.000", "0.50", "1.000", "0.50", "0.500", "40", "3.00", "2.00"]
+    assert rows_of(page, "dlrm", "torchrec compiled")[0][:2] == ["4.000", ""]
+
+
+def test_pages_are_made_of_runs_that_were_cut(tmp_path):
+    time = {"kind": "time", "implementation": "triton", "shape": "a", "primitive": "pooled_lookup"}
+    time |= {"ms": [1.0, 1.0], "device_ms": 0.5, "bytes": [1e9, 2e9]}
+    peer = time | {"implementation": "fbgemm", "device_ms": [1.0, 1.1]}
+    failed = time | {"shape": "b", "exception": "ValueError: no | room"}
+    left_out = [
+        {"kind": "left out", "implementation": "triton", "shape": shape} for shape in ("a", "c")
+    ]
+    path = written(tmp_path, *left_out, CARD, time, peer, failed)
+    path.write_text(path.read_text() + '{"kind": "time", "impl')
+    page = report.page(CARD, report.read(path))
+    (row,) = rows_of(page, "a", "pooled_lookup", "triton")
+    # 1 GB at 4 TB/s takes 0.25 ms, half of the kernels' time.
+    assert row == ["0.500", "0.50", "1.000", "1.00", "50% to 100%"]
+    assert "ValueError: no \\| room" in page
+    assert "Left out, for want of time: triton c." in page
+
+
+def kernel(code, **others):
+    fields = {"registers": 40, "spilled": 0, "shared_memory": 0, "warps": 4}
+    return Kernel("pool", instructions=parse(code), **(fields | others))
+
+
+GATHER = """
+.L_x_0:
+LDG.E.128 R4, [R2];
+FADD R8, R4, R8;
+FADD R9, R5, R9;
+BRA `(.L_x_0);
+STG [R2], R8;
+"""
+CHAIN = """
+.L_x_0:
+LDG.E R2, [R3];
+LDG.E R3, [R2];
+LDG.E R4, [R3];
+LDG.E R3, [R4];
+BRA `(.L_x_0);
+"""
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("code", "others", "resident", "reason"),
+    [
+        (GATHER, {}, 64, None),
+        (GATHER, {"spilled": 8}, 64, "spills 8 bytes a thread"),
+        (GATHER, {}, 16, "has 8 KB under way, below 24"),
+        (CHAIN, {}, 64, "has 4 round trips in a turn of a loop, over 3"),
+        (GATHER + "\nRED.E.ADD.F32 [R2], R4;", {}, 64, "adds floats by RED.E.ADD.F32"),
+    ],
+    ids=["good", "spill", "few bytes", "chain of loads", "atomic"],
+)
+def test_limits_name_what_exceeds_them(code, others, resident, reason):
+    program = "triton pooled_lookup D128 float32 L20"
+    failures = list(limits.failures(kernel(code, **others), program, resident))
+    if reason is None:
+        assert failures == []
+    else:
+        assert sum(reason in failure for failure in failures) == 1
+
+
+THUNKS = """\
+001: kCustomKernel [source       | next=003 (2)] loop_select_fusion grid: [1280, 1, 1] threads: 128
+002: kCopy         [source       | next=003 (1)] kCopy
+003: kCustomKernel [prev=002 (1) | next=004 (1)] sort_11_0 grid: [40, 1, 1] threads: [1024, 1, 1]
+004: kCustomKernel [prev=003 (1) | next=005 (1)] sort_11_0__1 grid: [256, 2, 1] threads: [128, 1, 1]
+005: kCustomCall   [prev=004 (1) | next=006 (1)] kCustomCall
+006: kGemm         [prev=005 (1) | sink        ] kGemm
+"""
+
+
+def test_launches_are_counted_by_kind():
+    every = parse_thunks(THUNKS)
+    joined = "000: kCommandBuffer [source | next=006 (1)] \n"
+    joined += "".join(f"    {line}\n" for line in THUNKS.splitlines()[:4])
+    joined += "\n".join(THUNKS.splitlines()[4:])
+    alone = Launches.of_thunks(every, every)
+    assert alone == Launches(
+        kernels=2, sorts=1, libraries=1, copies=1, loops=0, starts=5,
+        blocks={"loop_select_fusion": 1280, "sort_11_0": 40, "sort_11_0__1": 512},
+    )  # fmt: skip
+    assert alone.total == 5
+    # The buffer, the custom call and the matrix product.
+    assert Launches.of_thunks(every, parse_thunks(joined)).starts == 3
+
+
+def test_tables_of_the_docs_are_those_of_the_results():
+    text = doc_tables.DOCS.read_text()
+    assert doc_tables.filled(text) == text, "run python -m benchmarks.gpu.doc_tables"
+    names = set(re.findall("<!-- table: (.+) -->", text))
+    assert names == doc_tables.TABLES.keys()
+
+
+def test_ids_of_rows_follow_their_power_law():
+    rows, draws = 50, 200_000
+    ids = zipf_ids(np.random.default_rng(0).random(draws), rows, 1.05)
+    assert (ids.min(), ids.max()) == (0, rows - 1)
+    # Of the density x ** -1.05 between id + 1 and id + 2.
+    edges = np.arange(1, rows + 2, dtype=float) ** -0.05
+    expected = np.diff(edges) / (edges[-1] - edges[0])
+    found = np.bincount(ids, minlength=rows) / draws
+    np.testing.assert_allclose(found, expected, atol=5 * np.sqrt(0.17 / draws))
+
+
+@pytest.mark.parametrize("name", step_shapes.STEPS)
+def test_models_are_cut_to_the_memory_of_their_tables(name):
+    whole = step_shapes.STEPS[name]
+    cut = whole.cut(1_000_000_000)
+    assert 0.95e9 * (whole.table_bytes > 1e9) < cut.table_bytes <= 1e9
+    assert whole.cut(10**12) == whole
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", step_shapes.STEPS)
+def test_batches_have_ids_of_their_tables(name):
+    small = step_shapes.STEPS[name].small()
+    if isinstance(small, step_shapes.ClickStep):
+        ids = small.draw(0)[1]
+        sizes = small.batch * np.array(small.bags)
+        bounds = np.repeat(small.rows, sizes)
+        assert ids.shape == bounds.shape
+    else:
+        ids = np.concatenate(small.draw(0))
+        bounds = small.items
+        assert ids.size == 2 * small.batch * small.length + small.negatives
+    assert ids.min() == 0
+    assert (ids < bounds).all()
+
+
+def run(command, **environment):
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_steps_have_the_losses_of_the_peers():
+    """The models of both sides are the same: losses of three steps, parameters and FLOP."""
+    program = f"import runpy, sys; sys.path.append({str(ROOT)!r}); runpy.run_module"
+    program += "('benchmarks.gpu.dlrm', run_name='__main__', alter_sys=True)"
+    options = ["--losses", "--precision", "float32", "--steps", *PEER_STEPS]
+    command = [sys.executable, "-P", "-c", program, *options]
+    ended = run(command, JAX_PLATFORMS="cpu")
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    lines = {line["shape"]: line for line in map(json.loads, ended.stdout.splitlines())}
+    assert lines.keys() == PEER_STEPS.keys()
+    for name, (losses, parameters, gflop) in PEER_STEPS.items():
+        np.testing.assert_allclose(lines[name]["losses"], losses, rtol=1e-5, err_msg=name)
+        assert lines[name]["parameters"] == parameters
+        assert lines[name]["layer_gflop"] == pytest.approx(gflop)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the script is of bash")
+def test_the_script_runs_dry(tmp_path):
+    """Each part leaves lines; what needs a GPU or the peers' packages is not run."""
+    results = tmp_path / "lines.jsonl"
+    ended = run(
+        ["bash", "benchmarks/gpu.sh", "--dry-run"], PYTHON=sys.executable, RESULTS=str(results)
+    )
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert {line["kind"] for line in lines} == {"card", "check", "time", "step"}
+    assert all(line["passed"] for line in lines if line["kind"] == "check")
+    timed = [line for line in lines if line["kind"] in ("time", "step")]
+    assert all(line["ms"][0] > 0 for line in timed)
+    assert {line["shape"] for line in timed if line["kind"] == "step"} == step_shapes.STEPS.keys()
+    assert {"rows forward adam", "rows backward adam", "fused_update sgd"} <= {
+        line["primitive"] for line in timed if line["kind"] == "time"
+    }
+
+
+def test_the_script_names_parts_that_are_not_there():
+    ended = run(["bash", "benchmarks/gpu.sh", "--dry-run", "kernel"])
+    assert ended.returncode == 2
+    assert "there is no part 'kernel'; there are check, kernels, peers and steps" in ended.stderr
