@@ -4,6 +4,9 @@ from jaxrec._public import moved_names as _moved_names
 from jaxrec._public import public_names as _public_names
 from jaxrec.data.arrays import NpyGroups as NpyGroups
 from jaxrec.data.arrays import npz_members as npz_members
+from jaxrec.data.balance import balanced_order as balanced_order
+from jaxrec.data.balance import imbalance as imbalance
+from jaxrec.data.balance import sequence_work as sequence_work
 from jaxrec.data.clicks import ClickBatch as ClickBatch
 from jaxrec.data.clicks import ClickLog as ClickLog
 from jaxrec.data.clicks import Clicks as Clicks
