@@ -50,6 +50,8 @@ def directory_second(function: Callable[Arguments, Result]) -> Callable[Argument
     That was the order of an earlier version, and works for one more.
     """
 
+    restore: Any = function
+
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         if args and isinstance(args[0], str | os.PathLike):
@@ -62,8 +64,8 @@ def directory_second(function: Callable[Arguments, Result]) -> Callable[Argument
             )
             directory, *rest = args
             if not rest:
-                return function(directory=directory, **options)
+                return restore(directory=directory, **options)
             args = (rest[0], directory, *rest[1:])
-        return function(*args, **options)
+        return restore(*args, **options)
 
     return call
