@@ -229,8 +229,8 @@ def hstu_attention(
         One row of a history of one and two targets, which see it but not each other:
 
         >>> hstu_attention(zeros + 1, zeros + 1, values, jnp.array([3]), alpha=0.5,
-        ...                num_targets=jnp.array([2]))[:3, 0, 0].round(2).tolist()
-        [1.46..., 4.38..., 7.30...]
+        ...                num_targets=jnp.array([2]))[:3, 0, 0].tolist()
+        [1.46..., 4.38..., 7.31...]
     """
     if (time_bias is None) != (timestamps is None):
         raise ValueError("time_bias and timestamps come together; give both or neither")
