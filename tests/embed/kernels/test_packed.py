@@ -229,6 +229,12 @@ def test_packed_rows_that_triton_refuses(stored, row_format, reason):
         choice = kernels.describe("row_lookup", table, jax.ShapeDtypeStruct((3,), "int32"))
     assert choice.chosen["cuda"] == ("triton" if reason is None else "reference")
     assert (reason or "") in str(choice.refused.get("triton", ""))
+    if "mosaic" not in BACKENDS:
+        return
+    with kernels.use_kernels("mosaic", "reference"):  # its offsets have 64 bits
+        choice = kernels.describe("row_lookup", table, jax.ShapeDtypeStruct((3,), "int32"))
+    is_known = row_format != FORMATS["float32"]
+    assert choice.chosen["cuda"] == ("mosaic" if is_known else "reference")
 
 
 @pytest.mark.filterwarnings("ignore:.*Triton.*:DeprecationWarning")

@@ -4,6 +4,7 @@
 * `store`: elements or rows at indices.
 * `load_words`, `store_words`: 32-bit words of each row, such as the scale of a packed row.
 * `running_sum`: a prefix sum.
+* `add_rounded`, `keep_rolled`: what compilers must not do.
 
 `Lanes` says which threads hold which elements.
 """
@@ -56,7 +57,7 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
-from jaxtyping import Array, Bool, DTypeLike, Int32, Shaped
+from jaxtyping import Array, Bool, DTypeLike, Float, Int32, Shaped
 
 THREADS = 128  # of a program: one warpgroup
 _WARP = 32
@@ -385,6 +386,31 @@ def running_sum(values: Int32[Array, " n"]) -> Int32[Array, " n"]:
     return pl.run_scoped(sum_up, plgpu.SMEM((size,), dtype))
 
 
+def add_rounded(
+    left: Float[Array, "n columns"], right: Float[Array, "n columns"], lanes: Lanes
+) -> Float[Array, "n columns"]:
+    """Add float32 rows, but not in one operation with a product: compilers would round once."""
+    if is_interpreted():
+        return jax.lax.optimization_barrier(left) + right
+
+    @plgpu.inline_mgpu(
+        arg_types=(lanes.rows, lanes.rows),
+        return_type=plgpu.ShapeDtypeStruct(left.shape, left.dtype, layout=lanes.rows),
+    )
+    def add(_: Any, left: Any, right: Any) -> Any:
+        registers = np.empty(left.registers.shape, object)
+        for i in np.ndindex(*registers.shape):
+            pairs = zip(_elements(left.registers[i]), _elements(right.registers[i]), strict=True)
+            ptx = "add.rn.f32 $0, $1, $2;"
+            sums: list[Any] = [
+                llvm.inline_asm(ir.F32Type.get(), pair, ptx, "=f,f,f") for pair in pairs
+            ]
+            registers[i] = vector.from_elements(left.registers[i].type, sums)
+        return _value(registers, lanes.rows, np.float32)
+
+    return add(left, right)
+
+
 def keep_rolled() -> None:
     """At the beginning of a loop's body: tell ptxas not to unroll the loop."""
     if is_interpreted():
@@ -499,6 +525,11 @@ def _numbers(value: Any) -> list[ir.Value]:
     return [vector.extract(each, [], [0]) for each in value.registers.reshape(-1)]
 
 
+def _elements(register: ir.Value) -> list[ir.Value]:
+    (count,) = ir.VectorType(register.type).shape
+    return [vector.extract(register, [], [i]) for i in range(count)]
+
+
 def _array(values: Iterable[ir.Value], shape: tuple[int, ...]) -> np.ndarray:
     values, result = list(values), np.empty(math.prod(shape), object)
     result[:] = values
@@ -590,7 +621,7 @@ def _to_words(planes: Sequence[ir.Value], chunk: int) -> list[list[ir.Value]]:
     kind = ir.VectorType(elements.type)
     (length,), element = kind.shape, kind.element_type
     if len(planes) > 1:
-        each = [vector.extract(plane, [], [i]) for i in range(length) for plane in planes]
+        each = [x for of_planes in zip(*map(_elements, planes), strict=True) for x in of_planes]
         length = len(each)
         elements = vector.from_elements(ir.VectorType.get((length,), element), each)
     bits = 8 * min(chunk, 4)

@@ -21,6 +21,8 @@ from jaxrec.embed.kernels.mosaic.tile import Terms, Tile
 # rows of each on their way at once.
 MIDDLING = 32
 DEPTH = 8  # of long bags
+# Vectors that a thread loads at once of rows that are copied.
+COPIES = 4
 
 
 def pooled_lookup(
@@ -60,13 +62,9 @@ def row_lookup(
     if rows.size == 0:
         return jnp.zeros(output.shape, table.dtype)
     stored, reader = reader_of(table)
-    tile = Tile.of(reader.lanes, loads or COPIES)
+    tile = Tile.of(reader.lanes, max((loads or COPIES) // reader.planes, 1))
     kernel = functools.partial(_copy_rows, tile=tile, reader=reader)
     return tile.launch(kernel, (rows, stored), output, rows.size, interpret=interpret)
-
-
-# Vectors that a thread loads at once of rows that are copied.
-COPIES = 4
 
 
 def _pool(

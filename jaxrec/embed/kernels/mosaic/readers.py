@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from jaxrec.embed.formats import PackedRows, RowFormat, TableArray
 from jaxrec.embed.formats.floats import Float8Rows, ScaledFloat8Rows
 from jaxrec.embed.formats.integers import HEADER_BYTES, Fused8Rows, IntegerRows
-from jaxrec.embed.kernels.mosaic.indexing import Lanes, load, load_words
+from jaxrec.embed.kernels.mosaic.indexing import Lanes, add_rounded, load, load_words
 from jaxrec.embed.kernels.mosaic.tile import Terms
 
 
@@ -163,8 +163,9 @@ class PackedReader:
         if not self.has_offset:
             return sums
         *planes, offset = sums
-        offset = self.lanes.spread(offset)
-        return tuple(plane + offset for plane in planes)
+        # The planes of one row are products. They are rounded as in a sum over a bag: a row and a
+        # bag of its id have the same bits.
+        return tuple(add_rounded(plane, self.lanes.spread(offset), self.lanes) for plane in planes)
 
 
 Reader: TypeAlias = PlainReader | PackedReader
