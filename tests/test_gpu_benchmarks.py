@@ -131,6 +131,13 @@ def test_limits_name_what_exceeds_them(code, others, resident, reason):
         assert sum(reason in failure for failure in failures) == 1
 
 
+def test_steps_may_take_any_number_of_launches():
+    assert limits.most_launches("step mosaic dlrm_kaggle_8192") is None
+    assert limits.most_launches("reference pooled_lookup D64 float32 L20") is None
+    assert limits.most_launches("mosaic fused_update adagrad_clip_norm weighted") is None
+    assert limits.most_launches("mosaic fused_update sgd D64 float32 L20") == 6
+
+
 THUNKS = """\
 001: kCustomKernel [source       | next=003 (2)] loop_select_fusion grid: [1280, 1, 1] threads: 128
 002: kCopy         [source       | next=003 (1)] kCopy

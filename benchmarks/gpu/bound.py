@@ -18,14 +18,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.batches import Shape
 from benchmarks.gpu.cards import Card
 from benchmarks.gpu.machine_code import Kernel
-from jaxrec.embed.kernels.triton.readers import reader_of
-from jaxrec.embed.kernels.triton.tile import Tile
-from jaxrec.embed.kernels.triton.update import CUT, run_elements, run_warps
+
+# Kernels of Triton are imported where they are estimated: a later JAX may not have Triton.
+if TYPE_CHECKING:
+    from jaxrec.embed.kernels.triton.tile import Tile
 
 # Seconds of a round trip to memory that is busy: from and to.
 LATENCIES = (900e-9, 600e-9)
@@ -55,7 +56,9 @@ class Work:
 
     @classmethod
     def of_pool(cls, shape: Shape, table: Any) -> Work:
-        """Return the work of a pooled lookup of a table, given by its shape."""
+        """Return the work of Triton's pooled lookup of a table, given by its shape."""
+        from jaxrec.embed.kernels.triton.readers import reader_of
+
         tile = reader_of(table)[1].tile(shape.bag, None, None)
         bags = shape.layout.num_bags
         row = _sectors(shape.row_format.row_bytes(shape.dim))
@@ -65,7 +68,10 @@ class Work:
 
     @classmethod
     def of_update(cls, shape: Shape, state: Mapping[str, Any]) -> Work:
-        """Return the work of an update of rows and their state, given by its shapes."""
+        """Return the work of Triton's update of rows and their state, given by its shapes."""
+        from jaxrec.embed.kernels.triton.tile import Tile
+        from jaxrec.embed.kernels.triton.update import run_elements, run_warps
+
         warps = run_warps(shape.dim, shape.dtype)
         tile = Tile.of_runs(shape.dim, run_elements(shape.dim, state), warps)
         bytes_of = {1: _SECTOR, 2: _sectors(4 * shape.dim)}
@@ -122,6 +128,8 @@ def _further_turns(tile: Tile, lookups: float) -> float:
         tile: The tile, whose first lookups of each run take no turn.
         lookups: Mean number of lookups of a row.
     """
+    from jaxrec.embed.kernels.triton.update import CUT
+
     turns, most = 0.0, tile.depth
     while most < CUT:
         missed = sum(

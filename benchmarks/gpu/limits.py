@@ -51,6 +51,14 @@ LIMITS = (
     Limit("update", "adagrad (D16|D64|D128) .* L20$", round_trips=2, before_store=5),
     Limit("update", "", round_trips=9),
 )
+# Most launches of a call, by regular expressions found in its name. The first that matches holds.
+LAUNCHES = (
+    ("reference|clip_norm", None),
+    ("mosaic fused_update", 6),
+    ("triton fused_update", 9),
+    ("pooled_lookup|flatten_bags", 3),
+    ("row_lookup", 1),
+)
 # The kernels that read or write tables: one of each program that calls them must have a limit, so
 # that a kernel with a new name does not escape its limits.
 PRIMITIVES = ("pooled_lookup", "row_lookup", "fused_update")
@@ -60,6 +68,11 @@ def limit_of(kernel: str, program: str) -> Limit | None:
     """Return the limit of a kernel in a program; None: it has none."""
     matching = (x for x in LIMITS if x.kernel == kernel and re.search(x.programs, program))
     return next(matching, None)
+
+
+def most_launches(program: str) -> int | None:
+    """Return how many launches a program may take; None: any number."""
+    return next((most for pattern, most in LAUNCHES if re.search(pattern, program)), None)
 
 
 def failures(kernel: Kernel, program: str, resident_warps: int) -> Iterator[str]:

@@ -7,8 +7,9 @@
 Needs torch, fbgemm-gpu and torchrec, and nothing of jaxrec or JAX. The click models are TorchRec's
 own, with its `FusedEmbeddingBagCollection`; SASRec reads its items from FBGEMM's tables, as
 TorchRec's `EmbeddingCollection` does, and attends by PyTorch's fused attention. ``--compiled``
-gives the dense part to `torch.compile`; lookups stay as they are, as in TorchRec's own
-`DLRM.compile_dense_path`. The exit status is 1 if a step failed.
+gives the dense part to `torch.compile`, in a mode if one follows ("reduce-overhead" has CUDA
+graphs); lookups stay as they are, as in TorchRec's own `DLRM.compile_dense_path`. The exit status
+is 1 if a step failed.
 """
 
 import argparse
@@ -50,6 +51,7 @@ from benchmarks.gpu.step_shapes import (  # noqa: E402
     table_values,
 )
 
+MODES = ("default", "reduce-overhead")
 BATCHES = 4
 ROUNDS = 10
 PROFILED = 10
@@ -60,7 +62,9 @@ LAYER_NORM_EPS = 1e-6  # Flax's default
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", nargs="*", choices=STEPS, help="names of the steps; default all")
-    parser.add_argument("--compiled", action="store_true", help="compile the dense part")
+    parser.add_argument(
+        "--compiled", nargs="?", const="default", choices=MODES, help="compile the dense part"
+    )
     parser.add_argument("--precision", choices=PRECISIONS, default="tf32")
     parser.add_argument("--table-gb", type=float, default=32.0, help="most GB of a model's tables")
     parser.add_argument("--seconds", type=float, default=math.inf, help="then no step begins")
@@ -71,7 +75,10 @@ def main():
     is_small = options.dry_run or options.losses
     device = torch.device("cpu" if is_small else "cuda")
     torch.set_float32_matmul_precision("high" if options.precision == "tf32" else "highest")
-    implementation = "torchrec compiled" if options.compiled else "torchrec"
+    implementation = "torchrec"
+    if options.compiled:
+        mode = "" if options.compiled == "default" else f", {options.compiled}"
+        implementation += f" compiled{mode}"
     for step in chosen_steps(options.steps, options.table_gb, is_small=is_small):
         line = {"kind": "step", "implementation": implementation, "shape": step.name}
         if time.monotonic() > end:
@@ -178,11 +185,11 @@ class ClickModel(nn.Module):
         logits = self.dlrm(dense, features).squeeze(-1)
         return functional.binary_cross_entropy_with_logits(logits, labels)
 
-    def compile(self, backend):
+    def compile(self, how):
         dlrm = self.dlrm
-        dlrm.dense_arch = torch.compile(dlrm.dense_arch, backend=backend)
-        dlrm.inter_arch = torch.compile(dlrm.inter_arch, backend=backend)
-        dlrm.over_arch = torch.compile(dlrm.over_arch, backend=backend)
+        dlrm.dense_arch = torch.compile(dlrm.dense_arch, **how)
+        dlrm.inter_arch = torch.compile(dlrm.inter_arch, **how)
+        dlrm.over_arch = torch.compile(dlrm.over_arch, **how)
 
     def dense_parameters(self):
         parts = self.dlrm.dense_arch, self.dlrm.inter_arch, self.dlrm.over_arch
@@ -229,8 +236,8 @@ class SASRec(nn.Module):
         )
         return self.encoder(history, of_next, of_negatives, positives, negatives)
 
-    def compile(self, backend):
-        self.encoder = torch.compile(self.encoder, backend=backend)
+    def compile(self, how):
+        self.encoder = torch.compile(self.encoder, **how)
 
     def dense_parameters(self):
         return list(self.encoder.parameters())
@@ -299,7 +306,8 @@ def measure(trained, options):
     """Return the times of a step, and the peak of memory."""
     if options.compiled:
         # On the CPU this proves the graph alone, without a compiler for C++.
-        trained.model.compile("aot_eager" if options.dry_run else "inductor")
+        how = {"backend": "aot_eager"} if options.dry_run else {"mode": options.compiled}
+        trained.model.compile(how)
     if options.dry_run:
         trained()
         start = time.perf_counter()

@@ -48,7 +48,6 @@ class Program:
         donate: Arguments whose memory it takes.
         temporaries: Most bytes of its temporaries; None: fewer than the tables'.
         work: Work of its kernel that reads or writes the tables; None: not estimated.
-        launches: Most launches; None: any number.
         refuse: Says why the backend does not take the call; None: it takes every call.
     """
 
@@ -59,7 +58,6 @@ class Program:
     donate: tuple[int, ...] = ()
     temporaries: int | None = None
     work: Work | None = None
-    launches: int | None = None
     refuse: Callable[[], str | None] | None = None
 
 
