@@ -259,12 +259,7 @@ class Planner:
                 considered[workload.name] = Considered((way,), ())
                 continue
             options, reasons = consider_options(
-                workload,
-                self.topology,
-                constraint,
-                storages=storages,
-                store=self.store,
-                precision=self.precision,
+                workload, self.topology, constraint, storages=storages, **self._settings
             )
             considered[workload.name] = Considered.of(options, reasons)
         return considered
@@ -272,6 +267,11 @@ class Planner:
     def context(self, model: Model, *, batch_size: int) -> Context:
         """Return the context of this planner's plans, for `ShardingPlan.from_json` to check."""
         return self._context(self._workloads(read_model(model), batch_size), batch_size)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """Settings of the planner that options depend on."""
+        return {"store": self.store, "precision": self.precision}
 
     def _context(self, workloads: Sequence[TableWorkload], batch_size: int) -> Context:
         settings: dict[str, Any] = {
@@ -333,15 +333,10 @@ class Planner:
                 )
                 continue
             names.append(workload.name)
+            # `join_constraints` gave every table its storages, so the others are never used.
             options.append(
                 enumerate_options(
-                    workload,
-                    self.topology,
-                    constraint,
-                    # `join_constraints` gave every table its storages, so these are never used.
-                    storages=_DEVICE,
-                    store=self.store,
-                    precision=self.precision,
+                    workload, self.topology, constraint, storages=_DEVICE, **self._settings
                 )
             )
         return Problem(

@@ -340,13 +340,11 @@ def _vocabulary(
         raise ValueError(f"table {name}: {error}") from None
     transfer = None
     if settings.store is not None:
-        layout = RecordLayout.of(
-            [
-                found[table.collection].tables.get_value().checkpoint_shapes(table.config.name)
-                for table in part
-            ]
-        )
-        format = layout.record_format([table.config.name for table in part], num_ids)
+        names = [table.config.name for table in part]
+        stores = [found[table.collection].tables.get_value() for table in part]
+        shapes = [s.checkpoint_shapes(n) for s, n in zip(stores, names, strict=True)]
+        layout = RecordLayout.of(shapes)
+        format = layout.record_format(names, num_ids)
         try:
             store = open_store(cast(str | RowStore, _store(settings.store, part)))
             transfer = RowTransfer(store, layout, format)

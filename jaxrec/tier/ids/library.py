@@ -64,15 +64,8 @@ _ARGUMENTS = {
 # Whether `read_records` sets bits in `RecordArray.pages` for the pages that it reads.
 MARKS_PAGES = True
 
-_RESULTS = {
-    "id_map_new": _HANDLE,
-    "id_map_delete": None,
-    "id_map_find": None,
-    "fingerprint": None,
-    "take_rows": None,
-    "put_rows": None,
-    "read_records": None,
-}
+_VOID = ("id_map_delete", "id_map_find", "fingerprint", "take_rows", "put_rows", "read_records")
+_RESULTS = {"id_map_new": _HANDLE, **dict.fromkeys(_VOID)}
 
 
 @functools.cache

@@ -56,15 +56,11 @@ class ManagedCollisions(nnx.Module):
             )
         self._mapped = _mapped_tables(collection, managed_collisions)
         # One variable for each array, not one for a map, so that checkpoints name the arrays.
+        maps = {each.name: _named(each.config.init(each.num_slots)) for each in self._mapped}
         self.maps = nnx.Dict(
             {
-                each.name: nnx.Dict(
-                    {
-                        name: MapVariable(array)
-                        for name, array in _named(each.config.init(each.num_slots)).items()
-                    }
-                )
-                for each in self._mapped
+                of_map: nnx.Dict({name: MapVariable(array) for name, array in arrays.items()})
+                for of_map, arrays in maps.items()
             }
         )
         # The key of all first rows never changes; draws of maps fold `num_batches` into it.

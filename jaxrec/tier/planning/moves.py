@@ -82,16 +82,13 @@ def move_rows(
         if leaving:
             # One gather for all tables of the collection. It stays on the devices: the threads of
             # the stores copy it to the host, while the training thread dispatches the next step.
-            rows = _RowsToHost(
-                _read(
-                    placed,
-                    [
-                        _request(vocabularies[v], config, out.evicted_rows, out.evicted_ids)
-                        for v, config in leaving
-                        for out in [moves[v].assignment]
-                    ],
+            requests = []
+            for v, config in leaving:
+                out = moves[v].assignment
+                requests.append(
+                    _request(vocabularies[v], config, out.evicted_rows, out.evicted_ids)
                 )
-            )
+            rows = _RowsToHost(_read(placed, requests))
             for number, (v, config) in enumerate(leaving):
                 evicted[v, path, config.name] = rows, number
         fresh, returning, values = [], [], []

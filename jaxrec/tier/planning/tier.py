@@ -99,6 +99,11 @@ class Tier:
         self._is_closed = False
 
     @property
+    def features(self) -> tuple[str, ...]:
+        """Features whose ids get rows."""
+        return tuple(feature for each in self.vocabularies for feature in each.features)
+
+    @property
     def has_stores(self) -> bool:
         """Whether evicted rows of some table go to a store."""
         return bool(self.transfers)
