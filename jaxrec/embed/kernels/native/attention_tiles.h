@@ -78,8 +78,9 @@ JAXREC_INLINE void add_columns(Factor factor, int64_t num_rows, const float* row
 }
 
 // out += factor * rows, where `out` is [num_rows, columns] and `rows` [count, columns].
-JAXREC_INLINE void add_product(Factor factor, int64_t num_rows, const float* rows, int64_t stride,
-                               int64_t count, int64_t columns, float* out, int64_t out_stride) {
+// Not inlined: it has a loop for each number of rows and vectors, and a call costs nothing beside it.
+void add_product(Factor factor, int64_t num_rows, const float* rows, int64_t stride, int64_t count,
+                 int64_t columns, float* out, int64_t out_stride) {
   constexpr int64_t kMost = kPairVectors * kWidth;
   int64_t column = 0;
   for (; column + kMost <= columns; column += kMost) {
@@ -102,8 +103,7 @@ JAXREC_INLINE void add_product(Factor factor, int64_t num_rows, const float* row
 }
 
 // Writes `count` rows of `dim` elements, `stride` apart, as `[dim, kTile]`, with zeros behind them.
-JAXREC_INLINE void transpose_rows(const float* rows, int64_t stride, int64_t count, int64_t dim,
-                                  float* out) {
+void transpose_rows(const float* rows, int64_t stride, int64_t count, int64_t dim, float* out) {
   if (count < kTile) __builtin_memset(out, 0, dim * kTile * sizeof(float));
   const int64_t whole = count / 4 * 4;
   for (int64_t d = 0; d + 4 <= dim; d += 4) {
