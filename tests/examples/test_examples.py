@@ -96,10 +96,10 @@ def test_dlrm_mlperf(example, monkeypatch):
 
 def test_hstu_ranker(example):
     module = example("hstu_ranker")
-    found = module.main(module.Settings(steps=150, batch_size=64, num_items=80, max_history=10))
-    assert found["best possible AUC"] == pytest.approx(0.85, abs=0.02)
-    assert found["AUC"] > 0.7
-    assert found["difference with a cache"] < 1e-4
+    found = module.main(module.Settings(steps=250, batch_size=64, max_history=10))
+    assert found["best possible AUC"] == pytest.approx(0.84, abs=0.02)
+    assert found["AUC"] > 0.8  # 0.55 by the bag of items
+    assert found["difference with a cache"] < 1e-5
 
 
 def test_dlrm_v4(example, monkeypatch):

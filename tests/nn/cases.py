@@ -138,7 +138,9 @@ CASES = {
     nn.ContextTokens: Case(
         lambda **t: nn.ContextTokens(DIM, 6, {"user": 2}, **t),
         (Column(DIM),),
-        lambda module, column: module({"user": column}, column.lengths).reshape(-1, 2, 6),
+        lambda module, column: jaxrec.JaggedArray(
+            module({"user": column}, column.lengths), jnp.full_like(column.lengths, 2)
+        ),
     ),
     nn.CrossNet: Case(lambda **t: nn.CrossNet(6, 2, **t), (Dense((6,)),)),
     nn.DCNv2: Case(

@@ -279,13 +279,15 @@ HOST = {
     "hash_ids": lambda b: ragged.hash_ids(b.ids, 1000),
     "join_int64": lambda b: ragged.join_int64(ragged.split_int64(b.ids)),
     "split_int64": lambda b: ragged.split_int64(b.ids),
-    "stochastic_length": lambda b: nn.stochastic_length(
-        jax.tree.map(lambda array: np.asarray(array)[0], b.keyed),
-        ["a"],
-        max_length=2,
-        alpha=1.0,
-        rng=np.random.default_rng(0),
-    ).lengths,
+    "stochastic_length": lambda b: (
+        nn.stochastic_length(
+            jax.tree.map(lambda array: np.asarray(array)[0], b.keyed),
+            ["a"],
+            max_length=2,
+            alpha=1.0,
+            rng=np.random.default_rng(0),
+        ).lengths
+    ),
     "validate": lambda b: ragged.validate(b.keyed, {"a": IDS}).lengths,
 }
 
