@@ -76,9 +76,9 @@ class StoredRows:
                 scale, offset = map(self.lanes.spread, numbers)
                 return values.astype(jnp.int32).astype(jnp.float32) * scale + offset
             case ScaledFloat8Rows():
-                numbers = self._decode(row_format, values.astype(jnp.uint32))
+                codes = self._decode(row_format, values.astype(jnp.uint32))
                 scales = self._load_numbers(row, is_used, len(self._blocks(row_format)))
-                return numbers * self._join(scales, row_format)
+                return codes * self._join(scales, row_format)
         raise TypeError(refuse_format(row_format))
 
     def store(
