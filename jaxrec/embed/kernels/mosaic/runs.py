@@ -13,17 +13,11 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxrec.embed.kernels.mosaic.extents import store_number
-from jaxrec.embed.kernels.mosaic.indexing import (
-    FLAT,
-    THREADS,
-    Lanes,
-    keep_rolled,
-    load,
-    running_sum,
-    store,
-)
+from jaxrec.embed.kernels.mosaic.indexing import keep_rolled, load, running_sum, store
+from jaxrec.embed.kernels.mosaic.lanes import FLAT, THREADS, Lanes
+from jaxrec.embed.kernels.mosaic.programs import program
 from jaxrec.embed.kernels.mosaic.sorted_lookups import SortedLookups, Terms
-from jaxrec.embed.kernels.mosaic.tile import Tile, cdiv, program
+from jaxrec.embed.kernels.mosaic.tile import Tile, cdiv
 
 # Tile of the programs that list runs: 1024 lookups, eight a thread.
 LISTING = Tile(FLAT, groups=1024)

@@ -20,7 +20,8 @@ from jaxrec.embed.formats.floats import (
 )
 from jaxrec.embed.formats.integers import TrainedInt8Rows
 from jaxrec.embed.formats.rounding import FloatGrid, random_bits
-from jaxrec.embed.kernels.mosaic.indexing import Lanes, load, load_words, store, store_words
+from jaxrec.embed.kernels.mosaic.indexing import load, load_words, store, store_words
+from jaxrec.embed.kernels.mosaic.lanes import Lanes
 from jaxrec.embed.kernels.mosaic.row_functions import RowShape, evaluate
 
 _FORMATS = (PlainRows, BFloat16Bits, TrainedInt8Rows, ScaledFloat8Rows)
