@@ -13,7 +13,7 @@ from jaxrec import optim
 from jaxrec.embed.formats import FORMATS, TABLE_FORMATS, PackedRows, as_table, is_packed
 from jaxrec.embed.kernels import Lookups, reference
 from jaxrec.embed.state import state_format
-from tests.embed.kernels.gpu_cases import backend
+from tests.embed.kernels.gpu_cases import backend, lowered_for_cuda
 
 pytestmark = pytest.mark.jax_version
 
@@ -116,6 +116,27 @@ def test_types_of_rows_and_state(kind: str, dim: int, dtype: str, state_dtype: s
         assert (difference <= 1.01 * spacing(wanted) + 1e-6).all()
         largest = np.abs(exact).max(axis=1, keepdims=True)
         assert np.mean(difference > 1e-4 * largest + 1e-6) < 0.02
+
+
+@pytest.mark.parametrize("dtype", PACKED)
+def test_no_floats_of_the_rows_are_in_memory(dtype: str):
+    """Lowered for CUDA, an update is one kernel on the stored bytes; of 3 GiB, too."""
+    module, dim, num_rows = backend("mosaic"), 64, 45_000_000
+    row_format, optimizer = TABLE_FORMATS[dtype], optim.rowwise_adagrad(0.1)
+    stored = jax.ShapeDtypeStruct((num_rows, row_format.width(dim)), jnp.uint8)
+    table, lookups = PackedRows(stored, row_format, dim), batch(dim)[0]
+    state = {"accumulator": jax.ShapeDtypeStruct((num_rows,), jnp.float32)}
+
+    def update(table, state, gradients):
+        return module.fused_update(table, state, lookups, gradients, optimizer, jnp.int32(0))
+
+    gradients = jax.ShapeDtypeStruct((NUM_BAGS, dim), jnp.float32)
+    arguments = {"table": table, "state": state, "optimizer": optimizer}
+    assert module.refuse("fused_update", arguments) is None
+    text = lowered_for_cuda(update, table, state, gradients)
+    assert "update" in text
+    assert f"tensor<{num_rows}x{dim}xf32>" not in text
+    assert f"tensor<{NUM_LOOKUPS}x{dim}xf32>" not in text
 
 
 def test_formats_that_no_kernel_packs():

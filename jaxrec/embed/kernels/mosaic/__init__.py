@@ -1,6 +1,8 @@
 """The primitives on NVIDIA GPUs, by the Mosaic backend of Pallas.
 
 * `indexing`: loads and stores at computed indices, which Mosaic lacks. Begin there.
+* `lanes`, `programs`: which threads hold which elements; the programs of a kernel.
+* `instructions`, `stand_ins`: what the functions of `indexing` do on a GPU, and in interpreters.
 * `tile`: tiles of rows, and the launch of a kernel.
 * `extents`: where each bag's ids begin and end.
 * `flat_lookups`: bags as flat lookups.
@@ -17,7 +19,7 @@
 #
 # As those of `triton`, whose comments hold here too, on another backend. Differences:
 #
-# * A program has 128 threads, and rows lie over them as `indexing.Lanes` says. Columns are padded
+# * A program has 128 threads, and rows lie over them as `lanes.Lanes` says. Columns are padded
 #   to a multiple of what the threads of a row load at once, not to a power of two.
 # * Rows that are asked to be NaN are loaded as NaN, so that sums of rows need no selection.
 # * Sums over a program's threads need barriers, so that no loop here has one.

@@ -14,15 +14,9 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jaxrec.embed.kernels.base import BagLayout
-from jaxrec.embed.kernels.mosaic.indexing import (
-    FLAT,
-    THREADS,
-    keep_rolled,
-    load,
-    program,
-    running_sum,
-    store,
-)
+from jaxrec.embed.kernels.mosaic.indexing import keep_rolled, load, running_sum, store
+from jaxrec.embed.kernels.mosaic.lanes import FLAT, THREADS
+from jaxrec.embed.kernels.mosaic.programs import program
 from jaxrec.embed.kernels.mosaic.tile import BLOCK
 
 

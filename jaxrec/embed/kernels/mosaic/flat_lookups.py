@@ -12,7 +12,8 @@ from jaxtyping import DTypeLike
 from jaxrec.embed.kernels import reference
 from jaxrec.embed.kernels.base import BAD_ROW, BagLayout, Ids, Lengths, Lookups, Weights
 from jaxrec.embed.kernels.mosaic.extents import Blocks, bag_extents, bag_rows, starts_of
-from jaxrec.embed.kernels.mosaic.indexing import FLAT, load, store
+from jaxrec.embed.kernels.mosaic.indexing import load, store
+from jaxrec.embed.kernels.mosaic.lanes import FLAT
 
 
 def flatten_bags(

@@ -18,7 +18,8 @@ from jaxtyping import Array, Bool, Float, Int32
 from jaxrec.embed.formats import PackedRows, RowFormat, TableArray
 from jaxrec.embed.formats.floats import Float8Rows, ScaledFloat8Rows
 from jaxrec.embed.formats.integers import HEADER_BYTES, Fused8Rows, IntegerRows
-from jaxrec.embed.kernels.mosaic.indexing import Lanes, add_rounded, load, load_words
+from jaxrec.embed.kernels.mosaic.indexing import add_rounded, load, load_words
+from jaxrec.embed.kernels.mosaic.lanes import Lanes
 from jaxrec.embed.kernels.mosaic.tile import Terms
 
 

@@ -147,7 +147,8 @@ def _run(jaxpr: Any, constants: list[Any], arguments: list[Any], shape: RowShape
 
     def read(atom: Any) -> Any:
         if isinstance(atom, core.Literal):
-            return np.asarray(atom.val, atom.aval.dtype).reshape(())[()]
+            aval: Any = atom.aval
+            return np.asarray(atom.val, aval.dtype).reshape(())[()]
         return values[atom]
 
     for equation in _needed(jaxpr):
@@ -185,10 +186,10 @@ _CALLS = {
 
 # Operations that Mosaic has, and that treat each element by itself.
 _OF_ELEMENTS = {
-    "abs", "add", "and", "bitcast_convert_type", "clamp", "copy", "cos", "div", "eq", "exp", "exp2", "ge", "gt", "integer_pow", "le", "log", "log2", "logistic", "lt",
-    "max", "min", "mul", "ne", "neg", "or", "rem", "round", "rsqrt", "select_n",
-    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sin", "sqrt", "square", "sub",
-    "tanh", "xor",
+    "abs", "add", "and", "bitcast_convert_type", "clamp", "copy", "cos", "div", "eq", "exp", "exp2",
+    "ge", "gt", "integer_pow", "le", "log", "log2", "logistic", "lt", "max", "min", "mul", "ne",
+    "neg", "or", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sin", "sqrt", "square", "sub", "tanh", "xor",
 }  # fmt: skip
 
 
@@ -225,7 +226,7 @@ def _reshape(shape: RowShape, equation: Any, operand: Any, *_: Any) -> Any:
 
 def _convert(shape: RowShape, equation: Any, operand: Any) -> Any:
     # Mosaic does not convert to bool.
-    if equation.params["new_dtype"] == bool:
+    if jnp.issubdtype(equation.params["new_dtype"], jnp.bool):
         return operand != shape.broadcast(np.zeros((), operand.dtype)[()], jnp.ndim(operand))
     return equation.primitive.bind(operand, **equation.params)
 
@@ -333,7 +334,13 @@ def _is_finite(shape: RowShape, form: Form, x: Array) -> Array:
 
 
 def _not(shape: RowShape, form: Form, x: Array) -> Array:
-    ones = True if x.dtype == bool else -1 if jnp.issubdtype(x.dtype, jnp.signedinteger) else None
+    ones = (
+        True
+        if jnp.issubdtype(x.dtype, jnp.bool)
+        else -1
+        if jnp.issubdtype(x.dtype, jnp.signedinteger)
+        else None
+    )
     all_bits = np.iinfo(x.dtype).max if ones is None else ones
     return lax.bitwise_xor(x, _number(shape, form, x, all_bits))
 

@@ -12,9 +12,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxrec.embed.kernels.mosaic.indexing import FLAT, THREADS, Lanes, load, running_sum, store
+from jaxrec.embed.kernels.mosaic.extents import store_number
+from jaxrec.embed.kernels.mosaic.indexing import keep_rolled, load, running_sum, store
+from jaxrec.embed.kernels.mosaic.lanes import FLAT, THREADS, Lanes
+from jaxrec.embed.kernels.mosaic.programs import program
 from jaxrec.embed.kernels.mosaic.sorted_lookups import SortedLookups, Terms
-from jaxrec.embed.kernels.mosaic.tile import Tile, cdiv, program
+from jaxrec.embed.kernels.mosaic.tile import Tile, cdiv
 
 # Tile of the programs that list runs: 1024 lookups, eight a thread.
 LISTING = Tile(FLAT, groups=1024)
@@ -86,8 +89,7 @@ class Runs:
         bag = load(self.bags, number, inside, lanes)
         scale = None if self.scales is None else load(self.scales, number, inside, lanes)
         # The last run, which `count` includes, has no row.
-        count = self.count[0]
-        return Run(row, start, end, (bag, scale), inside & (number < count - 1), count)
+        return Run(row, start, end, (bag, scale), inside & (number < self.count[0] - 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +101,6 @@ class Run:
     end: Int32[Array, " groups"]  # index of the next run's first lookup
     first: Terms  # bag and factor of its first lookup
     is_run: Bool[Array, " groups"]
-    count: Int32[Array, ""]  # number of all runs
 
     def sum(
         self, lookups: SortedLookups, sums: Any, lanes: Lanes
@@ -119,37 +120,33 @@ class Run:
         def add(turn: Array, terms: Terms) -> Array:
             return lookups.load_gradients(terms, turn < count, lanes)
 
-        # Always 1, but the compilers cannot know it. They unroll loops whose turns they can count,
-        # and wait for the bags of each of the turns.
-        step = jnp.minimum(self.count, 1)
-        total = _sum_turns(step, step, jnp.max(count), total, find, add)
+        total = _sum_turns(1, jnp.max(count), total, find, add)
         parts = OtherParts.of(lookups, part, self.end)
         num_parts = jnp.where(self.is_run, parts.count, 0)
 
         def add_part(turn: Array, _: None) -> Array:
             return load(sums, parts.index(turn), turn < num_parts, lanes)
 
-        zero = jnp.int32(0)
-        return _sum_turns(zero, step, jnp.max(num_parts), total, lambda turn: None, add_part)
+        return _sum_turns(0, jnp.max(num_parts), total, lambda turn: None, add_part)
 
 
 def _sum_turns(
-    first: Array,
-    step: Array,
+    first: int,
     end: Array,
     total: Float[Array, "groups columns"],
     find: Callable[[Array], Any],
     add: Callable[[Array, Any], Float[Array, "groups columns"]],
 ) -> Float[Array, "groups columns"]:
-    """Add ``add(turn, find(turn))`` for each ``step``-th turn from ``first`` to ``end``."""
+    """Add ``add(turn, find(turn))`` for each turn from ``first`` to ``end``."""
 
     # While the rows of a turn are on their way, the bags of the next turn are loaded.
     def go_on(carry: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
         turn, total, found = carry
-        following = find(turn + step)
-        return turn + step, total + add(turn, found), following
+        keep_rolled()
+        following = find(turn + 1)
+        return turn + 1, total + add(turn, found), following
 
-    begin = first, total, find(first)
+    begin = jnp.int32(first), total, find(jnp.int32(first))
     return jax.lax.while_loop(lambda carry: carry[0] < end, go_on, begin)[1]
 
 
@@ -219,7 +216,7 @@ def _count_runs(lookups: SortedLookups, counts: Any, number: Array) -> None:
     """Count the runs that begin among the lookups of listing program ``number``."""
     position = number * LISTING.groups + _numbers(LISTING.groups, FLAT)
     _, is_first = lookups.begin(position, FLAT)
-    _store_number(counts, number, jnp.sum(is_first.astype(jnp.int32), dtype=jnp.int32))
+    store_number(counts, number, jnp.sum(is_first.astype(jnp.int32), dtype=jnp.int32))
 
 
 def _list_runs(lookups: SortedLookups, counts: Any, out: Runs, number: Array) -> None:
@@ -238,15 +235,17 @@ def _list_runs(lookups: SortedLookups, counts: Any, out: Runs, number: Array) ->
     # The program of the last lookup knows the number of runs.
     is_last = number == counts.shape[0] - 1
     count = before + jnp.sum(is_first.astype(jnp.int32), dtype=jnp.int32)
-    pl.when(is_last)(lambda: _store_number(out.count, jnp.int32(0), count))
+    pl.when(is_last)(lambda: store_number(out.count, jnp.int32(0), count))
 
 
 def _sum_before(counts: Any, end: Array) -> Int32[Array, ""]:
     """Return the sum of ``counts[:end]``."""
+    # Many at a time: a batch may have thousands of programs, each of which waits for each turn.
     step = 16 * THREADS
 
     def add(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         first, totals = carry
+        keep_rolled()
         place = first + _numbers(step, FLAT)
         return first + step, totals + load(counts, place, place < end, FLAT)
 
@@ -317,6 +316,7 @@ def _sum_ahead(
 
     def go_on(carry: tuple[Array, Array, list[Any]]) -> tuple[Array, Array, list[Any]]:
         turn, total, found = carry
+        keep_rolled()
         following = found_at(turn + 1)
         for each in map(add, found):
             total += each
@@ -334,10 +334,3 @@ def _sum_ahead(
 def _numbers(count: int, lanes: Lanes) -> Int32[Array, " count"]:
     """Return 0, 1, ..., ``count - 1``."""
     return lanes.cast(jnp.arange(count, dtype=jnp.int32))
-
-
-def _store_number(out: Any, index: Array, number: Array) -> None:
-    """Store one number, by the first thread."""
-    thread = _numbers(THREADS, FLAT)
-    numbers = FLAT.cast(jnp.broadcast_to(number, thread.shape))
-    store(out, thread + index, thread == 0, FLAT, numbers)

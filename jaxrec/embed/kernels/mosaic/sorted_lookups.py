@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxrec.embed.kernels.base import Lookups
-from jaxrec.embed.kernels.mosaic.indexing import Lanes, load
+from jaxrec.embed.kernels.mosaic.indexing import load
+from jaxrec.embed.kernels.mosaic.lanes import Lanes
 
 Terms: TypeAlias = tuple[Array, Array | None]  # bags of lookups, and their factors; None: 1
 

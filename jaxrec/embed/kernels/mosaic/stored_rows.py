@@ -20,7 +20,8 @@ from jaxrec.embed.formats.floats import (
 )
 from jaxrec.embed.formats.integers import TrainedInt8Rows
 from jaxrec.embed.formats.rounding import FloatGrid, random_bits
-from jaxrec.embed.kernels.mosaic.indexing import Lanes, load, load_words, store, store_words
+from jaxrec.embed.kernels.mosaic.indexing import load, load_words, store, store_words
+from jaxrec.embed.kernels.mosaic.lanes import Lanes
 from jaxrec.embed.kernels.mosaic.row_functions import RowShape, evaluate
 
 _FORMATS = (PlainRows, BFloat16Bits, TrainedInt8Rows, ScaledFloat8Rows)
@@ -76,9 +77,9 @@ class StoredRows:
                 scale, offset = map(self.lanes.spread, numbers)
                 return values.astype(jnp.int32).astype(jnp.float32) * scale + offset
             case ScaledFloat8Rows():
-                numbers = self._decode(row_format, values.astype(jnp.uint32))
+                codes = self._decode(row_format, values.astype(jnp.uint32))
                 scales = self._load_numbers(row, is_used, len(self._blocks(row_format)))
-                return numbers * self._join(scales, row_format)
+                return codes * self._join(scales, row_format)
         raise TypeError(refuse_format(row_format))
 
     def store(

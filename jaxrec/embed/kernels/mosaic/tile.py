@@ -14,15 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int32
 
-from jaxrec.embed.kernels.mosaic.indexing import (
-    FLAT,
-    PROGRAMS,
-    Lanes,
-    keep_rolled,
-    program,
-    program_on_gpu,
-    stand_ins,
-)
+from jaxrec.embed.kernels.mosaic.indexing import keep_rolled
+from jaxrec.embed.kernels.mosaic.lanes import FLAT, Lanes
+from jaxrec.embed.kernels.mosaic.programs import PROGRAMS, interpreted, program, program_on_gpu
 
 # Vectors that a thread loads in a turn of a loop, if rows are not wider.
 LOADS = 2
@@ -143,7 +137,7 @@ def _launch(
     def with_outputs(*refs: Any) -> None:
         first, last = len(inputs), len(inputs) + len(changed)
         in_place, new = iter(refs[first:last]), iter(refs[last:])
-        with contextlib.nullcontext() if interpreter is None else stand_ins(program_on_gpu):
+        with contextlib.nullcontext() if interpreter is None else interpreted(program_on_gpu):
             body(*refs[:first], *(next(new if each else in_place) for each in is_new))
 
     made = plgpu.kernel(
@@ -161,13 +155,13 @@ def _launch(
 def _interpret(
     body: Callable[..., None], name: str, programs: int, inputs: list[Array], targets: list[Any]
 ) -> list[Array]:
-    """Run a kernel by Pallas' interpreter, in which the functions of `indexing` index arrays."""
+    """Run a kernel by Pallas' interpreter, with the functions of `stand_ins`."""
     is_new = [isinstance(each, jax.ShapeDtypeStruct) for each in targets]
     changed = [each for each, new in zip(targets, is_new, strict=True) if not new]
     places = [i for i, new in enumerate(is_new) if not new]
 
     def with_outputs(*refs: Any) -> None:
-        with stand_ins(functools.partial(pl.program_id, 0)):
+        with interpreted(functools.partial(pl.program_id, 0)):
             body(*refs[: len(inputs)], *refs[len(inputs) + len(changed) :])
 
     whole = pl.BlockSpec(memory_space=pl.ANY)

@@ -54,7 +54,7 @@ def fused_update(
     step: Step,
     table_starts: tuple[int, ...] = (0,),
     *,
-    elements: int | None = None,
+    elements: int = ELEMENTS,
     cut: int = CUT,
     block: int = BLOCK,
     interpret: bool = False,
@@ -68,7 +68,7 @@ def fused_update(
     bound, size = optimizer.clip_value, lookups.rows.size
     by_row = SortedLookups.of(lookups, gradients, num_rows, bound, cut, block)
     runs, sums = Runs.of(by_row, interpret=interpret)
-    tile = update_tile(dim, elements or update_elements(dim, state))
+    tile = update_tile(dim, elements)
     launch = functools.partial(tile.launch, num_groups=size, interpret=interpret)
     # A bound on a table's norm needs the gradients of all of its rows before the first row changes:
     # they are summed once for the norms, and again for the update.
@@ -116,13 +116,6 @@ def update_tile(dim: int, elements: int) -> Tile:
     lanes = row_lanes(dim)
     tile = Tile.of(lanes, max(elements // lanes.vector, 1))
     return dataclasses.replace(tile, groups=max(tile.groups, FEWEST))
-
-
-def update_elements(dim: int, state: Mapping[str, Any]) -> int:
-    """Return the elements of a thread that updates rows of ``dim`` columns with their state."""
-    # Two moments of each element, as Adam's, need registers.
-    num_moments = sum(array.ndim == 2 for array in state.values())
-    return ELEMENTS // 2 if num_moments > 1 else ELEMENTS
 
 
 def _square_runs(runs: Runs, lookups: SortedLookups, sums: Any, out: Any, *, tile: Tile) -> None:
