@@ -233,12 +233,12 @@ def check_call(program: Program, built: Built, tools: pathlib.Path, report: Repo
         blocks = launches.blocks.get(kernel.name)
         report.kernels.append(KernelRow(program.name, kernel, resident, blocks, shares))
         print(report.kernels[-1], flush=True)
-        report.failures += failures(kernel, program.name, resident)
+        report.failures += failures(kernel, program.name, report.card.name, resident)
     for kernel in every:
         if kernel not in own and kernel.float_atomics:
-            report.failures += failures(kernel, program.name, 0)
+            report.failures += failures(kernel, program.name, report.card.name, 0)
     backend, primitive, *_ = program.name.split()
-    is_held = any(limit_of(kernel.name, program.name) for kernel in own)
+    is_held = any(limit_of(kernel.name, program.name, report.card.name) for kernel in own)
     if backend != "reference" and primitive in PRIMITIVES and not is_held:
         has = ", ".join(kernel.name for kernel in own) or "none"
         report.failures.append(f"No kernel of {program.name} has a limit: it has {has}.")
@@ -260,7 +260,7 @@ def check_step(program: Program, built: Built, tools: pathlib.Path, report: Repo
     ]
     report.steps.append(f"| {' | '.join(map(str, cells))} |")
     for kernel in atomic:
-        report.failures += failures(kernel, program.name, 0)
+        report.failures += failures(kernel, program.name, report.card.name, 0)
 
 
 def triton_kernels(text: str) -> set[str]:
