@@ -96,7 +96,7 @@ def test_dlrm_mlperf(example, monkeypatch):
 
 def test_hstu_ranker(example):
     module = example("hstu_ranker")
-    found = module.main(module.Settings(steps=250, batch_size=64, max_history=10))
+    found = module.main(module.Settings(steps=300, max_history=10))
     assert found["best possible AUC"] == pytest.approx(0.84, abs=0.02)
     assert found["AUC"] > 0.8  # 0.55 by the bag of items
     assert found["difference with a cache"] < 1e-5
@@ -108,10 +108,12 @@ def test_dlrm_v4(example, monkeypatch):
     assert len(tables) == 11
     assert sum(tables.values()) * module.DIM * 4 == pytest.approx(600.2e9, rel=1e-3)
     monkeypatch.setattr(module, "DIM", 32)
-    settings = module.Settings(scale=1e-6, length=12, steps=30, learning_rate=0.02, devices=1)
+    settings = module.Settings(
+        scale=1e-6, length=12, batch_size=64, steps=40, learning_rate=0.01, devices=1
+    )
     losses = module.main(settings)
-    assert losses[0] == pytest.approx(0.2 * 0.693, abs=0.05)
-    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+    assert losses[0] == pytest.approx(0.2 * 0.693, abs=0.08)
+    assert np.mean(losses[-10:]) < 0.9 * np.mean(losses[:10])
     losses = module.main(module.Settings(scale=1e-6, length=12, steps=2, remat=True, bfloat16=True))
     assert np.isfinite(losses).all()
 
