@@ -257,7 +257,6 @@ def running_sum(values: Int32[Array, " n"]) -> Int32[Array, " n"]:
             sums = [ins.sum_in_warp(each) for each in ins.numbers(values)]
             # The last lane of each warp has the warp's total of each 128 values: they are added up
             # in the order of the values, by each warp for itself.
-            mgpu.warpgroup_barrier()
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, lane, ins.i32(WARP - 1))):
                 for i, each in enumerate(sums):
                     memref.store(each, totals, [ins.index(arith.addi(ins.i32(4 * i), warp))])
@@ -271,6 +270,8 @@ def running_sum(values: Int32[Array, " n"]) -> Int32[Array, " n"]:
                     before = arith.addi(before, ins.of_lane(so_far, ins.i32(WARP - 1)))
                 mine = ins.of_lane(start, arith.addi(ins.i32(4 * i % WARP), warp))
                 registers.append(ins.from_words([arith.addi(each, mine)], 1, dtype))
+            # Mosaic's own sums over threads end so too, and begin without a barrier.
+            mgpu.warpgroup_barrier()
             return ins.fragments(ins.array_of(registers, values.registers.shape), FLAT.line, dtype)
 
         return run(totals, values)
