@@ -45,27 +45,20 @@ def moved_names(package: str, moved: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def directory_second(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Let a function ``f(model, directory)`` be called as ``f(directory, model)``, with a warning.
+    """Let a function ``f(model, directory)`` be called as ``f(directory, model)``, too.
 
-    That was the order of an earlier version, and works for one more.
+    That was the order of an earlier version. A directory is a path, which no model is, so that the
+    first argument tells the two orders apart.
     """
-
     restore: Any = function
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        if args and isinstance(args[0], str | os.PathLike):
-            name = function.__name__
-            warnings.warn(
-                f"{name} now takes the directory second, behind what it restores: {name}(..., "
-                f"{os.fspath(args[0])!r})",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            directory, *rest = args
-            if not rest:
-                return restore(directory=directory, **options)
-            args = (rest[0], directory, *rest[1:])
-        return restore(*args, **options)
+        if not args or not isinstance(args[0], str | os.PathLike):
+            return restore(*args, **options)
+        directory, *rest = args
+        if not rest:  # the model is named
+            return restore(directory=directory, **options)
+        return restore(rest[0], directory, *rest[1:], **options)
 
     return call

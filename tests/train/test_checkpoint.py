@@ -281,15 +281,11 @@ def test_the_earlier_order_of_arguments(tmp_path):
     state = {"count": jnp.int32(7)}
     with CheckpointManager(tmp_path) as manager:
         manager.save(model, optimizer, state=state, batches=3)
-    options = [(tmp_path, model, optimizer), (str(tmp_path), model)]
-    for arguments in options:
-        with pytest.warns(DeprecationWarning, match="restore now takes the directory second"):
-            assert checkpoint.restore(*arguments).batches == 3
-    with pytest.warns(DeprecationWarning, match="restore now takes"):
-        assert checkpoint.restore(tmp_path, model=model, step=0).batches == 3
-    with pytest.warns(DeprecationWarning, match="restore_state now takes"):
-        assert checkpoint.restore_state(tmp_path, state) == state
+    assert checkpoint.restore(tmp_path, model, optimizer).batches == 3
+    assert checkpoint.restore(str(tmp_path), model).batches == 3
+    assert checkpoint.restore(tmp_path, model=model, step=0).batches == 3
     assert checkpoint.restore(directory=tmp_path, model=model).batches == 3
+    assert checkpoint.restore_state(tmp_path, state) == state
 
 
 def test_a_vocabulary_that_changed(tmp_path):
