@@ -16,6 +16,7 @@ import ctypes
 import hmac
 import json
 import logging
+import math
 import os
 import secrets
 import selectors
@@ -85,6 +86,9 @@ _CONNECT_SECONDS, _ABORT_SECONDS = 60.0, 1.0
 
 # Seconds by which an error of a collective may come before the news that a process is lost.
 _NEWS_SECONDS = 3.0
+
+# Seconds for processes that have not connected yet to do so and learn of a lost one.
+_TELL_SECONDS = 2.0
 
 _BYE, _LOST = "bye", "lost"
 
@@ -163,6 +167,9 @@ class _Center:
         self._members: dict[int, _Lines] = {}
         self._left: set[int] = set()
         self._is_ending = False
+        self._lost: int | None = None  # the first process that was lost
+        self._told: set[int] = set()  # processes that were told of it
+        self._end_at = math.inf
         # The port is open to the network, so members prove themselves by the token in the note. A
         # stranger that connects and leaves must not end the job.
         self._token = secrets.token_hex(16)
@@ -175,8 +182,8 @@ class _Center:
     def run(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._server, selectors.EVENT_READ)
-            while True:
-                for key, _ in selector.select():
+            while not self._is_over():
+                for key, _ in selector.select(self._seconds_left()):
                     if key.data is None:
                         with contextlib.suppress(OSError):  # the caller has gone again
                             lines = _Lines(self._server.accept()[0], self._lost_after)
@@ -184,6 +191,21 @@ class _Center:
                     elif not self._hear(key.data):
                         selector.unregister(key.fileobj)
                         key.data[0].connection.close()
+        assert self._lost is not None
+        _end(self._lost, self._num_processes)
+
+    def _seconds_left(self) -> float | None:
+        """Return the seconds that are left to tell all processes of a lost one; None: any."""
+        return None if self._lost is None else max(0.0, self._end_at - time.monotonic())
+
+    def _is_over(self) -> bool:
+        """Return whether all that are left were told of a lost process, or had time to connect."""
+        # A process that connects only now, in the first seconds of a job, would else find this one
+        # gone, and name it as the lost one.
+        if self._lost is None:
+            return False
+        known = self._told | self._left | {self._lost}
+        return self._seconds_left() == 0 or known.issuperset(range(1, self._num_processes))
 
     def _hear(self, data: list[Any]) -> bool:
         """Receive a connection's messages; return whether it stays open.
@@ -198,16 +220,23 @@ class _Center:
                 if process is None:
                     return False  # a stranger
                 self._members[process] = lines
+                self._tell()
             elif message == [_BYE]:
                 self._left.add(process)
         if messages is None and process is not None:
             del self._members[process]
             # Members that have heard this process's goodbye end without one of their own.
-            if process not in self._left and not self._is_ending:
-                for member in self._members.values():
-                    member.send(_LOST, process)
-                _end(process, self._num_processes)
+            if process not in self._left and not self._is_ending and self._lost is None:
+                self._lost, self._end_at = process, time.monotonic() + _TELL_SECONDS
+                self._tell()
         return messages is not None
+
+    def _tell(self) -> None:
+        """Tell all members that do not know it yet of the lost process, if there is one."""
+        if self._lost is not None:
+            for number in self._members.keys() - self._told:
+                self._members[number].send(_LOST, self._lost)
+                self._told.add(number)
 
     def _number_of(self, message: Any) -> int | None:
         """Return the process that a connection's first message names; None: it is a stranger."""
@@ -222,6 +251,8 @@ class _Center:
 
     def say_goodbye(self) -> None:
         """Tell the other processes that this one ends in order."""
+        if self._lost is not None:  # an exception of a collective came before `run` was over
+            _end(self._lost, self._num_processes)
         self._is_ending = True
         for member in list(self._members.values()):
             member.send(_BYE)

@@ -51,10 +51,27 @@ def test_all_hear_of_a_lost_process(center):
     center, connect, token = center
     (_, first), (data, second) = connect(token, 1), connect(token, 2)
     second.close()
-    with pytest.raises(Ended) as raised:
-        center._hear(data)
-    assert raised.value.args == (2, 4)
+    center._hear(data)
     assert first.recv(100) == b'["lost", 2]\n'
+    # One that connects only now hears of the same process, not of this one's end.
+    assert not center._is_over()
+    _, third = connect(token, 3)
+    assert third.recv(100) == b'["lost", 2]\n'
+    assert center._is_over()
+    with pytest.raises(Ended) as raised:
+        center.say_goodbye()
+    assert raised.value.args == (2, 4)
+
+
+def test_a_process_that_never_connects_is_not_waited_for(center, monkeypatch):
+    center, connect, token = center
+    monkeypatch.setattr(processes, "_TELL_SECONDS", 0.0)
+    data, other = connect(token, 2)
+    other.close()
+    center._hear(data)
+    with pytest.raises(Ended) as raised:
+        center.run()
+    assert raised.value.args == (2, 4)
 
 
 def test_a_process_that_says_goodbye_is_not_lost(center):
