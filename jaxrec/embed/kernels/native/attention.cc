@@ -111,7 +111,8 @@ class Plan {
         reach.first = std::min(reach.first, ranges.first[i]);
         reach.last = std::max(reach.last, ranges.last[i]);
       }
-      if (ranges.group != nullptr && ranges.own[i] > ranges.last[i]) {
+      if (ranges.group == nullptr) continue;
+      if (ranges.group[i] < ranges.first[i] || ranges.own[i] > ranges.last[i]) {
         reach.group = std::min(reach.group, ranges.group[i]);
         reach.own = std::max(reach.own, ranges.own[i]);
       }
