@@ -21,13 +21,21 @@ from jaxrec.ragged.offsets import complete_cumsum
 TokenForm = Literal["sum", "interleaved"]
 
 
-def token_mlp(in_features: int, hidden: int, dim: int, **types: Any) -> nnx.Sequential:
-    """Return a dense layer, `SwishLayerNorm`, a dense layer and a layer norm."""
-    layers = MLP(
-        in_features, (hidden, dim), activation="swish_layernorm", activation_on_last=False, **types
-    )
-    norm = nnx.LayerNorm(dim, epsilon=1e-5, use_fast_variance=False, **types)
-    return nnx.Sequential(layers, norm)
+class TokenMLP(nnx.Module):
+    """A dense layer, `SwishLayerNorm`, a dense layer and a layer norm."""
+
+    def __init__(self, in_features: int, hidden: int, dim: int, **types: Any):
+        self.mlp = MLP(
+            in_features,
+            (hidden, dim),
+            activation="swish_layernorm",
+            activation_on_last=False,
+            **types,
+        )
+        self.norm = nnx.LayerNorm(dim, epsilon=1e-5, use_fast_variance=False, **types)
+
+    def __call__(self, x: Float[AnyArray, "*axes in_features"]) -> Float[Array, "*axes dim"]:
+        return self.norm(self.mlp(x))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,15 +276,15 @@ class EventTokens(nnx.Module):
         if form == "interleaved" and actions is None:
             raise ValueError("interleaved tokens are items and actions; give the encoder actions=")
         columns = content_dim + target_dim + (additional_dim if form == "interleaved" else 0)
-        self.content_mlp = token_mlp(columns, hidden_dim, dim, **types)
+        self.content_mlp = TokenMLP(columns, hidden_dim, dim, **types)
         self.additional_mlp = nnx.data(
-            token_mlp(additional_dim, hidden_dim, dim, **types)
+            TokenMLP(additional_dim, hidden_dim, dim, **types)
             if additional_dim and form == "sum"
             else None
         )
         self.actions = actions
         self.action_mlp = nnx.data(
-            None if actions is None else token_mlp(actions.columns, hidden_dim, dim, **types)
+            None if actions is None else TokenMLP(actions.columns, hidden_dim, dim, **types)
         )
         draw = nnx.initializers.normal(0.1)
         self.no_target = nnx.data(

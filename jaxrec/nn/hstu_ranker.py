@@ -18,9 +18,9 @@ from jaxrec.nn.event_tokens import (
     ContextTokens,
     EventTokens,
     TokenForm,
+    TokenMLP,
     TokenRows,
     interleaved,
-    token_mlp,
 )
 from jaxrec.nn.history_cache import HistoryCache
 from jaxrec.nn.ranker_features import Events, RankerFeatures, look_up, read_events, widths_of
@@ -210,7 +210,7 @@ class HSTURanker(nnx.Module):
             **types,
         )
         self.output = TargetNorm(dim, output, **types)
-        self.item_mlp = token_mlp(content_dim + additional_dim, item_hidden_dim, dim, **types)
+        self.item_mlp = TokenMLP(content_dim + additional_dim, item_hidden_dim, dim, **types)
         self.tasks = TargetTasks(tasks, dim, hidden_sizes=task_hidden_sizes, **types)
         self.input_dropout = nnx.Dropout(input_dropout_rate, rngs=rngs)
         self.max_length = max_length

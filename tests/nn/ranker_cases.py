@@ -38,7 +38,7 @@ def padded(array):
 
 def token_mlp(module, name):
     """Where the parameters of a dense layer, norm, dense layer and norm are recorded."""
-    mlp, norm = module.layers
+    mlp, norm = module.mlp, module.norm
     return {
         f"{name}__0__weight": (mlp.layers[0].kernel, np.transpose),
         f"{name}__0__bias": (mlp.layers[0].bias, np.array),
