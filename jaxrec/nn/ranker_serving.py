@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,12 @@ from jaxrec.ragged import KeyedJaggedArray, complete_cumsum, segment_ids
 from jaxrec.ragged.arrays import AnyArray, each_device, take
 from jaxrec.ragged.fbgemm import dense_to_jagged
 
-if TYPE_CHECKING:
-    from jaxrec.nn.hstu_ranker import HSTURanker
+# An `HSTURanker`. Its module imports this one, so that this one cannot name its class.
+Ranker: TypeAlias = Any
 
 
 def encode_histories(
-    model: HSTURanker,
+    model: Ranker,
     features: KeyedJaggedArray,
     capacity: int | None,
     request_times: AnyArray | None,
@@ -65,7 +65,7 @@ def encode_histories(
 
 
 def append_events(
-    model: HSTURanker, features: KeyedJaggedArray, cache: HistoryCache, longest: int | None
+    model: Ranker, features: KeyedJaggedArray, cache: HistoryCache, longest: int | None
 ) -> HistoryCache:
     """Return a cache with new events behind the old ones; `HSTURanker.encode` with a cache."""
     _check_growth(model)
@@ -111,7 +111,7 @@ def append_events(
 
 
 def score_candidates(
-    model: HSTURanker, cache: HistoryCache, features: KeyedJaggedArray, longest: int | None
+    model: Ranker, cache: HistoryCache, features: KeyedJaggedArray, longest: int | None
 ) -> Float[Array, "*devices capacity tasks"]:
     """Return the logits of candidates; `HSTURanker.score`."""
     embedded = look_up(model.embeddings, features)
@@ -201,7 +201,7 @@ def _newest(lengths: Array, times: Array) -> Array:
     return jnp.where(lengths > 0, jnp.take(times, ends, mode="clip"), 0)
 
 
-def _request(model: HSTURanker, request_times: AnyArray | None, newest: Array) -> Array:
+def _request(model: Ranker, request_times: AnyArray | None, newest: Array) -> Array:
     """Return the time that a row's tokens count to."""
     if model.features.times is None or model.positions.count_from == "start":
         if request_times is not None:
@@ -215,7 +215,7 @@ def _request(model: HSTURanker, request_times: AnyArray | None, newest: Array) -
     return jnp.broadcast_to(jnp.asarray(request_times, jnp.int32), newest.shape)
 
 
-def _checked_capacity(model: HSTURanker, capacity: int | None) -> int:
+def _checked_capacity(model: Ranker, capacity: int | None) -> int:
     if model.max_length is None:
         raise ValueError(
             "the attention of a model without max_length is divided by the longest row of its "
@@ -229,7 +229,7 @@ def _checked_capacity(model: HSTURanker, capacity: int | None) -> int:
     return model.max_length if capacity is None else capacity
 
 
-def _check_growth(model: HSTURanker) -> None:
+def _check_growth(model: Ranker) -> None:
     """Require that new events leave the tokens of older ones as they are."""
     reasons = []
     if model.positions.count_from == "end":
