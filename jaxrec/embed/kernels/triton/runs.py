@@ -16,8 +16,8 @@ from jaxrec.embed.kernels.triton.extents import sum_before
 from jaxrec.embed.kernels.triton.sorted_lookups import SortedLookups, Terms
 from jaxrec.embed.kernels.triton.tile import Source, Tile, cdiv
 
-# Tile of the kernels that list runs: 2048 lookups a program, sixteen a lane.
-LISTING = Tile(dim=1, columns=1, groups=2048, depth=1, warps=4)
+# Tile of the kernels that list runs: 1024 lookups a program, four a lane.
+LISTING = Tile(dim=1, columns=1, groups=1024, depth=1, warps=8)
 
 
 @jax.tree_util.register_dataclass
