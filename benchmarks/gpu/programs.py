@@ -237,7 +237,7 @@ def timed_step(step: Step, *implementations: str) -> Program:
         (state, *batch),
         frozenset(tables),
         donate=(0,),
-        # Attention takes more than the table of items, and XLA adds some of its gradients by atomics.
+        # Attention takes more than the items, and XLA adds some of its gradients by atomics.
         temporaries=2_000_000_000 if is_sequence else None,
         has_atomics=is_sequence,
     )
