@@ -45,7 +45,10 @@ class Location:
 def _check(
     bad: Bool[np.ndarray, " values"], error: ValueErrors, problem: str, values: Any = None
 ) -> None:
-    """Raise the error of the first value that ``bad`` marks; it fills the ``{}`` of ``problem``."""
+    """Raise the error of the first value that ``bad`` marks, if any.
+
+    With ``values``, the bad value replaces the ``{}`` of ``problem``.
+    """
     if bad.any():
         position = int(np.argmax(bad))
         raise error(position, problem if values is None else problem.format(values[position]))

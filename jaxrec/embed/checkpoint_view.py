@@ -23,7 +23,7 @@ class LogicalTable:
 
 
 def part_rows(rows: int, parts: int) -> int:
-    """Cut a table of ``rows`` rows into equal parts; return the padded number of rows of a part."""
+    """Return the padded number of rows of one of ``parts`` equal parts of ``rows`` rows."""
     # Four binary digits, then zeros: 1,000,000 rows become 1,048,576. Padding is less than an
     # eighth, tables of like sizes share compiled programs, and parts divide into a file's chunks.
     least = -(-rows // parts)

@@ -38,7 +38,10 @@ def new_state(
     dim: int,
     new_rows: Callable[[Shaped[np.ndarray, "..."]], Array],
 ) -> dict[str, TableArray]:
-    """Return the state of fresh rows by name; ``new_rows`` repeats a stored row for all rows."""
+    """Return the optimizer state of new rows, by name.
+
+    ``new_rows`` turns one stored row into an array whose rows all equal it.
+    """
     state: dict[str, TableArray] = {}
     # A table may be made where everything is traced (`nnx.eval_shape`), but the first row has to be
     # a constant that we can pack on the host.

@@ -219,7 +219,11 @@ class _Cut:
     def _fitting(
         self, memory: CapacityMemory, ids: Sequence[int], of_samples: Sequence[int]
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Return each key's capacity and sample capacity, from the memory of a packer."""
+        """Return each key's capacity and sample capacity, as a packer's memory chooses them.
+
+        ``ids`` and ``of_samples`` have the first and the third number of each key's
+        `_Column.demand`.
+        """
         # The memory expects a bag for each sample; where samples share bags, empty ones fill up.
         missing = [self.samples - column.lengths.shape[1] for column in self.columns]
         of_bags = [

@@ -142,9 +142,10 @@ class PlacedGroup:
         return local_rows if self.is_large else device * self.local_rows + local_rows
 
     def whole_rows(self, slots: Int32[Array, " n"]) -> Int32[Array, " n"]:
-        """Number the rows of slots; all column slices of a row have one number.
+        """Return a number for the whole row of each slot; all column slices of a row share it.
 
-        On a device the numbers ascend with the slots. Past the last slot it is `group.num_rows`.
+        The slots of a device, in ascending order, have ascending numbers. A slot past the last one
+        gets the number `group.num_rows`.
         """
         # A row is numbered by its place in the table's first slice.
         first_slice: dict[str, int] = {}

@@ -121,7 +121,7 @@ def regression_auc(
         1 under ``compat="torchrec"``.
 
     Raises:
-        TypeError, ValueError: As for `auc`, but for the labels, which must only not be NaN.
+        TypeError, ValueError: As for `auc`, except that labels may be any numbers but NaN.
 
     Example:
         >>> import numpy as np

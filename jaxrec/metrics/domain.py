@@ -86,13 +86,12 @@ def check_domain(
     *,
     nan: bool = False,
 ) -> None:
-    """Raise a ValueError for a number outside of its domain, unless the numbers are unknown.
+    """Raise a ValueError if ``array`` has a number outside of ``domain``.
 
-    Samples whose entry in ``real`` is 0 are not checked; its axes are the array's first ones.
-    ``nan`` allows NaN. The error begins with ``who`` and ``name``.
+    Samples whose entry in ``real`` is 0 are not checked; the axes of ``real`` are the first ones of
+    ``array``. Nothing is checked if an array is traced or partly in other processes. ``nan``
+    allows NaN. The error begins with ``who`` and ``name``.
     """
-    # Numbers are unknown in a compiled function, and in an array of which other processes hold
-    # parts.
     if not (_known(array) and (real is None or _known(real))):
         return
     values = np.asarray(array)

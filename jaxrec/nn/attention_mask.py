@@ -50,15 +50,15 @@ class AttentionMask:
 class KeyIntervals:
     """The keys that each query sees: from ``first`` to ``last``, and from ``group`` to ``own``.
 
-    All are positions in the array of keys, rows one after the other. A query that sees no keys,
-    such as padding, has ``first`` after every key.
+    The four bounds are positions in the array of keys, rows one after the other. Both intervals
+    include their ends. A query that sees no keys, such as padding, has ``first`` after every key.
 
     Attributes:
-        first: ``[queries]`` first key of the interval.
-        last: ``[queries]`` last key of the interval.
+        first: ``[queries]`` first key of the first interval.
+        last: ``[queries]`` last key of the first interval.
         own: ``[queries]`` position of the query itself; -1 at padding.
-        group: ``[queries]`` first target of the query's group, else the query itself; None where
-            each query lies within its interval.
+        group: ``[queries]`` first target of the query's group; the query itself if it is no target.
+            None if there are no targets: the first interval then holds all keys that a query sees.
     """
 
     first: Int32[Array, "*queries"]

@@ -83,7 +83,7 @@ class TargetAttention(nnx.Module):
 def _spread(
     lengths: Array, target: Float[Array, "rows dim"], values: Float[Array, "capacity dim"]
 ) -> Float[Array, "capacity dim"]:
-    """Return the target of each element's row; zeros at padding."""
+    """Repeat each row's target for each item of its history; zeros at padding."""
     # Histories are not padded, so a row of 3 items costs as much as 3 items, whatever the longest
     # row is. A gather brings targets to items, and a segment sum brings items back to rows.
     rows = segment_ids(complete_cumsum(lengths), values.shape[0])
@@ -91,7 +91,7 @@ def _spread(
 
 
 def _total(lengths: Array, values: Float[Array, "capacity dim"]) -> Float[Array, "rows dim"]:
-    """Return the sum of each row's elements."""
+    """Return the sum of each history's items; ``lengths`` has the number of items of each."""
     rows = segment_ids(complete_cumsum(lengths), values.shape[0])
     return jax.ops.segment_sum(values, rows, lengths.shape[0], indices_are_sorted=True)
 

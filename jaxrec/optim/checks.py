@@ -21,7 +21,10 @@ def non_negative(owner: Any, *names: str) -> None:
 
 
 def schedule(owner: Any, name: str) -> None:
-    """Require a function of the step, whose value depends on it, in this field of ``owner``."""
+    """Require the function in field ``name`` of ``owner`` to depend on the step that it is given.
+
+    Objects of jaxrec's classes and functions of optax are always accepted.
+    """
     function = getattr(owner, name)
     if function.__class__.__module__.startswith("jaxrec."):
         return

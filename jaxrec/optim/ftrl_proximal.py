@@ -25,8 +25,8 @@ class ftrl(RowOptimizer):
     The algorithm assumes weights that start at zero. With ``beta`` or
     ``initial_accumulator_value`` above 0, the first update of a row forgets most of its first
     value, and all of it where ``|z'| <= l1``. With both 0 and no regularization it equals
-    `jaxrec.optim.adagrad` from any start; an element that never had a gradient, and so a zero
-    denominator, keeps its value. Keras has the defaults ``beta=0`` and
+    `jaxrec.optim.adagrad` from any start. An element that never had a gradient would then divide by
+    zero; it keeps its value. Keras has the defaults ``beta=0`` and
     ``initial_accumulator_value=0.1``. A step with a rate of zero, as some warmups begin with,
     changes nothing.
 

@@ -151,11 +151,11 @@ class Estimate:
 
 
 def imbalance(loads: Sequence[float]) -> dict[str, float]:
-    """Measure how uneven loads are: 1, 0 and 0 where all are equal.
+    """Return three measures of how uneven loads are, by name.
 
-    With ``p`` the shares of the sum and ``k`` the number of loads, "max over mean" is ``k max p``,
-    "total variation" ``sum |p - 1/k| / 2``, and "KL divergence" ``sum p log(p k)`` from even
-    shares.
+    ``p`` is each load's share of the sum, and ``k`` the number of loads. "max over mean" is
+    ``k max p``, "total variation" is ``sum |p - 1/k| / 2``, and "KL divergence", from even shares,
+    is ``sum p log(p k)``. Equal loads give 1, 0 and 0.
     """
     loads_ = np.asarray(loads, float)
     if not loads_.sum():
@@ -226,7 +226,7 @@ def _chosen(problem: Problem, solution: Solution) -> dict[str, Placed]:
 
 
 def _common_perf(problem: Problem, totals: Totals, chosen: Mapping[str, Placed]) -> Perf:
-    """Return the seconds that every device takes alike: at home, and to launch the groups."""
+    """Return the seconds that are the same on every device: `Option.home`, and launches."""
     homes = (option.home for placed in chosen.values() for option, _ in placed)
     members = zip(problem.costs, totals.members, strict=True)
     launches = (costs.launch() for costs, count in members if count)
@@ -299,7 +299,7 @@ def _table_estimate(
             load = option.load.stacked * problem.weights[:, devices]
             np.add.at(counts.T, devices, load.T)
         # A table counts where its group waits: for each count, on the device that has most of it. A
-        # table without a shard there adds only its work at home.
+        # table without a shard there adds only the work on its samples (`Option.home`).
         slowest = totals.stacked[:, group].argmax(axis=1)
         added = Load(*counts[np.arange(len(LOADS)), slowest, None])
         empty = np.maximum(option.round_capacity - added.exchanged, 0)

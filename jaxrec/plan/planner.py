@@ -121,15 +121,17 @@ class Planner:
             raise ValueError("there is at least one proposer and one partitioner")
 
     def plan(self, model: Model, *, batch_size: int) -> ShardingPlan:
-        """Return the fastest plan found within the time limit, with a bound on all plans.
+        """Return the fastest plan found within the time limit.
+
+        Its ``estimate`` has a lower bound on the time of every plan.
 
         With several processes, every process calls this. Process 0 searches, with its own
         statistics and topology and the least memory of any process; all processes return its plan.
 
         Args:
             model: The model, real or abstract (`nnx.eval_shape`); a function that makes the model,
-                which is called to make it abstractly; or configurations of tables. It stays as it
-                is: `jaxrec.shard` places its tables.
+                which is called under `nnx.eval_shape`; or configurations of tables. A model stays
+                as it is: `jaxrec.shard` places its tables.
             batch_size: Samples of all devices in a step.
 
         Raises:

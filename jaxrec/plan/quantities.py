@@ -90,7 +90,7 @@ class Perf:
         return Perf(**{name: getattr(self, name) * count for name in _FIELDS})
 
     def scale(self, forward: Seconds, backward: Seconds) -> Perf:
-        """Multiply the forward and the backward pass by a count each, without prefetch."""
+        """Multiply each pass by its own count, ``forward`` or ``backward``; prefetch becomes 0."""
         return Perf(
             forward * self.forward_compute,
             forward * self.forward_exchange,

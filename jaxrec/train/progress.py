@@ -104,7 +104,10 @@ class Progress:
         return self._samples / seconds if self._samples and seconds > 0 else 0.0
 
     def advance(self, samples: int) -> None:
-        """Count a step; its samples count unless it ends in a pause."""
+        """Count a step.
+
+        The rate includes its samples, unless it is a warm-up step or ends within `paused`.
+        """
         self._steps += 1
         now = (self._paused_at if self._pauses else self._clock()) - self._paused_for
         if self._steps <= WARM_UP_STEPS:

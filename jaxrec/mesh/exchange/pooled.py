@@ -168,7 +168,7 @@ class PooledRoute:
         placed: PlacedGroup,
         channel: Channel,
     ) -> Array:
-        """Return ``function(rows)``, with `all_rows` if the route overflows."""
+        """Call ``function`` with `rows`, or with `all_rows` if the route overflows."""
         if self.has_space_for_all:
             return function(self.rows)
         return jax.lax.cond(
@@ -244,7 +244,7 @@ def _pack(
 def _gather_gradients(
     placed: PlacedGroup, gradient: RowGradients, channel: Channel, route: PooledRoute
 ) -> Callable[[Int32[Array, "devices _"]], RowGradients]:
-    """Gather all devices' bag gradients; return a function that gives rows their gradient.
+    """Gather all devices' bag gradients; return a function that makes the gradient of rows.
 
     The function takes `PooledRoute.rows`, or `PooledRoute.all_rows`.
     """

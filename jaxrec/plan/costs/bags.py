@@ -26,7 +26,8 @@ class BagsCosts(ExchangeCosts):
     """Costs of the exchange in which the one owner of a table pools whole bags.
 
     A device sends its ids to the owner, which it knows without a sort. The owner pools the bags
-    and sends them home. `Load.ids` and `Load.bags` count positions of messages at the owner.
+    and sends them to their samples' devices. `Load.ids` and `Load.bags` count positions of messages
+    at the owner.
     """
 
     exchange = BAGS
@@ -101,7 +102,7 @@ class PooledByHostCosts(ExchangeCosts):
 
     A device sends its ids to one device of the table's host. That device sorts them by the owners
     of their rows, which pool them. A reduce-scatter within the host adds the owners' sums up, and
-    bags travel home between hosts.
+    bags travel between hosts to their samples' devices.
     """
 
     exchange = POOLED_BY_HOST

@@ -181,9 +181,9 @@ class ExchangeCosts(abc.ABC):
         return 32 * workload.capacity
 
     def sum_at_home(self, bags: float, topology: Topology) -> float:
-        """Return the seconds to send the owners' sums of ``bags`` bags home and add them up."""
+        """Return the seconds to send owners' sums of bags to the samples' devices and add them."""
         # A collective adds in the format that it sends, so narrower formats are sent by an
-        # all-to-all of as many numbers and added at home in float32.
+        # all-to-all of as many numbers and added in float32 there.
         if self.group.precision.forward == "float32":
             return reduce_scatter(bags * self.group.gradient_bytes, topology)
         return all_to_all(bags * self.group.sent_bag_bytes, topology)

@@ -17,9 +17,10 @@ from jaxrec.plan.workload import TableWorkload
 class RowsCosts(ExchangeCosts):
     """Costs of the exchange that sends distinct rows to the devices of the samples.
 
-    A device drops repeated ids, requests rows from their owners and pools them at home. Backward,
-    it sums gradients by row and sends the sums to the owners. Between each two devices a round has
-    positions for ``1.25 * capacity / devices`` rows; rows that do not fit take more rounds.
+    A device drops repeated ids, requests rows from their owners, and pools the rows that it gets.
+    Backward, it sums gradients by row and sends the sums to the owners. A round has positions for
+    ``1.25 * capacity / devices`` rows from one device to another; rows that do not fit take more
+    rounds.
     """
 
     exchange = ROWS
@@ -105,7 +106,7 @@ class RowsCosts(ExchangeCosts):
         return (12 + 4 * DEFAULT_CAPACITY_FACTOR) * workload.capacity
 
     def temporary_bytes(self, workload: TableWorkload) -> float:
-        """Return the bytes of rows at home and in messages.
+        """Return the bytes of rows on their samples' device and in messages.
 
         They are ``2 * capacity * (4 * width + 32) + 2 * round_capacity * (4 * width + 4)``.
         """

@@ -33,7 +33,7 @@ class RowFlags:
         return self._flags.nbytes + self._is_marked.nbytes
 
     def mark(self, rows: np.ndarray, bits: int | np.ndarray) -> None:
-        """Set bits, one number or ``[n]``, of rows ``[n]``."""
+        """Set bits of rows, ``[n]``; ``bits`` is one number for all rows, or ``[n]`` numbers."""
         # NumPy writes a repeated row once, which is right only if all get the same bits.
         self._flags.reshape(-1)[rows] |= np.asarray(bits, self._flags.dtype)
         self._is_marked[rows // _BLOCK] = True
@@ -85,7 +85,7 @@ class IdFlags:
         return self._ids.size
 
     def mark(self, ids: np.ndarray, bits: int | np.ndarray) -> None:
-        """Set bits, one number or ``[n]``, of ids ``[n]``."""
+        """Set bits of ids, ``[n]``; ``bits`` is one number for all ids, or ``[n]`` numbers."""
         flags = np.broadcast_to(np.asarray(bits, self._flags.dtype), ids.shape)
         self._added.append((ids[flags != 0], flags[flags != 0]))
         self._num_added += self._added[-1][0].size

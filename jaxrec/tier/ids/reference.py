@@ -300,9 +300,10 @@ def write_records(
     through_map: bool,
     threads: int,
 ) -> int:
-    """Write records, uint8 ``[n, width]``, at distinct slots; return 0 or the error's number.
+    """Write records, uint8 ``[n, width]``, at distinct slots; return 0 or an ``errno``.
 
-    ``through_map`` allows the library to write existing pages through the map.
+    With ``through_map`` the C++ library may write existing pages through the mapped memory. This
+    function never does.
     """
     # `pwrite` reports a full disk as an error; a write through the map would kill the process.
     rows = np.zeros((slots.size, file.stride), np.uint8)
@@ -320,7 +321,7 @@ def write_records(
 
 
 def erase_records(file: RecordArray, slots: np.ndarray) -> int:
-    """Remove the records of some slots; return 0 or the error's number."""
+    """Remove the records of some slots; return 0 or an ``errno``."""
     # Slots without a record are skipped: to write their tag would fill a hole of the file.
     has_record = (_rows(file)[slots, :8] != 0).any(axis=1)
     for start in (file.start + slots[has_record] * file.stride).tolist():

@@ -253,7 +253,7 @@ class _Names:
         return [each for each in self._state.names if _is_state_of(each, name, keys)]
 
     def state(self, name: str, keys: Sequence[str]) -> str:
-        """Return the entry of `states`; raise a CheckpointError unless there is exactly one."""
+        """Return the only entry that `states` finds; none or several are a CheckpointError."""
         return self._only(self.states(name, keys), f"state.{name}.{' or '.join(keys)}")
 
     def _only(self, found: list[str], name: str) -> str:

@@ -96,7 +96,11 @@ def starts_of(sizes: Sequence[int]) -> tuple[int, ...]:
 def bag_rows(
     bags: Int32[Array, "*n"], features: Int32[Array, "..."], layout: BagLayout
 ) -> Int32[Array, "*n"]:
-    """Return the output row of each bag, given bags feature by feature and their feature(s)."""
+    """Return the output row of each bag.
+
+    ``bags`` counts feature by feature: first all bags of feature 0, then those of feature 1, and so
+    on. ``features`` has the feature of each bag, or one feature for all.
+    """
     if not layout.is_interleaved:
         return bags
     sample = bags - features * layout.strides[0]

@@ -16,8 +16,8 @@ from jaxrec.embed.kernels.mosaic.programs import is_interpreted
 
 THREADS = 128  # of a program: one warpgroup
 WARP = 32
-# Vectors of a row that a thread has, at most, where one warp shares the row. Two warps share wider
-# rows. (Mosaic finds no layout where four do, and a program has a single row.)
+# Largest number of vectors of a row that a thread has, if one warp shares the row. Two warps share
+# wider rows. (Mosaic finds no layout where four do, and a program has a single row.)
 _MOST_VECTORS = 8
 
 
@@ -25,7 +25,7 @@ _MOST_VECTORS = 8
 class Lanes:
     """Distribution of rows ``[n, columns]`` over the threads of a program."""
 
-    threads: int  # threads that share a row: a power of two up to 64
+    threads: int  # threads that share a row: a power of two up to 128
     vector: int  # elements that a thread has side by side, and loads at once
     columns: int  # columns of a row, with padding: a multiple of ``threads * vector``
     width: int  # columns that are not padding
@@ -33,7 +33,10 @@ class Lanes:
 
     @classmethod
     def of(cls, width: int, vector: int, first: int = 0) -> Lanes:
-        """Return the lanes of rows of ``width`` elements, of which a thread loads ``vector``."""
+        """Return the lanes of rows of ``width`` columns; a thread loads ``vector`` of them at once.
+
+        ``first`` is the element of a stored row that is column 0.
+        """
         vectors = -(-width // vector)
         threads = min(pl.next_power_of_2(vectors), WARP)
         if vectors > WARP * _MOST_VECTORS:
@@ -42,12 +45,12 @@ class Lanes:
 
     @property
     def height(self) -> int:
-        """Rows that the threads hold at a time: ``n`` is a multiple of it."""
+        """Number of rows that the threads hold at a time; ``n`` is a multiple of this number."""
         return THREADS // self.threads
 
     @property
     def steps(self) -> int:
-        """Vectors of a row that each of its threads has."""
+        """Number of a row's vectors that each of the row's threads has."""
         return self.columns // (self.threads * self.vector)
 
     @property
