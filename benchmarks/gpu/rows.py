@@ -65,7 +65,7 @@ def measure(shape: dict[str, Any], optimizer: str) -> Iterator[dict[str, Any]]:
         jaxrec.EmbeddingConfig(f"t_{key}", shape["V"], shape["D"], feature_names=(key,))
         for key in keys
     ]
-    tables = init_tables(configs, OPTIMIZERS[optimizer], jax.random.key(0))
+    tables: Any = init_tables(configs, OPTIMIZERS[optimizer], jax.random.key(0))
     ids = draw_ids(shape)
     features = jax.device_put(
         jaxrec.KeyedJaggedArray.from_lengths(

@@ -26,6 +26,7 @@ from jaxrec.nn.event_tokens import ActionEncoder as ActionEncoder
 from jaxrec.nn.event_tokens import ContextTokens as ContextTokens
 from jaxrec.nn.event_tokens import EventTokens as EventTokens
 from jaxrec.nn.history_cache import HistoryCache as HistoryCache
+from jaxrec.nn.history_sampling import stochastic_length as stochastic_length
 from jaxrec.nn.hstu import HSTU as HSTU
 from jaxrec.nn.hstu import HSTUBlock as HSTUBlock
 from jaxrec.nn.hstu_ranker import HSTURanker as HSTURanker
@@ -57,7 +58,6 @@ from jaxrec.nn.sequence import PositionEmbedding as PositionEmbedding
 from jaxrec.nn.sequence import SequenceOptions as SequenceOptions
 from jaxrec.nn.sequence import candidate_scores as candidate_scores
 from jaxrec.nn.sequence import last_states as last_states
-from jaxrec.nn.stochastic_length import stochastic_length as stochastic_length
 from jaxrec.nn.target_tasks import TargetNorm as TargetNorm
 from jaxrec.nn.target_tasks import TargetTasks as TargetTasks
 from jaxrec.nn.target_tasks import Task as Task
