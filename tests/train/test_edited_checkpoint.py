@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import zlib
@@ -23,6 +24,13 @@ pytestmark = [
     # Orbax does not await its other reads after one that failed.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    """Collect those reads here: later they would fail the test that runs then."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
