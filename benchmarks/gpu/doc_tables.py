@@ -119,7 +119,9 @@ def kernels(primitive: str, kernel: str, of_rows: tuple[str, ...]) -> Iterator[s
         (backend, version)
         for backend in _backends(pages)
         for version, page in pages.items()
-        if any(row.get("program", "").startswith(f"{backend} {primitive}") for row in page)
+        if not {f"{backend} {primitive} {name} L20" for name in of_rows}.isdisjoint(
+            row.get("program") for row in page
+        )
     ]
     yield f"| rows | {' | '.join(f'{backend}, {version}' for backend, version in columns)} |"
     yield "|---|" + "---|" * len(columns)
@@ -215,6 +217,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "pooled lookup": lambda: kernels("pooled_lookup", "pool", PLAIN_ROWS),
     "update": lambda: kernels("fused_update rowwise_adagrad", "update", PLAIN_ROWS),
     "packed lookup": lambda: kernels("pooled_lookup", "pool", PACKED_ROWS),
+    "packed update": lambda: kernels("fused_update rowwise_adagrad", "update", PACKED_ROWS),
     "behind": behind,
     "launches": launches,
     "steps": steps,
