@@ -82,9 +82,17 @@ def cards() -> Iterator[str]:
         pages = ", ".join(f"[yes](../benchmarks/results/{page})" for page in timed) or "no"
         compiled = ", ".join(
             f"[{version}](../benchmarks/results/compiled.{card}.jax-{version}.md)"
+            f"{_left_out(card, version)}"
             for version in versions(card)
         )
         yield f"| {name} | {pages} | {compiled} |"
+
+
+def _left_out(card: str, version: str) -> str:
+    """Return a remark about a page that has no programs of Mosaic."""
+    programs = [row.get("program", "") for row in compiled_rows(card, version)]
+    is_whole = any(program.startswith("mosaic ") for program in programs)
+    return "" if is_whole else " (older, Triton's alone)"
 
 
 def times() -> Iterator[str]:
