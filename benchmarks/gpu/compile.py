@@ -25,7 +25,7 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 # GEMMs are not tuned without a card, and no CPU computes anything here.
@@ -117,8 +117,11 @@ class Report:
     refused: list[str] = dataclasses.field(default_factory=list)
     failures: list[str] = dataclasses.field(default_factory=list)
 
-    def page(self, options: str) -> str:
-        """Return the results, made with options of the command line, in Markdown."""
+    def page(self, options: str, contents: str) -> str:
+        """Return the results, made with options of the command line, in Markdown.
+
+        ``contents`` is a sentence about the programs.
+        """
         failed = [f"- {failure}" for failure in self.failures] or ["None."]
         refused = ["\nNot taken:\n", *(f"- {each}" for each in self.refused)]
         return "\n".join(
@@ -126,6 +129,7 @@ class Report:
                 f"# Kernels compiled for {self.card.name} by JAX {jax.__version__}\n",
                 f"Made by `python -m benchmarks.gpu.compile{options}` without a GPU. Nothing was "
                 "timed; docs/gpu.md says what the figures mean.\n",
+                f"{contents}\n",
                 *KERNEL_HEADER,
                 *map(str, self.kernels),
                 "\nKernels and the like that a call launches:\n",
@@ -180,9 +184,20 @@ def main(options: Options) -> None:
         path = RESULTS / f"compiled.{options.card}.jax-{jax.__version__}.md"
         used = "" if options.card == "h200" else f" --card {options.card}"
         used += " --quick" if options.quick else ""
-        path.write_text(report.page(used + ("" if options.steps else " --no-steps")))
+        used += "" if options.steps else " --no-steps"
+        path.write_text(report.page(used, contents(backends, options.quick, options.steps)))
         print(path)
     sys.exit(bool(report.failures))
+
+
+def contents(backends: Sequence[str], quick: bool, steps: bool) -> str:
+    """Return a sentence about the programs of a run."""
+    calls = "rows of 64 and 128 columns, 20 ids a bag, row-wise Adagrad" if quick else "all calls"
+    if not steps:
+        of_steps = "no training steps"
+    else:
+        of_steps = "training steps but the largest" if quick else "all training steps"
+    return f"Programs of {', '.join(backends)} and XLA: {calls}; {of_steps}."
 
 
 def calls(backends: Any, quick: bool) -> Iterator[Program]:

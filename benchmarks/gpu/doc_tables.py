@@ -82,9 +82,17 @@ def cards() -> Iterator[str]:
         pages = ", ".join(f"[yes](../benchmarks/results/{page})" for page in timed) or "no"
         compiled = ", ".join(
             f"[{version}](../benchmarks/results/compiled.{card}.jax-{version}.md)"
+            f"{_left_out(card, version)}"
             for version in versions(card)
         )
         yield f"| {name} | {pages} | {compiled} |"
+
+
+def _left_out(card: str, version: str) -> str:
+    """Return a remark about a page that has no programs of Mosaic."""
+    programs = [row.get("program", "") for row in compiled_rows(card, version)]
+    is_whole = any(program.startswith("mosaic ") for program in programs)
+    return "" if is_whole else " (older, Triton's alone)"
 
 
 def times() -> Iterator[str]:
@@ -119,7 +127,9 @@ def kernels(primitive: str, kernel: str, of_rows: tuple[str, ...]) -> Iterator[s
         (backend, version)
         for backend in _backends(pages)
         for version, page in pages.items()
-        if any(row.get("program", "").startswith(f"{backend} {primitive}") for row in page)
+        if not {f"{backend} {primitive} {name} L20" for name in of_rows}.isdisjoint(
+            row.get("program") for row in page
+        )
     ]
     yield f"| rows | {' | '.join(f'{backend}, {version}' for backend, version in columns)} |"
     yield "|---|" + "---|" * len(columns)
@@ -215,6 +225,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "pooled lookup": lambda: kernels("pooled_lookup", "pool", PLAIN_ROWS),
     "update": lambda: kernels("fused_update rowwise_adagrad", "update", PLAIN_ROWS),
     "packed lookup": lambda: kernels("pooled_lookup", "pool", PACKED_ROWS),
+    "packed update": lambda: kernels("fused_update rowwise_adagrad", "update", PACKED_ROWS),
     "behind": behind,
     "launches": launches,
     "steps": steps,

@@ -48,6 +48,9 @@ LIMITS = (
     Limit("copy_rows", "", round_trips=2),
     Limit("sum_part", "", round_trips=6),
     Limit("sum_block", "", round_trips=6),
+    # Mosaic's two passes sum parts and blocks too, beside counting and listing runs.
+    Limit("first_pass", "", round_trips=6),
+    Limit("second_pass", "", round_trips=6),
     Limit("square_runs", "", round_trips=6),
     # A run of one lookup takes two before its first store. This counts both loops, once each.
     # JAX 0.12.0.1 compiles this program otherwise for an A100 than for the other cards.

@@ -220,8 +220,9 @@ class Trials:
                 self._results[form] = result = self._find(form)
                 if result is not None:
                     warnings.warn(
-                        f"jaxrec computes {form} by XLA on this {self.card.device_kind}, more "
-                        f"slowly: its {self.name} kernel did not pass the trial, since {result}. "
+                        f"jaxrec's {self.name} kernel did not pass the trial of {form} on this "
+                        f"{self.card.device_kind}, since {result}. The next implementation runs "
+                        "instead, which is slower if it is XLA's. "
                         "Please report this with the output of `jaxrec doctor`; "
                         "JAXREC_KERNELS=reference chooses XLA without this warning",
                         RuntimeWarning,

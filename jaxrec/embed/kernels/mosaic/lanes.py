@@ -16,8 +16,10 @@ from jaxrec.embed.kernels.mosaic.programs import is_interpreted
 
 THREADS = 128  # of a program: one warpgroup
 WARP = 32
-# Largest number of vectors of a row that a thread has, if one warp shares the row. Two warps share
-# wider rows. (Mosaic finds no layout where four do, and a program has a single row.)
+# Largest number of vectors of a row that a thread has, if one warp shares the row. In a lookup, two
+# warps share wider rows: with four, a program would have one row, and Mosaic finds no layout for
+# the maximum of one length. Updates let four warps share a row (`runs.row_lanes`), as each of their
+# programs has two rows or more.
 _MOST_VECTORS = 8
 
 

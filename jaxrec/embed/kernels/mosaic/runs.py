@@ -187,7 +187,7 @@ def row_lanes(dim: int) -> Lanes:
     # of float32 have. It divides the width, so that each load is aligned in all of them.
     vector = next(size for size in (4, 2, 1) if dim % size == 0)
     lanes = Lanes.of(dim, vector)
-    if lanes.steps * vector <= _WIDEST or lanes.threads == THREADS:
+    if lanes.steps * vector <= _WIDEST:
         return lanes
     # All four warps share a row. A warp would have too few registers for the row, its gradient and
     # its state.
