@@ -217,3 +217,5 @@ def _save(
             report.plot(unfinished / PICTURE_FILE)
         except ModuleNotFoundError as error:
             print(error)
+        # Looked at again: the model took its time, and files that came meanwhile are not ours.
+        _free_directory(out)

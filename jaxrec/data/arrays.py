@@ -75,7 +75,7 @@ class NpyGroups:
 
     Raises:
         OSError: A file cannot be read.
-        DataError: The arrays have different numbers of rows, or more than two axes.
+        DataError: An array has records or more than two axes, or numbers of rows differ.
 
     Example:
         >>> import pathlib, tempfile
@@ -100,6 +100,9 @@ class NpyGroups:
                 arrays[name] = np.lib.format.open_memmap(path, "r")
             except (ValueError, OverflowError, TypeError) as error:
                 raise DataError(f"{path} is not an npy file ({error})") from None
+        for name, array in arrays.items():
+            if array.dtype.kind == "V":
+                raise DataError(f"{self.paths[name]} holds {array.dtype}, expected numbers")
         shapes = {name: array.shape for name, array in arrays.items()}
         if len({shape[:1] for shape in shapes.values()}) != 1 or any(
             len(shape) not in (1, 2) for shape in shapes.values()

@@ -145,7 +145,7 @@ class WriteMetrics(Callback):
             self.writer.wait()
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class StepTrace(Callback):
     """Traces `STEPS` steps of a run for TensorBoard's profiler or Perfetto.
 

@@ -82,7 +82,7 @@ def click_metrics(sums: Float[np.ndarray, " sums"]) -> dict[str, float]:
         }
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class RunningMetrics(Callback):
     """Shows and records the metrics of the last steps.
 
@@ -141,7 +141,7 @@ class RunningMetrics(Callback):
         self.record(self._step, compute)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class HeldOutEvaluation(Callback):
     """Evaluates a model on held-out rows, every ``every`` steps (None: never) and on demand.
 

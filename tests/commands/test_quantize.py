@@ -161,6 +161,19 @@ def test_a_row_with_a_nan(work, capsys, monkeypatch):
     assert not (work / "run-int8").exists()
 
 
+def test_files_that_came_meanwhile(work, capsys, monkeypatch):
+    kept = work / "run-int8/notes.txt"
+
+    def load(path):
+        kept.parent.mkdir()
+        kept.write_text("mine")
+
+    monkeypatch.setattr("jaxrec.commands.quantize.load_quantized", load)
+    assert main(["quantize", "run"]) == 2
+    assert "run-int8 exists; give another --out" in capsys.readouterr().err
+    assert kept.read_text() == "mine"
+
+
 def test_a_directory_that_is_no_quantized_model(work):
     with pytest.raises(CheckpointError, match="there is no model of jaxrec quantize here"):
         load_quantized(work / "run")

@@ -4,6 +4,7 @@ import pickle
 import sys
 import threading
 
+import ml_dtypes
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -219,6 +220,11 @@ def test_what_cannot_be_read(tmp_path):
     for content in (b"x" * 100, b"", b"PK\3\4" * 9):
         (tmp_path / "no.npy").write_bytes(content)
         with pytest.raises(DataError, match=r"no\.npy is not an npy file"):
+            _ = NpyGroups({"a": tmp_path / "no.npy"}).sizes
+    # NumPy's format has no name for bfloat16, which it writes as bytes.
+    for array in (np.ones(3, ml_dtypes.bfloat16), np.ones(3, [("x", "f4")])):
+        np.save(tmp_path / "no.npy", array)
+        with pytest.raises(DataError, match=r"no\.npy holds .*, expected numbers"):
             _ = NpyGroups({"a": tmp_path / "no.npy"}).sizes
     with pytest.raises(DataError, match="make no batch of 40: a process of 2 has 3"):
         len(BatchSource(groups, 40, shard=Shard(0, 2)))

@@ -22,6 +22,7 @@ from jaxrec.train.checkpoint import (
     CheckpointManager,
     CheckpointMetadata,
     PreservationPolicy,
+    tree,
 )
 from jaxrec.train.checkpoint.files import UNFINISHED
 
@@ -402,3 +403,16 @@ def test_a_failed_save_leaves_no_thread_that_waits(tmp_path, monkeypatch, number
     assert names - {f"1{UNFINISHED}"} == {"0", ".lock"}
     checkpoint.save(tmp_path, model, optimizer)
     assert {entry.name for entry in tmp_path.iterdir()} == {"1", ".lock"}
+
+
+def test_tables_are_copied_before_other_arrays(monkeypatch):
+    """Copies on the devices of a table, on its way to the host, and of other arrays add up."""
+    made = []
+    for name in ("_copy", "_off_devices"):
+        real = getattr(tree, name)
+        monkeypatch.setattr(
+            tree, name, lambda *args, name=name, real=real: made.append(name) or real(*args)
+        )
+    tree.saved_tree(*make(), {"loss": jnp.zeros(())})
+    assert made == sorted(made, reverse=True)
+    assert made.count("_off_devices") == 4

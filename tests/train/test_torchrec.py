@@ -483,3 +483,18 @@ def test_modules_that_torchrec_has(tmp_path):
     with np.load(tmp_path / "y.npz") as found:
         for name, array in arrays.items():
             np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def test_names_with_a_slash(tmp_path):
+    config = jaxrec.EmbeddingBagConfig("item", 3, 2)
+    names = ("user/clicks", "user")
+    model = nnx.Dict(
+        {name: jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0)) for name in names}
+    )
+    values = {name: np.full((3, 2), float(len(name))) for name in names}
+    rows = {f"{name}.embedding_bags.item.weight": value for name, value in values.items()}
+    np.savez(tmp_path / "x.npz", **rows)
+    load_torchrec(model, tmp_path / "x.npz")
+    for name in names:
+        np.testing.assert_array_equal(model[name].table("item"), values[name])
+    assert save_torchrec(model, tmp_path / "y.npz") == sorted(rows)

@@ -115,13 +115,16 @@ def _saved_tree(
         arrays = {"index": rows, "rows": values.pop("rows"), "state": values}
         return jax.tree.map(_with_end, arrays)
 
+    # Before the copies of other arrays: a table is copied on the devices on its way to the host,
+    # and must not need room beside them.
+    tables = {
+        path: {config.name: table(path, each, config.name) for config in each.configs}
+        for path, each in collections(model).items()
+    }
     return {
         "dense": copies(dense_variables(model)),
         "optimizer": copies(variables(optimizer)),
-        "tables" if changes is None else "changes": {
-            path: {config.name: table(path, each, config.name) for config in each.configs}
-            for path, each in collections(model).items()
-        },
+        "tables" if changes is None else "changes": tables,
         "run": {str(i): _copy(jnp.asarray(x)) for i, x in enumerate(jax.tree.leaves(state))},
     }
 

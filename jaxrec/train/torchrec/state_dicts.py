@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxrec.embed.collection import Collection, EmbeddingBagCollection, find_collections
+from jaxrec.embed.collection import Collection, EmbeddingBagCollection
 from jaxrec.embed.variables import value_like
 from jaxrec.files.atomic import write_atomically
 from jaxrec.mesh.agree import on_process_zero
@@ -276,7 +276,9 @@ def _is_state(name: str, suffix: str) -> bool:
 
 def _collections(model: nnx.Module) -> dict[str, Collection]:
     """Return a model's collections by dotted path, as state dicts have it."""
-    return {path.replace("/", "."): each for path, each in find_collections(model).items()}
+    # By the parts of the path, whose names may have slashes of their own.
+    modules = nnx.iter_modules(model)
+    return {dotted(path): each for path, each in modules if isinstance(each, Collection)}
 
 
 def _state_entries(
