@@ -9,7 +9,7 @@ histories. Listens are generated, from the candidate alone, so the loss falls; w
 the model at its real widths and how fast it trains. Tables lie over all devices as the planner
 places them.
 
-    python examples/dlrm_v4.py                                             # a minute on two cores
+    python examples/dlrm_v4.py
     python examples/dlrm_v4.py --scale 1 --length 4086 --batch-size 8192   # on eight GPUs of 141 GB
 """
 

@@ -7,7 +7,7 @@ layer a token sees the event before it. Noise bounds every model's AUC; the best
 printed beside the ranker's. At the end histories are encoded once and their candidates scored
 against the cache, with the scores of one pass.
 
-    python examples/hstu_ranker.py                        # half a minute on two cores
+    python examples/hstu_ranker.py
 """
 
 from __future__ import annotations

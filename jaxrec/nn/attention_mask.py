@@ -93,6 +93,8 @@ def make_mask(
     ):
         if size < least:
             raise ValueError(f"{name} is {least} or more, got {size}")
+        if size != int(size):
+            raise ValueError(f"{name} is an integer, got {size}")
     if max_attention_length and not causal:
         raise ValueError(
             f"max_attention_length={max_attention_length} looks back from the query, so it needs "
@@ -129,20 +131,24 @@ def _counts(
             f"{name} has a number for each row, in the shape of lengths, {lengths.shape}; its "
             f"shape is {np.shape(counts)}"
         )
+    if not jnp.issubdtype(jnp.result_type(counts), jnp.integer):
+        raise ValueError(f"{name} counts tokens in integers, got {jnp.result_type(counts)}")
     if not isinstance(counts, jax.core.Tracer) and np.min(np.asarray(counts), initial=0) < 0:
         raise ValueError(f"{name} is 0 or more, got {int(np.min(np.asarray(counts)))}")
     return jnp.broadcast_to(jnp.asarray(counts, jnp.int32), lengths.shape)
 
 
 def require_counts(name: str, counts: AnyArray | None, lengths: AnyArray) -> None:
-    """Refuse counts of a row's tokens that exceed its length, where both are known."""
-    if counts is None or any(isinstance(x, jax.core.Tracer) for x in (counts, lengths)):
+    """Refuse counts of another shape, and those known to exceed a row's length."""
+    if counts is None:
         return
     if counts.shape != lengths.shape:
         raise ValueError(
             f"{name} has a number for each row, in the shape of lengths, {lengths.shape}; its "
             f"shape is {counts.shape}"
         )
+    if any(isinstance(x, jax.core.Tracer) for x in (counts, lengths)):
+        return
     counts, lengths = np.asarray(counts), np.asarray(lengths)
     wrong = np.argwhere((counts < 0) | (counts > lengths))
     if wrong.size:

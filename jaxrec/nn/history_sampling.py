@@ -41,7 +41,7 @@ def stochastic_length(
     Raises:
         TypeError: The batch is not in NumPy arrays.
         ValueError: ``alpha`` is not from 1 to 2, ``max_length`` below 1, the keys differ in their
-            lengths, or the capacity is too small.
+            lengths or these do not fit the batch, or the capacity is too small.
         KeyError: The batch lacks a key.
 
     Example:
@@ -69,13 +69,18 @@ def stochastic_length(
     for key in keys:
         if not np.array_equal(columns[key].lengths, lengths):
             raise ValueError(f"{keys[0]!r} and {key!r} differ in the lengths of their rows")
+    if lengths.ndim != 1 or lengths.min(initial=0) < 0 or lengths.sum() > columns[keys[0]].capacity:
+        raise ValueError(
+            f"the batch has one length of 0 or more for each row, and no more events than its "
+            f"capacity, {columns[keys[0]].capacity}; {keys[0]!r} has the lengths {lengths}"
+        )
     rows = np.repeat(np.arange(len(lengths)), lengths)
     keep = _kept_events(np.asarray(lengths), rows, max_length, alpha, rng)
     kept_lengths = np.bincount(rows[keep], minlength=len(lengths)).astype(np.int32)
     size = capacity_for(int(keep.sum())) if capacity is None else capacity
     if keep.sum() > size:
         raise ValueError(f"{int(keep.sum())} events stay, but the capacity is {size}")
-    for key in keys:
+    for key in dict.fromkeys(keys):
         column = columns[key]
 
         def cut(values: np.ndarray) -> np.ndarray:

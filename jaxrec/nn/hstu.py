@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int
 
@@ -123,8 +124,9 @@ class HSTUBlock(nnx.Module):
                 authors' code, which pads sequences to ``max_length``.
 
         Raises:
-            ValueError: Timestamps are missing, or given without ``time_buckets``; or
-                ``next_timestamps`` are given where they are not read.
+            ValueError: Timestamps are missing, or given without ``time_buckets``;
+                ``next_timestamps`` are given where they are not read; or there is not one time for
+                each element or row.
         """
         (states,) = promote(self.dtype, without_padding(states, complete_cumsum(lengths)))
         # One product for all four projections; the split follows the paper's order U, V, Q, K.
@@ -159,6 +161,11 @@ class HSTUBlock(nnx.Module):
             raise ValueError('next_timestamps needs timestamps and query_time="next"')
         if timestamps is None or self.query_time == "own":
             return None
+        if next_timestamps is not None and np.shape(next_timestamps) != lengths.shape:
+            raise ValueError(
+                f"next_timestamps has a time for each row, {lengths.shape}; its shape is "
+                f"{np.shape(next_timestamps)}"
+            )
         arrays = jax.tree.map(jnp.asarray, (lengths, timestamps, next_timestamps))
         return each_device(functools.partial(_next_times, max_length=self.max_length), *arrays)
 

@@ -71,6 +71,7 @@ def append_events(
     _check_growth(model)
     embedded = look_up(model.embeddings, features)
     history = read_events(model.features, "history", features, embedded, with_actions=True)
+    _require_rows("new events", history.lengths, cache)
     states, times = model.history_tokens(history)
     per_event = model.tokens.tokens_per_event
     counts = history.lengths * per_event
@@ -116,11 +117,7 @@ def score_candidates(
     """Return the logits of candidates; `HSTURanker.score`."""
     embedded = look_up(model.embeddings, features)
     targets = read_events(model.features, "targets", features, embedded, with_actions=False)
-    if targets.lengths.shape != cache.lengths.shape:
-        raise ValueError(
-            f"the cache has rows {cache.lengths.shape} and the candidates {targets.lengths.shape}; "
-            "row b of both is one user"
-        )
+    _require_rows("candidates", targets.lengths, cache)
     size = targets.capacity if longest is None else longest
     capacity = cache.keys[0].shape[-3]
     _check_bound("candidates", targets.lengths, size, "longest")
@@ -227,6 +224,15 @@ def _checked_capacity(model: Ranker, capacity: int | None) -> int:
             "counts candidates; histories cannot be encoded without them"
         )
     return model.max_length if capacity is None else capacity
+
+
+def _require_rows(what: str, lengths: Array, cache: HistoryCache) -> None:
+    """Refuse a batch of other users than the cache's, which would be broadcast."""
+    if lengths.shape != cache.lengths.shape:
+        raise ValueError(
+            f"the cache has rows {cache.lengths.shape} and the {what} {lengths.shape}; row b of "
+            "both is one user"
+        )
 
 
 def _check_growth(model: Ranker) -> None:

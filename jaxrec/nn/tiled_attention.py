@@ -72,7 +72,7 @@ def jagged_attention(
         TypeError.
 
     Raises:
-        ValueError: The mask's arguments contradict each other or ``lengths``.
+        ValueError: Shapes, or the mask's arguments, contradict each other or ``lengths``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -214,9 +214,9 @@ def hstu_attention(
         jit a row with more targets or queries than elements becomes NaN.
 
     Raises:
-        ValueError: Only one of ``time_bias`` and ``timestamps`` is given; the mask's arguments
-            contradict each other or ``lengths``; or ``scale`` is neither a number nor one for each
-            query.
+        ValueError: Only one of ``time_bias`` and ``timestamps`` is given; shapes, or the mask's
+            arguments, contradict each other or ``lengths``; or ``scale`` is neither a number nor
+            one for each query.
 
     Example:
         >>> import jax.numpy as jnp
@@ -366,6 +366,7 @@ def _tiled(
     """Call ``attend(plan, shared, query, ...)`` with one batch, or each device's batch."""
     if block_size < 1:
         raise ValueError(f"block_size is 1 or more, got {block_size}")
+    _require_shapes(lengths, times, shared, query, key, value)
     if query_lengths is None and query.shape[-3] != key.shape[-3]:
         raise ValueError(
             f"{query.shape[-3]} queries and {key.shape[-3]} keys: queries that are only the last "
@@ -393,6 +394,47 @@ def _tiled(
 
     facts = (lengths, query_lengths, mask, times, shared, query, key, value, *of_queries)
     return on_auto_axes(call, *jax.tree.map(jnp.asarray, facts))
+
+
+def _require_shapes(
+    lengths: AnyArray,
+    times: tuple[AnyArray | None, AnyArray | None],
+    biases: Any,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
+) -> None:
+    """Refuse shapes that contradict each other: broadcast or padded, they give wrong numbers."""
+    devices = lengths.shape[:-1]
+    shapes = tuple(array.shape for array in (query, key, value))
+    ndim = len(devices) + 3
+    if any(len(shape) != ndim or shape[:-3] != devices for shape in shapes):
+        raise ValueError(
+            f"query, key and value have {ndim} axes for lengths of shape {lengths.shape}: "
+            f"{(*devices, 'elements', 'heads', 'columns')}; got {shapes}"
+        )
+    (*_, heads, dim), (*_, capacity, _, _), _ = shapes
+    if shapes[1][-2:] != (heads, dim) or shapes[2][-3:-1] != (capacity, heads):
+        raise ValueError(
+            "query, key and value have equal heads, query and key equal columns, and key and value "
+            f"equal elements; got {shapes}"
+        )
+    of_queries, of_keys = times
+    for name, given, array in (
+        ("timestamps", of_keys, key),
+        ("query_timestamps", of_queries, query),
+    ):
+        if given is not None and given.shape != array.shape[:-2]:
+            raise ValueError(
+                f"{name} has a time for each element, {array.shape[:-2]}; its shape is "
+                f"{given.shape}"
+            )
+    for name, table in (biases or {}).items():
+        if table is not None and (table.ndim != 2 or not table.shape[0] or table.shape[1] != heads):
+            raise ValueError(
+                f"{name}_bias has one row or more, each with a number for each head, here {heads}; "
+                f"its shape is {table.shape}"
+            )
 
 
 def _blocks(plan: TilePlan, query: Array, *keys: Array) -> list[Array]:

@@ -11,6 +11,7 @@ from flax import nnx
 
 import jaxrec
 from jaxrec import nn
+from jaxrec.nn.positions import positions_in_rows
 
 ROWS, DIM = 40, 4
 
@@ -112,8 +113,9 @@ def ranker_outputs(module, features):
 
 def with_times(module, column):
     """A module that takes states, lengths and times, as a function of columns."""
-    times = jnp.arange(column.values.shape[-2], dtype=jnp.int32) * 7
-    times = jnp.broadcast_to(times, column.values.shape[:-1])
+    # A row's last element may read an absolute time, so times do not depend on where in the batch,
+    # or on which device, a row lies.
+    times = positions_in_rows(column) * 7
     return dataclasses.replace(column, values=module(column.values, column.lengths, times))
 
 
@@ -264,17 +266,7 @@ CASES = {
     nn.HSTUBlock: Case(
         lambda **t: nn.HSTUBlock(DIM, 2, max_length=6, time_buckets=8, **t),
         (Column(DIM),),
-        lambda module, column: dataclasses.replace(
-            column,
-            values=module(
-                column.values,
-                column.lengths,
-                jnp.broadcast_to(
-                    jnp.arange(column.values.shape[-2], dtype=jnp.int32) * 7,
-                    column.values.shape[:-1],
-                ),
-            ),
-        ),
+        with_times,
     ),
     nn.HSTURanker: Case(ranker, (Bags(("history", "b", "target")),), ranker_outputs),
     nn.InteractionDCNArch: Case(

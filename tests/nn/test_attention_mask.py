@@ -81,6 +81,9 @@ REFUSALS = {
     ),
     "negative targets": ({"num_targets": np.array([-1, 0], np.int32)}, "0 or more, got -1"),
     "negative context": ({"contextual_length": -2}, "contextual_length is 0 or more, got -2"),
+    "fractions of targets": ({"num_targets": np.array([1.5, 0])}, "num_targets counts tokens in"),
+    "fractions of context": ({"contextual_length": 1.5}, "contextual_length counts tokens in"),
+    "half a window": ({"max_attention_length": 1.5}, "max_attention_length is an integer"),
     "too many queries": (
         {"query_lengths": np.array([3, 0], np.int32)},
         "row 0 has query_lengths=3 and length 2",
@@ -119,3 +122,39 @@ def test_rows_with_too_many_tokens_become_nan_under_jit(name):
     first = 2 if name == "num_targets" else 0
     assert np.isfinite(out[:first]).all()
     assert np.isnan(out[first:]).all()
+
+
+ONES = jnp.ones((5, 2, 2))
+TIMED = {"time_bias": jnp.ones((3, 2)), "timestamps": jnp.arange(5)}
+SHAPES = {
+    "fewer values": ((ONES, ONES, ONES[:3]), {}, "equal elements"),
+    "a head of keys": ((ONES, ONES[:, :1], ONES), {}, "equal heads"),
+    "a head of values": ((ONES, ONES, ONES[:, :1]), {}, "equal heads"),
+    "narrow keys": ((ONES, ONES[..., :1], ONES), {}, "equal columns"),
+    "no heads": ((ONES[:, 0], ONES[:, 0], ONES[:, 0]), {}, "have 3 axes"),
+    "fewer times": ((ONES,) * 3, TIMED | {"timestamps": jnp.arange(4)}, "^timestamps has a time"),
+    "fewer times of queries": (
+        (ONES,) * 3,
+        TIMED | {"query_timestamps": jnp.arange(4)},
+        "query_timestamps has a time",
+    ),
+    "no distances": ((ONES,) * 3, {"position_bias": jnp.ones((0, 2))}, "position_bias has one row"),
+    "a head of biases": ((ONES,) * 3, TIMED | {"time_bias": jnp.ones((3, 1))}, "each head, here 2"),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_that_would_be_broadcast_or_padded_are_refused(name):
+    arrays, arguments, message = SHAPES[name]
+    with pytest.raises(ValueError, match=message):
+        hstu_attention(*arrays, jnp.array([2, 3]), **arguments)
+
+
+def test_lengths_of_queries_are_one_a_row_under_jit():
+    attend = jax.jit(
+        lambda counts: hstu_attention(ONES, ONES, ONES, jnp.array([2, 3]), query_lengths=counts)
+    )
+    with pytest.raises(ValueError, match="query_lengths has a number for each row"):
+        attend(jnp.array([2]))

@@ -77,3 +77,16 @@ def test_refusals():
         stochastic_length(batch, [], max_length=9, alpha=1.0, rng=rng)
     with pytest.raises(TypeError, match="on the host"):
         stochastic_length(jax.device_put(batch), KEYS, max_length=9, alpha=1.0, rng=rng)
+    broken = batch_of([3, 4])
+    broken.lengths[0] = 100
+    with pytest.raises(ValueError, match="no more events than its capacity"):
+        stochastic_length(broken, ["history"], max_length=9, alpha=1.0, rng=rng)
+
+
+def test_a_key_that_is_named_twice_is_cut_once():
+    batch = batch_of([100, 3])
+    found = [
+        stochastic_length(batch, keys, max_length=100, alpha=1.0, rng=np.random.default_rng(0))
+        for keys in (["history"], ["history", "history"])
+    ]
+    assert found[0].to_lists() == found[1].to_lists()

@@ -164,6 +164,15 @@ def test_new_events_are_appended(name):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_cache_does_not_grow_by_events_of_other_users():
+    model = rankers.small(count_from="start")
+    batch = rankers.lists(LENGTHS, COUNTS)
+    single = {key: batch[key][:1] for key in HISTORY}
+    cache = encode(model, rankers.pack(single))
+    with pytest.raises(ValueError, match=r"rows \(1,\) and the new events \(4,\)"):
+        append(model, rankers.pack(batch, EVENTS), cache)
+
+
 def test_caches_are_picked_and_stacked_as_pytrees():
     """A server keeps one cache a user and scores users together."""
     model = rankers.small()

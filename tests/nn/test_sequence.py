@@ -124,6 +124,8 @@ def test_the_time_after_a_sequence_moves_its_last_state():
     assert float(jnp.abs(at_once[4] - later[4]).max()) > 1e-4
     with pytest.raises(ValueError, match="next_timestamps needs timestamps"):
         model(batch, None, jnp.array([1, 2]))
+    with pytest.raises(ValueError, match=r"a time for each row, \(2,\); its shape is \(1,\)"):
+        model(batch, times, jnp.array([1]))
 
 
 def test_the_time_of_the_query_itself():
