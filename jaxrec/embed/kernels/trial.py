@@ -193,8 +193,8 @@ def _fused_update(form: Form, rng: np.random.Generator, _: int) -> Example:
     state = {}
     for name, array in _used_state(form.optimizer, form.dim, rng).items():
         row_format = state_format(form.optimizer, name, array.ndim)
-        stored = array if array.ndim == 1 else row_format.pack(array)
-        state[name] = as_table(stored, row_format, form.dim)
+        is_number = array.ndim == 1
+        state[name] = array if is_number else as_table(row_format.pack(array), row_format, form.dim)
     state = jax.tree.map(np.asarray, state)
     static = {"optimizer": form.optimizer, "table_starts": (0, NUM_ROWS // 2)}
     return {**arrays, "state": state, "step": np.int32(3)}, static

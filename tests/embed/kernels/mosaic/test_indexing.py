@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -91,8 +90,8 @@ def test_threads_wait_before_one_stores_what_all_load(monkeypatch, rule, waits: 
     state = {}
     for name, array in rule.init(*table.shape).items():
         row_format = state_format(rule, name, array.ndim)
-        stored = array if array.ndim == 1 else row_format.pack(array)
-        state[name] = as_table(stored, row_format, table.shape[1])
+        is_number = array.ndim == 1
+        state[name] = array if is_number else as_table(row_format.pack(array), row_format, 8)
     lookups = Lookups(rows, jnp.zeros(1, jnp.int32), None)
     arguments = table, state, lookups, jnp.ones((1, 8)), rule, jnp.int32(0)
     new, _ = module("update").fused_update(*arguments, interpret=True)
