@@ -25,13 +25,14 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from jaxrec.embed.formats import PackedRows, RowFormat, as_table, is_packed
 from jaxrec.embed.kernels import reference
 from jaxrec.embed.kernels.base import BagLayout, Lookups
 from jaxrec.embed.state import state_format
 from jaxrec.optim.base import RowOptimizer
-from jaxrec.optim.hyperparameters import with_numbers
+from jaxrec.optim.hyperparameters import resolve, with_numbers
 
 # Sizes of the examples. They are small, and still reach each branch of the kernels.
 NUM_ROWS = 50
@@ -173,6 +174,7 @@ def _pooled_lookup(form: Form, rng: np.random.Generator, shortest: int) -> Examp
 
 def _gradients(form: Form, rng: np.random.Generator, dtype: str) -> Arguments:
     rows = np.where(rng.random(NUM_LOOKUPS) < 0.9, 3, rng.integers(-1, NUM_ROWS + 2, NUM_LOOKUPS))
+    rows[rows == 7] = NUM_ROWS  # A row that does not occur keeps its numbers.
     bags: Any = rng.integers(0, NUM_BAGS, NUM_LOOKUPS).astype(np.int32)
     scales: Any = np.float32(2.0) ** rng.integers(-1, 2, NUM_LOOKUPS)
     gradients = rng.integers(-4, 5, (NUM_BAGS, form.dim)).astype(dtype)
@@ -189,13 +191,25 @@ def _fused_update(form: Form, rng: np.random.Generator, _: int) -> Example:
     assert form.optimizer is not None
     arrays = _gradients(form, rng, form.other_dtype) | {"table": _table(form, rng)}
     state = {}
-    for name, array in form.optimizer.init(NUM_ROWS, form.dim).items():
+    for name, array in _used_state(form.optimizer, form.dim, rng).items():
         row_format = state_format(form.optimizer, name, array.ndim)
-        stored = array if array.ndim == 1 else row_format.pack(array)
-        state[name] = as_table(stored, row_format, form.dim)
+        is_number = array.ndim == 1
+        state[name] = array if is_number else as_table(row_format.pack(array), row_format, form.dim)
     state = jax.tree.map(np.asarray, state)
     static = {"optimizer": form.optimizer, "table_starts": (0, NUM_ROWS // 2)}
     return {**arrays, "state": state, "step": np.int32(3)}, static
+
+
+def _used_state(optimizer: RowOptimizer, dim: int, rng: np.random.Generator) -> dict[str, Any]:
+    """Return the state of rows after an update."""
+    # New rows have equal state, mostly zeros: a kernel that loads another row's would pass.
+    rows, gradients = rng.integers(-4, 5, (2, NUM_ROWS, dim)).astype(np.float32)
+
+    def update(rows: Array, gradients: Array, state: Any, step: Array) -> Any:
+        set_now, step = resolve(optimizer, step)
+        return set_now.update(rows, gradients, state, step)[1]
+
+    return jax.jit(update)(rows, gradients, optimizer.init(NUM_ROWS, dim), np.int32(2))
 
 
 _EXAMPLES: dict[str, Callable[[Form, np.random.Generator, int], Example]] = {

@@ -94,10 +94,26 @@ def restless(table, rows, _calls=[]):  # noqa: B006
     return reference.row_lookup(table, rows) * (1 + 1e-6 * len(_calls))
 
 
+def forgetful(table, state, *arguments, **options):
+    return reference.fused_update(table, jax.tree.map(jnp.zeros_like, state), *arguments, **options)
+
+
+def diligent(table, state, *arguments, **options):
+    new, state = reference.fused_update(table, state, *arguments, **options)
+    return new.at[7].multiply(0.99), state
+
+
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_right_kernels_pass(gpu: types.ModuleType, form: Form):
     kernel = functools.partial(getattr(gpu, form.primitive), interpret=True)
     assert compare(form, kernel) is None
+
+
+@pytest.mark.parametrize("kernel", [forgetful, diligent], ids=lambda kernel: kernel.__name__)
+def test_updates_that_lose_state_or_change_other_rows(kernel):
+    form = Form("fused_update", "float32", 8, "float32", False, RULES["rowwise_adagrad"])
+    assert compare(form, reference.fused_update) is None
+    assert "differ from the reference's" in str(compare(form, kernel))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 * `store`: elements or rows at indices.
 * `load_words`, `store_words`: 32-bit words of each row, such as the scale of a packed row.
 * `running_sum`: a prefix sum.
+* `wait_for_loads`: a barrier between the loads of rows and the stores to them.
 * `add_rounded`, `keep_rolled`: what compilers must not do.
 
 `lanes.Lanes` says which threads hold which elements.
@@ -34,6 +35,8 @@
 #
 # LLVM keeps the order of these instructions, because they are said to have side effects: a load
 # behind a store to the same memory sees it. ptxas knows their meaning and schedules them freely.
+# That is the order of one thread. Threads run at their own pace: `wait_for_loads` stands between
+# the loads by several threads and a store by one of them to the same memory.
 #
 # Interpreters do not know `inline_mgpu`: for them, the functions of `stand_ins` index arrays.
 
@@ -305,6 +308,22 @@ def add_rounded(
         return ins.fragments(registers, lanes.rows, np.float32)
 
     return add(left, right)
+
+
+def wait_for_loads(lanes: Lanes) -> None:
+    """Wait until all threads of a row have come here, with all that they loaded."""
+    if is_interpreted():
+        return
+
+    @plgpu.inline_mgpu(arg_types=(), return_type=())
+    def wait(_: Any) -> Any:
+        if lanes.threads > WARP:
+            mgpu.warpgroup_barrier()
+        else:
+            ins.asm(ins.nothing(), "bar.warp.sync 0xffffffff;", "")
+        return ()
+
+    wait()
 
 
 def keep_rolled() -> None:

@@ -321,12 +321,12 @@ def _expm1(shape: RowShape, form: Form, x: Array) -> Array:
 
 def _log1p(shape: RowShape, form: Form, x: Array) -> Array:
     # Goldberg 1991, "What every computer scientist should know about floating-point arithmetic",
-    # theorem 4: the error of 1 + x cancels in the quotient.
-    one = _number(shape, form, x, 1)
+    # theorem 4: the error of 1 + x cancels in the quotient. Infinity has no such quotient.
+    one, infinity = (_number(shape, form, x, value) for value in (1, np.inf))
     sum_ = one + x
-    is_tiny = sum_ == one
-    divisor = lax.select(is_tiny, one, sum_ - one)
-    return lax.select(is_tiny, x, x * (lax.log(sum_) / divisor))
+    is_itself = (sum_ == one) | (x == infinity)
+    divisor = lax.select(is_itself, one, sum_ - one)
+    return lax.select(is_itself, x, x * (lax.log(sum_) / divisor))
 
 
 def _is_finite(shape: RowShape, form: Form, x: Array) -> Array:

@@ -61,6 +61,11 @@ class StoredRows:
             return self.array.row_format
         return PlainRows(jnp.dtype(self.array.dtype).name)
 
+    @property
+    def has_numbers(self) -> bool:
+        """Whether rows have numbers that all of their threads load, and that one thread stores."""
+        return self.stored.ndim == 1 or isinstance(self.array, PackedRows)
+
     def load(
         self, row: Int32[Array, " groups"], is_used: Bool[Array, " groups"]
     ) -> Float[Array, "groups *columns"]:

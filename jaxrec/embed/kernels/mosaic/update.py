@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxrec.embed.formats import is_packed
 from jaxrec.embed.kernels.base import BagRows, Lookups, State, Table
-from jaxrec.embed.kernels.mosaic.indexing import load, store
+from jaxrec.embed.kernels.mosaic.indexing import load, store, wait_for_loads
 from jaxrec.embed.kernels.mosaic.row_functions import evaluate, unsupported
 from jaxrec.embed.kernels.mosaic.runs import FEWEST, Runs, row_lanes
 from jaxrec.embed.kernels.mosaic.sorted_lookups import SortedLookups
@@ -170,6 +170,9 @@ def _update(
         (old_rows, gradients, old_state, step),
         rates,
     )
+    # Without this, a thread could load a row's count of updates after another thread stored it.
+    if any(each.has_numbers for each in (stored_table, *stored.values())):
+        wait_for_loads(lanes)
     is_random = optimizer.stochastic_rounding
     stored_table.store(row, is_run, rows, step if is_random else None)
     for name, values in new_state.items():

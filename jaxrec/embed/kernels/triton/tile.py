@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import math
@@ -18,6 +19,11 @@ LANES = 32  # threads of a warp
 ELEMENTS = 16  # of a lane, in a tile that sums groups
 # A lane that updates rows has fewer: it holds the row and its state beside the gradient.
 RUN_ELEMENTS = 8
+
+# Whether a kernel is traced for an interpreter.
+_is_interpreted: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "jaxrec_triton_is_interpreted", default=False
+)
 
 Found: TypeAlias = tuple[Any, Array]  # row indices (and weights) of a turn, and which are used
 Find: TypeAlias = Callable[[Array | int], Found]
@@ -145,8 +151,16 @@ class Tile:
         whole = pl.BlockSpec(memory_space=pl.ANY)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
         num_aliased = len(jax.tree.leaves(outputs)) if in_place else 0
+
+        def body(*refs: Any) -> None:
+            token = _is_interpreted.set(interpret)
+            try:
+                kernel(*refs)
+            finally:
+                _is_interpreted.reset(token)
+
         return pl.pallas_call(
-            kernel,
+            body,
             out_shape=shapes,
             grid=(pl.cdiv(num_groups, self.groups),),
             in_specs=jax.tree.map(lambda _: whole, inputs),
@@ -156,6 +170,11 @@ class Tile:
             interpret=interpret,
             name=kernel.func.__name__.strip("_"),
         )(*inputs)
+
+    def wait_for_loads(self) -> None:
+        """Wait until all warps of the program have come here, with all that they loaded."""
+        if self.warps > 1 and not _is_interpreted.get():
+            pltriton.debug_barrier()
 
     def group_ids(self) -> Int32[Array, " groups"]:
         """Return the indices of the groups of this program's tile."""

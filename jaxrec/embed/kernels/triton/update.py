@@ -192,6 +192,10 @@ def _update(
         gradients *= factor[:, None]
     with cut_rows(tile.dim, is_column=tile.is_column()):
         rows, new_state = rule.update(old_rows, gradients, old_state, step)
+    # All warps of a row load its count of updates, say, and one stores it: not before the others
+    # have loaded it.
+    if any(array.ndim == 1 for array in state.values()):
+        tile.wait_for_loads()
     if optimizer.stochastic_rounding:
         rows = round_rows(rows, row, step, table.dtype)
     store(table, rows)

@@ -69,6 +69,16 @@ def test_exponentials_near_zero(name: str):
     np.testing.assert_allclose(result, getattr(np, name)(rows.astype(float)), rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["expm1", "log1p"])
+def test_exponentials_of_special_numbers(name: str):
+    special = [np.inf, -np.inf if name == "expm1" else -2, np.nan, -1, 1e-45, 3e38]
+    rows = np.resize(special, (GROUPS, DIM)).astype(np.float32)
+    result = evaluate(getattr(jnp, name), shape_of(), padded(rows))[:, :DIM]
+    with np.errstate(all="ignore"):
+        expected = getattr(np, name)(rows)
+    np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-44)
+
+
 def test_some_columns_of_a_tile():
     rows = numbers()
     result = evaluate(
