@@ -88,6 +88,12 @@ SHOWN = {
     "from_torchrec: Checkpoints, there and back": lambda names: (
         names["unused"] == [] and (names["model"].embeddings.table("t_user") == 1).all()
     ),
+    "sequences: Train a ranker": falls,
+    "sequences: Train on long histories": lambda names: (
+        names["kept"][0] in (24, 200) and names["loss"] > 0
+    ),
+    "sequences: Balance devices": lambda names: names["after"] < 1.1 < names["before"],
+    "sequences: Serve": lambda names: names["difference"] < 1e-5 and names["grown"].tolist() == [4],
     "training: Batches that are not full": lambda names: names["logits"][0] > 0,
 }
 
