@@ -233,6 +233,12 @@ def test_fused_update_lowers_for_cuda(gpu: ModuleType, name: str, optimizer: str
     assert kernels_in(lowered_for_cuda(update, *arguments, jnp.int32(0)), "update") == ["update"]
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (5, 0)], ids=["no_rows", "no_columns"])
+def test_empty_tables_are_refused(gpu: ModuleType, shape: tuple[int, int]):
+    reason = gpu.refuse("row_lookup", {"table": jnp.zeros(shape), "rows": jnp.zeros(3, jnp.int32)})
+    assert "this one has none" in str(reason)
+
+
 def flat(batch: Batch) -> Lookups:
     table, ids, lengths, weights = batch.arrays()
     return flatten_bags(ids, lengths, weights, batch.layout, table.shape[0])

@@ -49,6 +49,8 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
         oldest = ".".join(map(str, _OLDEST_JAX))
         return f"it needs JAX {oldest} or later, and this is {jax.__version__}"
     table = arguments.get("table")
+    if table is not None and 0 in table.shape:
+        return "its table has rows and columns, and this one has none"
     rows = arguments.get("gradients") if table is None else table
     if rows is not None and rows.shape[1] > _MOST_COLUMNS:
         return f"its rows have up to {_MOST_COLUMNS} columns, and these have {rows.shape[1]}"

@@ -32,6 +32,8 @@ BLOCK = 16
 def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     """Return why these kernels do not take a call; None: they do."""
     table = arguments.get("table")
+    if table is not None and 0 in table.shape:
+        return "its table has rows and columns, and this one has none"
     if is_packed(table):
         is_update = primitive == "fused_update"
         return "it does not update packed rows" if is_update else refuse_packed(table)
