@@ -37,7 +37,6 @@ TESTED_BY = {
         "embed/kernels/triton/flat_lookups",
     ),
     "embed/kernels/test_gpu_kernels": (
-        "embed/kernels/mosaic/indexing",
         "embed/kernels/mosaic/instructions",
         "embed/kernels/mosaic/lanes",
         "embed/kernels/mosaic/lookups",
@@ -51,7 +50,6 @@ TESTED_BY = {
         "embed/kernels/triton/readers",
         "embed/kernels/triton/sorted_lookups",
         "embed/kernels/triton/tile",
-        "embed/kernels/triton/update",
     ),
     "embed/kernels/test_packed_updates": ("embed/kernels/mosaic/stored_rows",),
     "embed/kernels/test_primitives": (
