@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 import jaxrec
 from jaxrec.mesh import ahead, column_wise, data_parallel, grid, row_wise, table_wise
 from jaxrec.mesh.channel import OneByOne
+from jaxrec.mesh.tables import ShardedTables
 from jaxrec.train import RoutedSteps, compile_step
 from jaxrec.train.train_steps import SemiSynchronousSteps
 from tests.users_xla import AS_USERS_DO
@@ -224,10 +225,18 @@ def test_a_semi_synchronous_step_looks_up_along_the_routes_of_the_step_before(mo
     one, other = batches(mesh, 2)
     steps._embeddings.set_value(steps._first_lookup(*nnx.split(steps.model), one))
     steps._steps._route((one, other))
-    taken, routes_of = [], ahead._routes_of
-    monkeypatch.setattr(
-        ahead, "_routes_of", lambda *args: taken.append(routes_of(*args)) or taken[-1]
-    )
+    taken, lookup, by_probe = [], ShardedTables.lookup, ahead.LookupProbe.lookup
+
+    def recorded(tables, *args, routes=None, **options):
+        taken.append(routes)
+        return lookup(tables, *args, routes=routes, **options)
+
+    def of_probe(*args, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(ShardedTables, "lookup", recorded)
+            return by_probe(*args, **options)
+
+    monkeypatch.setattr(ahead.LookupProbe, "lookup", of_probe)
     steps._steps._routed.lower((one, other), (other, one))
     assert len(taken) == CALLS
     assert None not in taken
