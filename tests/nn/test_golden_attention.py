@@ -42,6 +42,7 @@ def load(name):
     return {k: v.astype(np.int32) if k in ints else v for k, v in arrays.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name):
     meta, arrays = CASES[name]["meta"], load(name)

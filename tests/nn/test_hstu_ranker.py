@@ -50,6 +50,7 @@ def test_tokens(name):
     assert_gradients(places, gradients, model, arrays, tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", ranker_cases.names("encoder_"))
 def test_interleaved_encoders(name):
@@ -153,6 +154,7 @@ def training(model):
     return model
 
 
+@pytest.mark.slow
 def test_remat_changes_no_number():
     batch = rankers.pack(rankers.lists(LENGTHS, TARGETS))
     one, other = (
@@ -161,6 +163,7 @@ def test_remat_changes_no_number():
     close(one, other)
 
 
+@pytest.mark.slow
 def test_loss_in_chunks_changes_no_number():
     batch = rankers.pack(rankers.lists(LENGTHS, TARGETS))
 
@@ -175,6 +178,7 @@ def test_loss_in_chunks_changes_no_number():
     close(one, other)
 
 
+@pytest.mark.slow
 def test_dropout_is_random_in_training_alone():
     batch = rankers.pack(rankers.lists(LENGTHS, TARGETS))
     model = rankers.small(dropout_rate=0.5, input_dropout_rate=0.2)
@@ -208,6 +212,7 @@ def test_the_order_of_a_history_matters():
     assert float(jnp.abs(call(model, rankers.pack(batch)) - first)[:2].max()) > 1e-3
 
 
+@pytest.mark.slow
 def test_truncation_keeps_the_newest_events():
     """One layer in front of truncation sees all; with none it would be a shorter history."""
     call = nnx.jit(type(rankers.small()).__call__)
@@ -228,6 +233,7 @@ def test_truncation_keeps_the_newest_events():
     np.testing.assert_allclose(found[3], expected[3], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_truncation_by_hand():
     """The layers after it compute what they would of the newest tokens alone."""
     model = rankers.small(truncation=(1, 4))

@@ -119,6 +119,7 @@ def test_scores_are_those_of_one_pass(name):
     assert float(jnp.abs(moved).max()) > 1e-3
 
 
+@pytest.mark.slow
 def test_candidates_in_micro_batches():
     model = rankers.small()
     batch = rankers.lists([15], [12])
@@ -187,6 +188,7 @@ def test_caches_are_picked_and_stacked_as_pytrees():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count_from", ["start", "end"])
 def test_over_eight_devices(count_from):
     model = rankers.small(count_from=count_from)
@@ -216,6 +218,7 @@ def test_over_eight_devices(count_from):
     np.testing.assert_allclose(np.concatenate(rows), expected[:size], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_exceeds_a_bound_is_refused_or_nan():
     model = rankers.small(count_from="start")
     batch = rankers.lists([6, 2], [3, 1])

@@ -68,6 +68,7 @@ def test_tasks(name):
     assert_gradients(places, gradients, module, arrays, tolerance)
 
 
+@pytest.mark.slow
 def test_losses_in_chunks_are_the_losses():
     rng = np.random.default_rng(0)
     module = TargetTasks([Task("click", bit=1), Task("seconds")], 6, rngs=nnx.Rngs(0))

@@ -115,6 +115,7 @@ def test_units(name):
         np.testing.assert_allclose(flat, arrays["attended"], **case["tolerance"])
 
 
+@pytest.mark.slow
 def test_a_divisor_of_the_call_replaces_the_length():
     unit = TransductionUnit(8, 2, max_length=10, rngs=nnx.Rngs(0))
     other = TransductionUnit(8, 2, rngs=nnx.Rngs(0))
