@@ -53,7 +53,7 @@ def _raise_bad_id(bounds: Mapping[str, int], features: KeyedJaggedArray) -> None
 def bad_id_of_batch(model: nnx.Module, batch: Any) -> str | None:
     """Describe an id outside its table in any batch of a pytree; None: there is none.
 
-    Of a batch over several processes, only the part on this process's devices is read.
+    Each process reads only the shards of the batch on its own devices.
     """
     leaves = jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, KeyedJaggedArray))
     for features in leaves:

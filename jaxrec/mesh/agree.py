@@ -71,8 +71,8 @@ def gather_numbers(numbers: Sequence[int]) -> np.ndarray:
 def on_host(value: Any) -> np.ndarray:
     """Copy an array to the host.
 
-    Of an array that is sharded over several processes, only this process's rows are copied. A
-    random key becomes the array of its words.
+    If the array is sharded over several processes, the copy has only the rows on this process's
+    devices. A random key becomes the array of its words.
     """
     if _is_key(value):
         value = jax.random.key_data(value)

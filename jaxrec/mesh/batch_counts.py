@@ -29,7 +29,7 @@ class _Progress:
 
     Attributes:
         count: Number of batches so far.
-        is_at_end: Whether there are no more.
+        is_at_end: Whether the process has read its last batch.
         error: Error that ended them, or "".
     """
 
@@ -125,7 +125,7 @@ class EvenBatches(Iterator[Any]):
     def _read(self, board: NoteBoard) -> tuple[bool, Any]:
         """Read the next batch and tell the other processes.
 
-        Returns ``(True, batch)``, or ``(False, None)`` if there are no more.
+        Returns ``(True, batch)``, or ``(False, None)`` after the last batch.
         """
         if self._mine.is_at_end:
             return False, None

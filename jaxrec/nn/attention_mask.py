@@ -58,7 +58,7 @@ class KeyIntervals:
         last: ``[queries]`` last key of the first interval.
         own: ``[queries]`` position of the query itself; -1 at padding.
         group: ``[queries]`` first target of the query's group; the query itself if it is no target.
-            None if there are no targets: the first interval then holds all keys that a query sees.
+            None in a batch without targets, where a query sees the first interval alone.
     """
 
     first: Int32[Array, "*queries"]

@@ -73,7 +73,7 @@ class ActionEncoder(nnx.Module):
         rngs: Gives the random keys of first values (normal, standard deviation 0.1).
 
     Raises:
-        ValueError: There are no bits, or one is not a positive int32.
+        ValueError: ``bits`` and ``watch_thresholds`` name no bit, or a bit is not a positive int32.
 
     Example:
         >>> import jax.numpy as jnp
@@ -151,7 +151,7 @@ class ContextTokens(nnx.Module):
         rngs: Gives the random keys of first values (Glorot's uniform).
 
     Raises:
-        ValueError: There are no slots, or a minimum length names no feature.
+        ValueError: ``slots`` is empty, or ``min_lengths`` names a feature that it lacks.
 
     Example:
         >>> import jax.numpy as jnp

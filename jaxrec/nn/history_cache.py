@@ -16,11 +16,11 @@ from jaxrec.ragged.fbgemm import jagged_to_padded_dense
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HistoryCache:
-    """What an `HSTURanker` keeps of the histories of a batch of users; made by its ``encode``.
+    """Keys and values of the histories of a batch of users, which `HSTURanker.encode` returns.
 
-    A pytree with one row a user in each array, so users are stacked and picked by `jax.tree.map`.
-    Behind a row's tokens keys and values are zeros.
-    Over a mesh each array has one more axis in front, over the devices.
+    Every array of this pytree has one row per user, so `jax.tree.map` stacks and picks users. Keys
+    and values after a row's last token are zeros. Over a mesh each array has a first axis more, the
+    devices.
 
     Attributes:
         keys: One array a layer, ``[rows, capacity, heads, qk_dim]``: keys of context and history,

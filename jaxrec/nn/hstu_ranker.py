@@ -264,7 +264,8 @@ class HSTURanker(nnx.Module):
         )
         last = (lengths - tokens.num_targets, tokens.num_targets)
         states = cut_rows(lengths, [last], states, capacity=capacity)
-        # Of a target's two tokens the first, its item, has not seen the other.
+        # A target may have two tokens, item and action. The item's token comes first and cannot
+        # see the action, which is what we predict.
         states = states[..., ::per_target, :]
         return self.output(states, targets.times), self.item_embeddings(targets)
 

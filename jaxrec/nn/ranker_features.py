@@ -38,7 +38,7 @@ class RankerFeatures:
         watch_times: The same with watch times in seconds.
 
     Raises:
-        ValueError: There are no items, or a pair does not have two names.
+        ValueError: ``items`` is empty, or a pair does not have two names.
 
     Example:
         >>> RankerFeatures({"history": "candidate"}, context={"user": 1},

@@ -61,7 +61,7 @@ class TargetTasks(nnx.Module):
         rngs: Gives the random keys of first values.
 
     Raises:
-        ValueError: There are no tasks, two have one name, or a bit or weight is negative.
+        ValueError: ``tasks`` is empty, two tasks have one name, or a bit or weight is negative.
 
     Example:
         >>> import jax.numpy as jnp

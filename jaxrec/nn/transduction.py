@@ -124,7 +124,7 @@ class GatedNorm(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Projections:
-    """What attention and gate read of tokens.
+    """Linear projections of tokens: the gate, and attention's queries, keys and values.
 
     Attributes:
         gate: ``[..., num_heads * value_dim]``.

@@ -1,9 +1,8 @@
 """FBGEMM's operations on plain arrays: values, with offsets or lengths.
 
 They have the names of ``torch.ops.fbgemm``, and static capacities where FBGEMM computes a size.
-``values`` are ``[capacity, ...]``. Elements past the last row are padding: never read, and zeros in
-results. ``offsets`` are ``[rows + 1]``, ascending from 0. Functions of the same names in
-`jaxrec.ragged` take a `JaggedArray`.
+``values`` are ``[capacity, ...]``; elements past the last row are padding: never read, zeros in
+results. ``offsets`` are ``[rows + 1]``, ascending from 0. `jaxrec.ragged` takes `JaggedArray`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 * `base`: data types and operands, and the rules that every implementation obeys. Begin there.
 * `reference`, `updates`, `stretches`: the definition of each primitive, in XLA.
 * `cpu`, `native_call`: the implementation for CPUs, in C++ (`native/`).
-* `triton`, `mosaic`: the implementations for NVIDIA GPUs, by two backends of Pallas.
+* `triton`, `mosaic`: the implementations for NVIDIA GPUs, by two backends of Pallas; `segments`
+  serves both.
 * `registry`: the implementations, and the choice of the one that runs a call.
 * `trial`, `answers`: trials of kernels on the card at hand, and the file that keeps their results.
 """

@@ -1,4 +1,4 @@
-"""Where bags begin and end, and in which order they are in the output."""
+"""Where bags begin and end."""
 
 from __future__ import annotations
 
@@ -21,36 +21,24 @@ def extents(gpu: ModuleType) -> ModuleType:
     return importlib.import_module(f"{gpu.__name__}.extents")
 
 
-def layout(strides: tuple[int, ...], interleave: bool = True) -> BagLayout:
+def layout(strides: tuple[int, ...]) -> BagLayout:
     """Two features, of 6 and of 4 positions; the second one's ids come first in the batch."""
     starts = (strides[1], 0)
-    return BagLayout((10, 3), (6, 4), starts, strides, (0, 9), (9, 9), (False, False), interleave)
+    return BagLayout((10, 3), (6, 4), starts, strides, (0, 9), (9, 9), (False, False))
 
 
 @pytest.mark.parametrize(
-    ("strides", "interleave", "lengths", "starts", "ends", "features", "rows"),
+    ("strides", "lengths", "starts", "ends"),
     [
         # Lengths: the second feature's, then the first one's.
-        ((2, 2), True, [1, 2, 4, 0], [10, 14, 3, 4], [14, 14, 4, 6], [0, 0, 1, 1], [0, 2, 1, 3]),
-        ((2, 2), False, [1, 2, 4, 0], [10, 14, 3, 4], [14, 14, 4, 6], [0, 0, 1, 1], range(4)),
-        ((1, 2), True, [1, 2, 4], [10, 3, 4], [14, 4, 6], [0, 1, 1], range(3)),
+        ((2, 2), [1, 2, 4, 0], [10, 14, 3, 4], [14, 14, 4, 6]),
+        ((1, 2), [1, 2, 4], [10, 3, 4], [14, 4, 6]),
     ],
-    ids=["alternating", "by_feature", "different_numbers"],
+    ids=["equal_numbers", "different_numbers"],
 )
-def test_bags_in_order(extents, strides, interleave, lengths, starts, ends, features, rows):
-    made = layout(strides, interleave)
-    found = extents.bag_extents(jnp.array(lengths, jnp.int32), made, interpret=True)
+def test_bags_in_order(extents, strides, lengths, starts, ends):
+    found = extents.bag_extents(jnp.array(lengths, jnp.int32), layout(strides), interpret=True)
     np.testing.assert_array_equal(found, [starts, ends])
-    bags = jnp.arange(made.num_bags, dtype=jnp.int32)
-    found_features = extents.segment_of(bags, made.strides)
-    np.testing.assert_array_equal(found_features, features)
-    np.testing.assert_array_equal(extents.bag_rows(bags, found_features, made), rows)
-
-
-def test_a_single_feature(extents):
-    np.testing.assert_array_equal(
-        extents.segment_of(jnp.arange(3, dtype=jnp.int32), (3,)), [0, 0, 0]
-    )
 
 
 @pytest.mark.parametrize(

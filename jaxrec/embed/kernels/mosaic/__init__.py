@@ -39,7 +39,7 @@ from jaxrec.embed.kernels.mosaic.update import refuse_update
 from jaxrec.embed.kernels.mosaic.update import sum_rows as sum_rows
 
 _OLDEST_JAX = (0, 11, 2)
-# Of wider rows, the sums that a thread holds exceed its registers.
+# A thread holds sums of its columns in registers, and wider rows would need more than it has.
 _MOST_COLUMNS = 4096
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Int32
 
 from jaxrec.embed.kernels.base import BagLayout
@@ -18,6 +16,8 @@ from jaxrec.embed.kernels.mosaic.indexing import keep_rolled, load, running_sum,
 from jaxrec.embed.kernels.mosaic.lanes import FLAT, THREADS
 from jaxrec.embed.kernels.mosaic.programs import program
 from jaxrec.embed.kernels.mosaic.tile import BLOCK
+from jaxrec.embed.kernels.segments import segment_of
+from jaxrec.ragged.key_segments import starts_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,35 +76,6 @@ def bag_extents(
         totals = launch(_sum_lengths, (lengths, numbers), output)
     output = jax.ShapeDtypeStruct((layout.num_bags,), jnp.int32)
     return launch(_write_extents, (lengths, numbers, totals), (output, output))
-
-
-def segment_of(index: Int32[Array, "*n"], sizes: Sequence[int]) -> Int32[Array, "*n"]:
-    """Return the segment of each index, given the sizes of consecutive segments."""
-    if len(set(sizes)) == 1:
-        return jax.lax.div(index, jnp.int32(sizes[0]))
-    # Sizes differ, so there are two segments at least, and `past` is not empty. Features are few:
-    # to compare with each start takes less than a search.
-    past = [(index >= start).astype(jnp.int32) for start in starts_of(sizes)[1:]]
-    return functools.reduce(operator.add, past)
-
-
-def starts_of(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the starts of consecutive segments of the given sizes."""
-    return tuple(np.cumsum((0, *sizes[:-1])).tolist())
-
-
-def bag_rows(
-    bags: Int32[Array, "*n"], features: Int32[Array, "..."], layout: BagLayout
-) -> Int32[Array, "*n"]:
-    """Return the output row of each bag.
-
-    ``bags`` counts feature by feature: first all bags of feature 0, then those of feature 1, and so
-    on. ``features`` has the feature of each bag, or one feature for all.
-    """
-    if not layout.is_interleaved:
-        return bags
-    sample = bags - features * layout.strides[0]
-    return sample * layout.num_features + features
 
 
 def _load_counts(lengths: Any, place: Array, stride: Array, start: Array, capacity: Array) -> Array:

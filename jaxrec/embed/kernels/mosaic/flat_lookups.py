@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import DTypeLike
 
 from jaxrec.embed.kernels import reference
 from jaxrec.embed.kernels.base import BAD_ROW, BagLayout, Ids, Lengths, Lookups, Weights
-from jaxrec.embed.kernels.mosaic.extents import Blocks, bag_extents, bag_rows, starts_of
+from jaxrec.embed.kernels.mosaic.extents import Blocks, bag_extents
 from jaxrec.embed.kernels.mosaic.indexing import load, store
 from jaxrec.embed.kernels.mosaic.lanes import FLAT
+from jaxrec.embed.kernels.segments import bag_rows, scale_dtype
+from jaxrec.ragged.key_segments import starts_of
 
 
 def flatten_bags(
@@ -40,7 +41,7 @@ def flatten_bags(
         layout.means,
     )
     integers = jax.ShapeDtypeStruct((layout.num_positions,), jnp.int32)
-    dtype, scales = _scale_dtype(weights, layout), None
+    dtype, scales = scale_dtype(weights, layout), None
     if dtype is not None:
         # Kernels have numbers of up to 32 bits.
         is_wide = jnp.dtype(dtype).itemsize > 4
@@ -58,13 +59,6 @@ def narrowed(weights: Weights) -> Weights:
     if weights is None or weights.dtype.itemsize <= 4:
         return weights
     return weights.astype(jnp.float32)
-
-
-def _scale_dtype(weights: Weights, layout: BagLayout) -> DTypeLike | None:
-    """Return the type of the lookups' factors; None: all factors are 1."""
-    if weights is None:
-        return jnp.float32 if any(layout.means) else None
-    return jnp.promote_types(weights.dtype, jnp.float32) if any(layout.means) else weights.dtype
 
 
 def _flatten(

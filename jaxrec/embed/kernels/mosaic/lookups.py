@@ -11,11 +11,12 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int32, UInt32
 
 from jaxrec.embed.kernels.base import BagLayout, BagRows, Ids, Lengths, RowIndices, Table, Weights
-from jaxrec.embed.kernels.mosaic.extents import bag_extents, bag_rows, segment_of
+from jaxrec.embed.kernels.mosaic.extents import bag_extents
 from jaxrec.embed.kernels.mosaic.flat_lookups import narrowed
 from jaxrec.embed.kernels.mosaic.indexing import load, store
 from jaxrec.embed.kernels.mosaic.readers import Reader, reader_of
 from jaxrec.embed.kernels.mosaic.tile import Terms, Tile
+from jaxrec.embed.kernels.segments import bag_rows, segment_of
 
 # Bags of more rows on average are long: a batch may have few of them, so a program has several
 # rows of each on their way at once.

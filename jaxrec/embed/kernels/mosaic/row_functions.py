@@ -67,7 +67,7 @@ class RowShape:
             case ():
                 return Form.SCALAR
             case (size,) if size == _ROWS:
-                # Of rows of one column, ``[rows, 1]`` has all elements.
+                # If rows have one column, ``[rows, 1]`` is a whole tile, not a number a row.
                 return Form.FULL if self.dim == 1 and len(traced_shape) > 1 else Form.LINE
             # A number for each column is kept once a row.
             case (size,) if size == self.dim:

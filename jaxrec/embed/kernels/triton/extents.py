@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Int32
 
 from jaxrec.embed.kernels.base import BagLayout
+from jaxrec.embed.kernels.segments import segment_of
 from jaxrec.embed.kernels.triton.tile import Tile, cdiv
+from jaxrec.ragged.key_segments import starts_of
 
 # Tile of the kernels that go over all bags or all ids: 1024 a program, eight a lane.
 BLOCK = Tile(dim=1, columns=1, groups=1024, depth=1, warps=4)
@@ -79,35 +79,6 @@ def bag_extents(
         totals = launch(_sum_lengths, (lengths, numbers), output)
     output = jax.ShapeDtypeStruct((layout.num_bags,), jnp.int32)
     return launch(_write_extents, (lengths, numbers, totals), (output, output))
-
-
-def segment_of(index: Int32[Array, "*n"], sizes: Sequence[int]) -> Int32[Array, "*n"]:
-    """Return the segment of each index, given the sizes of consecutive segments."""
-    if len(set(sizes)) == 1:
-        return jax.lax.div(index, jnp.int32(sizes[0]))
-    # Sizes differ, so there are two segments at least, and `past` is not empty. Features are few:
-    # to compare with each start takes less than a search.
-    past = [(index >= start).astype(jnp.int32) for start in starts_of(sizes)[1:]]
-    return functools.reduce(operator.add, past)
-
-
-def starts_of(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the starts of consecutive segments of the given sizes."""
-    return tuple(np.cumsum((0, *sizes[:-1])).tolist())
-
-
-def bag_rows(
-    bags: Int32[Array, "*n"], features: Int32[Array, "..."], layout: BagLayout
-) -> Int32[Array, "*n"]:
-    """Return the output row of each bag.
-
-    ``bags`` counts feature by feature: first all bags of feature 0, then those of feature 1, and so
-    on. ``features`` has the feature of each bag, or one feature for all.
-    """
-    if not layout.is_interleaved:
-        return bags
-    sample = bags - features * layout.strides[0]
-    return sample * layout.num_features + features
 
 
 def _load_counts(lengths: Any, place: Array, stride: Array, start: Array, capacity: Array) -> Array:

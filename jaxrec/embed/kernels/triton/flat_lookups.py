@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import DTypeLike
 
 from jaxrec.embed.kernels import reference
 from jaxrec.embed.kernels.base import BAD_ROW, BagLayout, Ids, Lengths, Lookups, Weights
-from jaxrec.embed.kernels.triton.extents import Blocks, bag_extents, bag_rows, starts_of
+from jaxrec.embed.kernels.segments import bag_rows, scale_dtype
+from jaxrec.embed.kernels.triton.extents import Blocks, bag_extents
+from jaxrec.ragged.key_segments import starts_of
 
 
 def flatten_bags(
@@ -40,19 +41,12 @@ def flatten_bags(
         layout.means,
     )
     integers = jax.ShapeDtypeStruct((layout.num_positions,), jnp.int32)
-    dtype = _scale_dtype(weights, layout)
+    dtype = scale_dtype(weights, layout)
     scales = None if dtype is None else jax.ShapeDtypeStruct(integers.shape, dtype)
     extents = bag_extents(lengths, layout, interpret=interpret)
     kernel = functools.partial(_flatten, layout=layout, num_rows=num_rows)
     inputs, outputs = (ids, weights, *extents, numbers), (integers, integers, scales)
     return Lookups(*blocks.launch(kernel, inputs, outputs, interpret=interpret))
-
-
-def _scale_dtype(weights: Weights, layout: BagLayout) -> DTypeLike | None:
-    """Return the type of the lookups' factors; None: all factors are 1."""
-    if weights is None:
-        return jnp.float32 if any(layout.means) else None
-    return jnp.promote_types(weights.dtype, jnp.float32) if any(layout.means) else weights.dtype
 
 
 def _flatten(

@@ -11,7 +11,8 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed.kernels.base import BagLayout, BagRows, Ids, Lengths, RowIndices, Table, Weights
-from jaxrec.embed.kernels.triton.extents import bag_extents, bag_rows, segment_of
+from jaxrec.embed.kernels.segments import bag_rows, segment_of
+from jaxrec.embed.kernels.triton.extents import bag_extents
 from jaxrec.embed.kernels.triton.readers import Reader, reader_of
 from jaxrec.embed.kernels.triton.tile import ELEMENTS, Found, Tile, cdiv
 
