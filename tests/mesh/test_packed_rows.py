@@ -113,7 +113,14 @@ def test_training_is_that_of_one_device(dtype):
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3", "float8_e5m2"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "int8",
+        pytest.param("float8_e4m3", marks=pytest.mark.slow),
+        pytest.param("float8_e5m2", marks=pytest.mark.slow),
+    ],
+)
 def test_trained_rows_are_cut_as_they_are(dtype):
     """Parts of a row keep its scale: on the mesh the model is the same, to the bit."""
     model = make(dtype)

@@ -64,10 +64,16 @@ def test_errors(unchecked, arguments, message):
 @pytest.mark.parametrize(
     "precision",
     [
-        ExchangePrecision(forward="int8", backward="float16", loss_scale=256.0),
-        ExchangePrecision(forward="float8", backward="bfloat16"),
+        pytest.param(
+            ExchangePrecision(forward="int8", backward="float16", loss_scale=256.0),
+            id="int8_float16",
+        ),
+        pytest.param(
+            ExchangePrecision(forward="float8", backward="bfloat16"),
+            marks=pytest.mark.slow,
+            id="float8_bfloat16",
+        ),
     ],
-    ids=["int8_float16", "float8_bfloat16"],
 )
 def test_training(precision):
     """Every exchange, near the run on one device; and the same bits again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = [pytest.mark.jax_version, pytest.mark.slow]
+pytestmark = [pytest.mark.jax_version, pytest.mark.processes, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("scenario", ["plan_together", "train", "refuse", "pack_alike"])

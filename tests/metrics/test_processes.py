@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrec.metrics import AUC, MetricGroup, NormalizedEntropy, Task, merge_over_processes
 
-pytestmark = [pytest.mark.jax_version, pytest.mark.slow]
+pytestmark = [pytest.mark.jax_version, pytest.mark.processes, pytest.mark.slow]
 
 
 def report():

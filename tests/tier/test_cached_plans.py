@@ -54,7 +54,13 @@ MACHINES = {
 }
 
 
-@pytest.mark.parametrize(("hosts", "each", "kind", "storage"), MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize(
+    ("hosts", "each", "kind", "storage"),
+    [
+        pytest.param(*machine, id=name, marks=[pytest.mark.slow] * (name == "table_row_wise"))
+        for name, machine in MACHINES.items()
+    ],
+)
 def test_a_plan_trains_as_whole_tables_do(tmp_path, hosts, each, kind, storage):
     mesh = mesh_of(hosts, each)
     constraint = ParameterConstraints(

@@ -76,7 +76,10 @@ def test_with_room_for_all_ids(placement: str | None, optimizer: str):
 
 @pytest.mark.parametrize(
     ("placement", "optimizer"),
-    [*itertools.product([None, "row_wise"], models.OPTIMIZERS), ("column_wise", "adam")],
+    [
+        *itertools.product([None, "row_wise"], models.OPTIMIZERS),
+        pytest.param("column_wise", "adam", marks=pytest.mark.slow),
+    ],
 )
 def test_evicted_rows_return_as_they_left(placement: str | None, optimizer: str):
     vocabulary = 6000

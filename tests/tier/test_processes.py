@@ -16,7 +16,7 @@ from tests.pairs import Pair
 from tests.tier import models, processes
 from tests.tier.vocabulary import test_cached
 
-pytestmark = [pytest.mark.jax_version, pytest.mark.slow]
+pytestmark = [pytest.mark.jax_version, pytest.mark.processes, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

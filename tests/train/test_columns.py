@@ -148,6 +148,7 @@ def test_evaluated_on_values_that_training_has_not_seen(trained, tmp_path, capsy
     assert "the run has a schema of its own" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_devices_and_one_device_agree(trained, directory, tmp_path):
     """Lists as well, whose capacity on a device is that of its fullest."""
     options = [f"--data={directory / 'rows'}", f"--schema={directory / 'schema.yaml'}", *SMALL]

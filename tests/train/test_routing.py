@@ -108,7 +108,10 @@ def contents(model, optimizer):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name == "pooled" else ()) for name in PLACEMENTS],
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("pooled", "rows") else ())
+        for name in PLACEMENTS
+    ],
 )
 def test_the_same_bits_as_steps_one_by_one(name, monkeypatch):
     if name in ("pooled", "copies"):  # between them every exchange

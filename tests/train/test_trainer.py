@@ -342,7 +342,7 @@ def test_accumulated_batches_weigh_their_samples():
         same(trainer, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_batches_that_are_left_make_a_smaller_update(tmp_path, devices):
     """Two epochs of five batches, two an update, with a new process between; as NumPy has it."""
     data, steps = batches_of([8, 8, 8, 4, 2]), ([0, 1], [2, 3], [4])

@@ -173,7 +173,12 @@ def test_evaluation_of_an_open_vocabulary_with_a_store():
 
 @pytest.mark.parametrize(
     ("rows", "placement"),
-    [(300, None), (200, None), (900, None), (400, "row_wise")],
+    [
+        (300, None),
+        (200, None),
+        (900, None),
+        pytest.param(400, "row_wise", marks=pytest.mark.slow),
+    ],
     ids=["the_same", "fewer_rows", "more_rows", "eight_devices"],
 )
 def test_a_restored_run_goes_on(tmp_path, rows: int, placement: str | None):
