@@ -232,7 +232,7 @@ class _Center:
         return messages is not None
 
     def _tell(self) -> None:
-        """Tell all members that do not know it yet of the lost process, if there is one."""
+        """If a process is lost, tell the members that were not told yet."""
         if self._lost is not None:
             for number in self._members.keys() - self._told:
                 self._members[number].send(_LOST, self._lost)

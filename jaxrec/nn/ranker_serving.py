@@ -199,7 +199,7 @@ def _newest(lengths: Array, times: Array) -> Array:
 
 
 def _request(model: Ranker, request_times: AnyArray | None, newest: Array) -> Array:
-    """Return the time that a row's tokens count to."""
+    """Return the time from which a row's tokens count back, ``[rows]``."""
     if model.features.times is None or model.positions.count_from == "start":
         if request_times is not None:
             raise ValueError("request_times are read by models with times that count from the end")

@@ -92,10 +92,13 @@ def join_caches(
     caches: Mapping[str, TableCache],
     constraints: Mapping[str, ParameterConstraints],
 ) -> dict[str, ParameterConstraints] | None:
-    """Return constraints that give tables with common features equal caches; None: they have.
+    """Return constraints that give tables with common features equal caches.
 
-    Such tables get the storage of the largest of them with a cache in ``caches``, the result of a
-    search, and as many rows as the largest of these caches.
+    ``caches`` is the result of a search. Of tables with common features, the largest one with a
+    cache decides the storage of all, and the largest cache decides their number of rows.
+
+    Returns:
+        The constraints by table; None where such tables have equal caches already.
     """
     changed: dict[str, ParameterConstraints] = {}
     by_name = {workload.name: workload for workload in workloads}

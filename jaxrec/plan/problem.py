@@ -91,7 +91,7 @@ class Problem:
 
     @functools.cached_property
     def unit_seconds(self) -> np.ndarray:
-        """Seconds for one of each count of `Load` on the slowest device, ``[6, groups]``."""
+        """Seconds of one unit of each count of `Load` on the slowest device, ``[6, groups]``."""
         seconds = np.stack([costs.perf(_UNITS).total for costs in self.costs], axis=1)
         if (self.weights == 1).all():
             # "exchanged" and "gathered" are equal but for the devices' speeds. Where devices are
@@ -103,7 +103,7 @@ class Problem:
 
     @functools.cached_property
     def unit_bytes(self) -> np.ndarray:
-        """Bytes for one of each count of `Load`, ``[6, groups]``."""
+        """Bytes of one unit of each count of `Load`, ``[6, groups]``."""
         return np.stack([costs.bytes(_UNITS) for costs in self.costs], axis=1)
 
     @functools.cached_property

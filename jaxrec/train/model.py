@@ -149,7 +149,7 @@ def _make(
 
 
 def _wide(tables: Sequence[EmbeddingBagConfig]) -> list[EmbeddingBagConfig]:
-    """Return the tables without the ones of DeepFM's linear part."""
+    """Return all tables but those of DeepFM's linear part."""
     return [table for table in tables if not table.name.endswith(_LINEAR)]
 
 

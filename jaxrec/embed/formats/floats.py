@@ -178,9 +178,11 @@ class ScaledFloat8Rows(RowFormat):
     def quantize(
         self, rows: Float[Array, "n dim"], noise: UInt32[Array, "n dim"] | None
     ) -> tuple[Float[Array, "n dim"], Float[Array, "n 1"]]:
-        """Return rows of one block as numbers up to the largest code, with their scales.
+        """Divide rows of one block by their scales; return the quotients and the scales.
 
-        ``noise`` as in `pack_at_random`; None leaves it to the encoding to round to nearest.
+        Quotients lie between the smallest and the largest code. With ``noise``, as in
+        `pack_at_random`, they are codes already, rounded at random. With None they are not rounded
+        yet: conversion to the code's type rounds them to the nearest code.
         """
         grid = self.grid
         sizes = jnp.abs(rows)

@@ -217,9 +217,10 @@ class Tier:
         return PlannedBatch(ids.with_rows(rows), number, sequence, False, batch)
 
     def _propose(self, foreseen: ForeseenBatch, number: int, held: int) -> list[Proposal]:
-        """Propose rows for batch ``number``, keeping those of ``held`` earlier batches, or fewer.
+        """Propose rows for batch ``number``, one proposal for each vocabulary.
 
-        It has a proposal for each vocabulary.
+        The rows of the last ``held`` batches keep their places. Where the tables have no room for
+        all of them, fewer batches keep theirs.
         """
         # A step that sums several batches is dispatched only when it has the last of them, maybe
         # this one: to wait for the step would be to wait for ever. So the rows of the last

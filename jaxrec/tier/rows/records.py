@@ -143,7 +143,10 @@ class StoreTraffic:
 
 @contextlib.contextmanager
 def step_of(traffic: Iterable[StoreTraffic]) -> Iterator[None]:
-    """Count the block as one step; the time that each of ``traffic`` waits in it is its stall."""
+    """Count the block as one step of each store.
+
+    The time that the block waits for a store is the stall of the store's step.
+    """
     of_step = list(traffic)
     for each in of_step:
         each.begin_step()

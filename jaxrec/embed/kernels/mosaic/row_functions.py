@@ -217,7 +217,7 @@ def _on_elements(shape: RowShape, equation: Any, *operands: Any) -> Any:
 
 
 def _reshape(shape: RowShape, equation: Any, operand: Any, *_: Any) -> Any:
-    """Broadcast to the form of the result; axes of size 1 do not count."""
+    """Broadcast to the form of the result; only axes longer than 1 make a form."""
     form = shape.form(equation.outvars[0].aval.shape)
     if jnp.ndim(operand) == Form.FULL and form == Form.LINE:  # rows of one column
         return _column(shape, operand, 0)

@@ -79,7 +79,10 @@ class SortedLookups:
         return self.num_parts > self.block
 
     def load_row(self, position: Int32[Array, " n"], lanes: Lanes) -> Int32[Array, " n"]:
-        """Load the row of the lookup at each position; ``num_rows`` at padding and outside."""
+        """Load the row index of the lookup at each position.
+
+        It is ``num_rows`` where a position holds padding or lies outside of the list.
+        """
         inside = (position >= 0) & (position < self.size)
         row = load(self.rows, position, inside, lanes)
         is_row = inside & (row >= 0) & (row < self.num_rows)
