@@ -1,4 +1,4 @@
-"""The command ``jaxrec predict``, which predicts the rows of Parquet files."""
+"""The command ``jaxrec predict``, which predicts the rows of files."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from jaxrec.data import DataError, ParquetGroups, Vocabulary
 from jaxrec.data.arrays import as_column
 from jaxrec.data.column_types import CommonTypes
 from jaxrec.data.files import key_column, key_types, keys_of, parquet_files
+from jaxrec.data.formats.conversion import as_parquet, format_of
 from jaxrec.data.parquet import open_parquet
 from jaxrec.files.atomic import write_atomically
 from jaxrec.serve import ArtifactError, ServedModel, load
@@ -34,7 +35,7 @@ _BUFFER_BYTES = 1 << 18
 
 @dataclasses.dataclass(frozen=True)
 class PredictOptions:
-    """Predict the rows of Parquet files by a model that `jaxrec export` wrote.
+    """Predict the rows of files by a model that `jaxrec export` wrote.
 
     The columns are encoded as in training; labels are not needed. The output has a row for each
     row of the input, in the same order.
@@ -43,7 +44,8 @@ class PredictOptions:
     model: Annotated[pathlib.Path, tyro.conf.Positional, required("MODEL")] = NOT_GIVEN
     """Directory of the exported model."""
     input: Annotated[pathlib.Path, tyro.conf.Positional, required("INPUT")] = NOT_GIVEN
-    """Parquet file, directory of Parquet files, or a pattern in quotes: 'parts/*.parquet'."""
+    """File, directory of files, or a pattern in quotes: 'parts/*.parquet'. Files are Parquet, CSV,
+    TSV, JSON lines or Arrow, known by their names."""
     output: Annotated[
         pathlib.Path,
         tyro.conf.arg(aliases=["-o"], metavar="OUTPUT", help_behavior_hint="(required)"),
@@ -62,8 +64,9 @@ def run(options: Sequence[str]) -> int:
         raise ConfigError("give the model, the rows and the output: MODEL INPUT -o OUTPUT")
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size must be above 0, got {parsed.batch_size}")
-    paths = parquet_files(parsed.input).paths
-    if parsed.output.resolve() in [path.resolve() for path in paths]:
+    kind = format_of(parsed.input)
+    given = (parquet_files if kind is None else kind.files)(parsed.input).paths
+    if parsed.output.resolve() in [path.resolve() for path in given]:
         raise ConfigError(f"{parsed.output} is one of the input files; give another output")
     if parsed.output.is_dir():
         raise ConfigError(f"{parsed.output} is a directory; the output is a Parquet file")
@@ -75,6 +78,11 @@ def run(options: Sequence[str]) -> int:
         )
     console = Console(highlight=False, markup=False, soft_wrap=True)
     begun = time.perf_counter()
+    paths = given
+    if kind is not None:
+        # A column of text may have numbers alone here: the vocabulary has "7" and not 7.
+        texts = dict.fromkeys(_text_columns(served), pa.string())
+        paths = parquet_files(as_parquet(parsed.input, texts)).paths
     rows = _predict(parsed, served, paths, console)
     seconds = time.perf_counter() - begun
     console.print(f"{rows:,} rows in {seconds:.1f} s; scores in {parsed.output}")
@@ -112,16 +120,8 @@ def _scores(
     columns = list(dict.fromkeys([*schema.dense, *schema.categorical, *options.keep]))
     kept = _kept_types(paths, options.keep)
     types = key_types(paths)
-    is_text = {
-        name: not pa.types.is_integer(vocabulary.values.type)
-        for name, vocabulary in served.encoder.vocabularies.items()
-        if isinstance(vocabulary, Vocabulary)
-    }
-    # Directories such as shop=7 may all have numbers here, where training had text as well. The
-    # values must then be text here, too: the vocabulary has "7" and not 7.
-    for name in types:
-        if (is_text | served.encoder.is_text).get(name):
-            types[name] = pa.string()
+    # Directories such as shop=7 may all have numbers here, where training had text as well.
+    types |= dict.fromkeys(types.keys() & _text_columns(served), pa.string())
     for path in paths:
         first = 0
         for rows in _read(path, columns, options.batch_size, types):
@@ -134,6 +134,17 @@ def _scores(
             columns_kept = {field.name: rows[field.name].cast(field.type) for field in kept}
             yield pa.table(columns_kept | outputs)
             first += len(rows)
+
+
+def _text_columns(served: ServedModel) -> set[str]:
+    """Return the columns whose values were text in training."""
+    assert served.encoder is not None
+    is_text = {
+        name: not pa.types.is_integer(vocabulary.values.type)
+        for name, vocabulary in served.encoder.vocabularies.items()
+        if isinstance(vocabulary, Vocabulary)
+    }
+    return {name for name, text in (is_text | served.encoder.is_text).items() if text}
 
 
 def _kept_types(paths: Sequence[pathlib.Path], keep: tuple[str, ...]) -> pa.Schema:

@@ -1,4 +1,4 @@
-"""The files of a data set: finding Parquet files by a path, and naming formats of other files.
+"""The files of a data set: finding them by a path, and naming formats that are not read.
 
 A path is one file, a directory, or a pattern such as ``parts/*.parquet``. Directories named
 ``key=value``, as Spark, Dask, polars and DuckDB write them, become columns.
@@ -14,7 +14,7 @@ import pathlib
 import re
 import urllib.parse
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -39,8 +39,8 @@ class DataError(ValueError):
     """A file is malformed; the message names the file, the line or row, and the problem."""
 
 
-class ParquetFiles(NamedTuple):
-    """The Parquet files of a data set, in natural order.
+class DataFiles(NamedTuple):
+    """The files of a data set, in natural order.
 
     Directories named ``key=value`` are columns only below ``root``, which the user named.
     """
@@ -83,54 +83,71 @@ def has_pattern(path: pathlib.Path) -> bool:
     return glob.has_magic(str(path)) and not path.exists()
 
 
-def parquet_files(path: str | os.PathLike[str]) -> ParquetFiles:
+def is_parquet_name(name: str) -> bool:
+    """Return whether a file's name ends as those of Parquet files do."""
+    return _NAME.search(name) is not None
+
+
+def parquet_files(path: str | os.PathLike[str]) -> DataFiles:
     """Find the Parquet files of a file, a directory or a pattern of these, in natural order."""
+    return data_files(path, is_parquet_name, "Parquet")
+
+
+def data_files(
+    path: str | os.PathLike[str], matches: Callable[[str], Any], kind: str = "data"
+) -> DataFiles:
+    """Find the files of a file, a directory or a pattern of these, in natural order.
+
+    ``matches`` says of the name of a file whether it belongs to the data set. ``kind`` names such
+    files in errors. A single file counts whatever its name is.
+    """
     path = pathlib.Path(path)
     if path.is_dir():
-        return ParquetFiles(path, _of_directory(path))
+        return DataFiles(path, _of_directory(path, matches, kind))
     if not has_pattern(path):
-        return ParquetFiles(path.parent, (path,))
+        return DataFiles(path.parent, (path,))
     fixed = next(i for i, part in enumerate(path.parts) if glob.has_magic(part))
     root = pathlib.Path(*path.parts[:fixed])
-    matches = [pathlib.Path(match) for match in glob.glob(str(path), recursive=True)]
-    directories = [match for match in matches if match.is_dir()]
-    files = {match for match in matches if match.is_file() and _NAME.search(match.name)}
-    for directory in directories:
-        # A directory without Parquet files is fine here: `parts/*` may match one of logs, too.
-        files.update(_walk(directory))
+    found = [pathlib.Path(match) for match in glob.glob(str(path), recursive=True)]
+    files = {match for match in found if match.is_file() and matches(match.name)}
+    for directory in [match for match in found if match.is_dir()]:
+        # A directory without such files is fine here: `parts/*` may match one of logs, too.
+        files.update(_walk(directory, matches))
     if not files:
-        raise DataError(f"{path}: no Parquet file matches this pattern")
-    return ParquetFiles(root, tuple(natural_order(files)))
+        raise DataError(f"{path}: no {kind} file matches this pattern")
+    return DataFiles(root, tuple(natural_order(files)))
 
 
-def _of_directory(directory: pathlib.Path) -> tuple[pathlib.Path, ...]:
-    for name, kind in _LOGS.items():
+def _of_directory(
+    directory: pathlib.Path, matches: Callable[[str], Any], kind: str
+) -> tuple[pathlib.Path, ...]:
+    for name, table in _LOGS.items():
         if (directory / name).is_dir():
             raise DataError(
-                f"{directory} is {kind}, whose log says which of its files count; write its rows "
+                f"{directory} is {table}, whose log says which of its files count; write its rows "
                 "to Parquet files in another directory"
             )
-    files = tuple(natural_order(_walk(directory)))
+    files = tuple(natural_order(_walk(directory, matches)))
     if not files:
-        below = sorted({p.parent.name for p in directory.glob("*/*") if _NAME.search(p.name)})
+        below = sorted({p.parent.name for p in directory.glob("*/*") if matches(p.name)})
         others = natural_order(p for p in directory.iterdir() if p.is_file())
         hint = f"; there are some in {', '.join(below[:5])}" if below else ""
         if others and not below:
             hint = f", but files such as {others[0].name}"
-        raise DataError(f"{directory}: there are no Parquet files in this directory{hint}")
+        raise DataError(f"{directory}: there are no {kind} files in this directory{hint}")
     return files
 
 
-def _walk(directory: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield the Parquet files of a directory and of the directories ``key=value`` in it."""
+def _walk(directory: pathlib.Path, matches: Callable[[str], Any]) -> Iterator[pathlib.Path]:
+    """Yield the files of a directory and of the directories ``key=value`` in it."""
     for path in directory.iterdir():
         # Spark and others name unfinished files and metadata so: _temporary, _SUCCESS, .part-0.crc.
         if path.name.startswith((".", "_")) and "=" not in path.name:
             continue
         if path.is_dir():
             if "=" in path.name:
-                yield from _walk(path)
-        elif _NAME.search(path.name):
+                yield from _walk(path, matches)
+        elif matches(path.name):
             yield path
 
 
@@ -227,6 +244,8 @@ def foreign_format(path: pathlib.Path) -> str | None:
 def _binary(path: pathlib.Path, kind: str) -> str:
     if "compressed" in kind:
         return f"is {kind}; unpack it, or compress it by gzip"
+    if "Arrow" in kind:
+        return f"is {kind}; {_named(path, '.arrow')}"
     if "NumPy" in kind or "npz" in kind:
         columns = "pyarrow.table({name: array, ...})"
         return f"is {kind}; {_READS}: {_write(path, columns)} makes columns of arrays"
@@ -251,8 +270,7 @@ def _is_tfrecord(start: bytes, size: int) -> bool:
 def _text(path: pathlib.Path, lines: list[str]) -> str | None:
     first = lines[0]
     if _is_json(lines):
-        table = f'pyarrow.json.read_json("{path}")'
-        return f"is JSON; {_READS}: {_write(path, table)} writes one, of one object a line"
+        return f"is JSON; {_named(path, '.jsonl')}, of one object a line"
     if _LIBSVM.fullmatch(first):
         return f"has lines of libsvm's format; {_READS}, with a column for each field"
     separator = max(_SEPARATORS, key=first.count)
@@ -261,27 +279,31 @@ def _text(path: pathlib.Path, lines: list[str]) -> str | None:
             return None
         separator = ","
     fields = first.split(separator)
-    options = f", parse_options=pyarrow.csv.ParseOptions(delimiter={json.dumps(separator)})"
-    table = f'pyarrow.csv.read_csv("{path}"{"" if separator == "," else options})'
     if all(_RECBOLE.fullmatch(field) for field in fields):
+        options = f"pyarrow.csv.ParseOptions(delimiter={json.dumps(separator)})"
         return (
             f"is a file of RecBole, of {', '.join(fields)}; {_READS} with a column of labels, 0 or "
-            f"1: add one to {table}, and write that by pyarrow.parquet.write_table"
+            f'1: add one to pyarrow.csv.read_csv("{path}", parse_options={options}), and write '
+            "that by pyarrow.parquet.write_table"
         )
     shown = ", ".join(fields[:5]) + (", ..." if len(fields) > 5 else "")
     columns = f"{len(fields)} columns separated by {_SEPARATORS[separator]} ({shown})"
     # Only lines with tabs may be meant to be Criteo's.
-    has_tabs = separator == "\t"
-    kind = f"has {columns}, and Criteo's format has {COLUMNS}" if has_tabs else f"is CSV: {columns}"
-    return f"{kind}; {_READS}: {_write(path, table)} writes one"
+    if separator == "\t":
+        return f"has {columns}, and Criteo's format has {COLUMNS}; {_named(path, '.tsv')}"
+    return f"is CSV: {columns}; {_named(path, '.csv')}"
+
+
+def _named(path: pathlib.Path, suffix: str) -> str:
+    """Say by which name a file is read; names tell formats."""
+    return f"name it {path.with_suffix(suffix).name}, as jaxrec knows formats by names"
 
 
 def _write(path: pathlib.Path, table: str) -> str:
     """Return a shell command that writes a Parquet file; ``table`` is Python code of the table."""
-    modules = [name for name in ("pyarrow.csv", "pyarrow.json") if name in table]
     output = path.with_suffix(".parquet")
     return (
-        f"python -c 'import {', '.join(['pyarrow', *modules, 'pyarrow.parquet'])}; "
+        "python -c 'import pyarrow, pyarrow.parquet; "
         f'pyarrow.parquet.write_table({table}, "{output}")\''
     )
 

@@ -59,6 +59,9 @@ class DataConfig:
     the loss and in the metrics; by default all rows weigh 1."""
     exclude: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--exclude"])] = ()
     """Names of columns to leave out of the features, without a schema."""
+    types: tuple[str, ...] = ()
+    """Types of columns of CSV, TSV or JSON files whose values mislead, such as zip=string for codes
+    with leading zeros: string, integer, float or boolean."""
     eval_path: pathlib.Path | None = None
     """File or directory of the held-out rows; by default the last rows of the data."""
     eval_fraction: float = 0.1

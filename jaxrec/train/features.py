@@ -1,4 +1,4 @@
-"""The schema of a run's Parquet files, and the encoder of their columns."""
+"""The schema of a run's files, and the encoder of their columns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from jaxrec.data.criteo.conversion import SUMMARY_FILE, read_summary
 from jaxrec.data.criteo.log import criteo_schema
 from jaxrec.data.criteo.parts import is_part
 from jaxrec.data.encoder import SCHEMA_FILE, EncodedGroups
-from jaxrec.data.files import ParquetFiles, has_pattern, parquet_files
+from jaxrec.data.files import DataFiles, has_pattern, parquet_files
+from jaxrec.data.formats.conversion import as_parquet, format_of
 from jaxrec.data.groups import GroupRange
 from jaxrec.data.learn import needs_pass
 from jaxrec.data.transforms import NUM_CATEGORICAL
@@ -35,14 +36,24 @@ from jaxrec.train.config import FEATURES_DIRECTORY, DataConfig, ModelConfig, Tra
 from jaxrec.train.open_vocabularies import check_fixed, with_dynamic_columns
 from jaxrec.train.progress import counted
 
+# Types of `--data.types`.
+COLUMN_TYPES = {
+    "string": pa.string(),
+    "integer": pa.int64(),
+    "float": pa.float64(),
+    "boolean": pa.bool_(),
+}
+
 # First bytes of a Parquet file.
 _MAGIC = b"PAR1"
 
 
 def is_parquet(path: pathlib.Path | None) -> bool:
-    """Return whether a path is a Parquet file, or a directory or pattern of such files."""
+    """Return whether a path is a file with columns, or a directory or pattern of such files."""
     if path is None or path.is_dir() or has_pattern(path):
         return path is not None
+    if format_of(path) is not None:
+        return True
     with path.open("rb") as file:
         return file.read(len(_MAGIC)) == _MAGIC
 
@@ -56,6 +67,7 @@ def saved_encoder(path: str | os.PathLike[str]) -> TableEncoder | None:
 def run_encoder(config: TrainConfig, console: Console) -> TableEncoder:
     """Load the encoder of a resumed run, or learn a new run's encoder and print its schema."""
     data, resume, is_dynamic = config.data, config.resume, config.vocabulary.is_dynamic
+    _convert(data, console)
     encoder = None if resume is None else saved_encoder(resume)
     if resume is None or encoder is None:
         return learn_features(data, console, is_dynamic=is_dynamic, model=config.model)
@@ -73,6 +85,31 @@ def run_encoder(config: TrainConfig, console: Console) -> TableEncoder:
             "--schema, --label, --weight and --exclude out"
         )
     return encoder
+
+
+def _convert(data: DataConfig, console: Console) -> None:
+    """Convert files of other formats than Parquet, with a bar; later reads find the results."""
+    for path in (data.path, data.eval_path):
+        if path is None or (kind := format_of(path)) is None:
+            continue
+        started, size = time.perf_counter(), sum(x.stat().st_size for x in kind.files(path).paths)
+        with counted(console, f"converting {kind.name}", size) as advance:
+            as_parquet(path, _types(data), advance)
+        if (seconds := time.perf_counter() - started) > 1:
+            console.print(f"converted {path} to Parquet in {seconds:.1f} s; kept for the next run")
+
+
+def _types(data: DataConfig) -> dict[str, pa.DataType]:
+    """Return the types of columns that the user gave."""
+    types = {}
+    for given in data.types:
+        name, _, kind = given.rpartition("=")
+        if not name or kind not in COLUMN_TYPES:
+            raise ConfigError(
+                f"--data.types {given}: give NAME=TYPE, with a type of {', '.join(COLUMN_TYPES)}"
+            )
+        types[name] = COLUMN_TYPES[kind]
+    return types
 
 
 def learn_features(
@@ -127,9 +164,9 @@ def check_rows(encoder: TableEncoder, rows: GroupRange) -> None:
 
 def split_groups(data: DataConfig, schema: Schema) -> tuple[GroupRange, GroupRange]:
     """Return the training rows and the held-out rows of Parquet files, with a schema's columns."""
-    whole = _all_rows(_files(data.path).paths, schema)
+    whole = _all_rows(_files(data.path, data).paths, schema)
     if data.eval_path is not None:
-        return whole, _all_rows(_files(data.eval_path).paths, schema)
+        return whole, _all_rows(_files(data.eval_path, data).paths, schema)
     middle = whole.stop - held_out_rows(data, whole.stop)
     return dataclasses.replace(whole, stop=middle), dataclasses.replace(whole, start=middle)
 
@@ -158,7 +195,7 @@ def converted_schema(data: DataConfig, is_dynamic: bool = False) -> Schema | Non
     directory = data.path
     if data.schema is not None or directory is None or not directory.is_dir():
         return None
-    first = _files(directory).paths[0]
+    first = _files(directory, data).paths[0]
     if not ((directory / SUMMARY_FILE).exists() or is_part(first)) or first.parent != directory:
         return None
     # Raw ids have no number of rows in the summary: the user chooses it.
@@ -173,7 +210,7 @@ def converted_schema(data: DataConfig, is_dynamic: bool = False) -> Schema | Non
 
 def _find_schema(data: DataConfig, console: Console, is_dynamic: bool) -> Schema:
     """Return the given schema, or infer one from the columns; all files must fit it."""
-    files = [_files(path) for path in (data.path, data.eval_path) if path is not None]
+    files = [_files(path, data) for path in (data.path, data.eval_path) if path is not None]
     if data.schema is not None:
         schema = _with_vocabularies(read_schema(data.schema), data, is_dynamic)
         groups = [ParquetGroups(each.paths, schema.columns) for each in files]
@@ -226,15 +263,16 @@ def _inferred_schema(
     return schema
 
 
-def _files(path: pathlib.Path | None) -> ParquetFiles:
-    """Find the Parquet files of a path, or raise an error that says what to give."""
+def _files(path: pathlib.Path | None, data: DataConfig) -> DataFiles:
+    """Find the Parquet files of a path, or those that its files are converted to."""
     if path is None:
-        raise ConfigError("give the Parquet files with --data")
+        raise ConfigError("give the files with --data")
     if not is_parquet(path):
         raise DataError(
-            f"{path} is not a Parquet file; columns with a schema are read from Parquet files"
+            f"{path} is not a Parquet file; columns with a schema are read from Parquet, CSV, TSV, "
+            "JSON lines and Arrow files"
         )
-    return parquet_files(path)
+    return parquet_files(path if format_of(path) is None else as_parquet(path, _types(data)))
 
 
 def _all_rows(paths: tuple[pathlib.Path, ...], schema: Schema) -> GroupRange:

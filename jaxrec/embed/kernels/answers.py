@@ -37,6 +37,7 @@ import jax
 
 from jaxrec.embed.kernels import trial
 from jaxrec.embed.kernels.trial import Form, size_of
+from jaxrec.files.cache import cache_directory
 
 # A choice holds for calls up to four times larger or smaller than the one that was timed: batches
 # are padded, and the last one may be smaller.
@@ -246,15 +247,6 @@ class Trials:
     def _try(self, form: Form) -> str | None:
         with jax.default_device(self.card):
             return trial.compare(form, getattr(self.kernels, form.primitive))
-
-
-def cache_directory() -> pathlib.Path:
-    """Return the directory that has the files of answers."""
-    if named := os.environ.get("JAXREC_CACHE_DIR"):
-        return pathlib.Path(named)
-    import platformdirs  # An import of jaxrec.embed does not need it.
-
-    return platformdirs.user_cache_path("jaxrec")
 
 
 def environment_of(device: Any) -> dict[str, str]:

@@ -342,10 +342,3 @@ def test_without_a_card_nothing_is_tried():
         choice = kernels.describe("row_lookup", jnp.ones((8, 2)), jnp.zeros(3, jnp.int32))
     assert choice.chosen["cuda"] == "reference"
     assert choice.refused["triton"] == "there is no NVIDIA GPU here to try it on"
-
-
-def test_the_directory_can_be_named(monkeypatch, tmp_path):
-    monkeypatch.setenv("JAXREC_CACHE_DIR", str(tmp_path))
-    assert answers.cache_directory() == tmp_path
-    monkeypatch.delenv("JAXREC_CACHE_DIR")
-    assert answers.cache_directory().name == "jaxrec"
