@@ -18,7 +18,7 @@ from jaxrec.arguments import NOT_GIVEN, ConfigError, parse, required
 from jaxrec.data import DataError, ParquetGroups, Vocabulary
 from jaxrec.data.arrays import as_column
 from jaxrec.data.column_types import CommonTypes
-from jaxrec.data.files import key_column, key_types, keys_of, parquet_files
+from jaxrec.data.files import DataFiles, key_column, key_types, keys_of, parquet_files
 from jaxrec.data.formats.conversion import as_parquet, format_of
 from jaxrec.data.parquet import open_parquet
 from jaxrec.files.atomic import write_atomically
@@ -65,8 +65,8 @@ def run(options: Sequence[str]) -> int:
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size must be above 0, got {parsed.batch_size}")
     kind = format_of(parsed.input)
-    given = (parquet_files if kind is None else kind.files)(parsed.input).paths
-    if parsed.output.resolve() in [path.resolve() for path in given]:
+    files = (parquet_files if kind is None else kind.files)(parsed.input)
+    if parsed.output.resolve() in [path.resolve() for path in files.paths]:
         raise ConfigError(f"{parsed.output} is one of the input files; give another output")
     if parsed.output.is_dir():
         raise ConfigError(f"{parsed.output} is a directory; the output is a Parquet file")
@@ -78,27 +78,26 @@ def run(options: Sequence[str]) -> int:
         )
     console = Console(highlight=False, markup=False, soft_wrap=True)
     begun = time.perf_counter()
-    paths = given
     if kind is not None:
         # A column of text may have numbers alone here: the vocabulary has "7" and not 7.
         texts = dict.fromkeys(_text_columns(served), pa.string())
-        paths = parquet_files(as_parquet(parsed.input, texts)).paths
-    rows = _predict(parsed, served, paths, console)
+        files = as_parquet(parsed.input, texts)
+    rows = _predict(parsed, served, files, console)
     seconds = time.perf_counter() - begun
     console.print(f"{rows:,} rows in {seconds:.1f} s; scores in {parsed.output}")
     return 0
 
 
 def _predict(
-    options: PredictOptions, served: ServedModel, paths: Sequence[pathlib.Path], console: Console
+    options: PredictOptions, served: ServedModel, files: DataFiles, console: Console
 ) -> int:
     """Write the scores of all rows; return the number of rows."""
-    total = sum(ParquetGroups(tuple(paths)).sizes)
+    total = sum(ParquetGroups(files.paths, sources=files.sources).sizes)
     with contextlib.ExitStack() as stack:
         unfinished = stack.enter_context(write_atomically(options.output))
         advance = stack.enter_context(counted(console, "predicting", total))
         writer = None
-        for table in _scores(options, served, paths):
+        for table in _scores(options, served, files):
             # The first table has the schema that a writer needs.
             if writer is None:
                 writer = stack.enter_context(
@@ -111,21 +110,19 @@ def _predict(
     return total
 
 
-def _scores(
-    options: PredictOptions, served: ServedModel, paths: Sequence[pathlib.Path]
-) -> Iterator[pa.Table]:
+def _scores(options: PredictOptions, served: ServedModel, files: DataFiles) -> Iterator[pa.Table]:
     """Yield the columns of the output file, ``options.batch_size`` rows at a time."""
     assert served.encoder is not None
     schema = served.encoder.schema
     columns = list(dict.fromkeys([*schema.dense, *schema.categorical, *options.keep]))
-    kept = _kept_types(paths, options.keep)
-    types = key_types(paths)
+    kept = _kept_types(files, options.keep)
+    types = key_types(files.paths)
     # Directories such as shop=7 may all have numbers here, where training had text as well.
     types |= dict.fromkeys(types.keys() & _text_columns(served), pa.string())
-    for path in paths:
+    for path, source in zip(files.paths, files.sources or files.paths, strict=True):
         first = 0
         for rows in _read(path, columns, options.batch_size, types):
-            encoded = served.encoder.encode(rows, path, first)
+            encoded = served.encoder.encode(rows, source, first)
             batch = served.encoder.pack(encoded, len(rows))
             predicted = output_columns(served.predict(batch.dense, batch.features))
             outputs = {name: as_column(array) for name, array in predicted.items()}
@@ -147,10 +144,10 @@ def _text_columns(served: ServedModel) -> set[str]:
     return {name for name, text in (is_text | served.encoder.is_text).items() if text}
 
 
-def _kept_types(paths: Sequence[pathlib.Path], keep: tuple[str, ...]) -> pa.Schema:
+def _kept_types(files: DataFiles, keep: tuple[str, ...]) -> pa.Schema:
     """Return the types in the output of the columns ``keep``, on which all input files agree."""
     types = CommonTypes(keep)
-    for path, columns in ParquetGroups(tuple(paths), keep).schemas.items():
+    for path, columns in ParquetGroups(files.paths, keep, sources=files.sources).schemas.items():
         types.add(columns, path)
     return pa.schema([types.schema.field(name) for name in keep])
 

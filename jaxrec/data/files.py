@@ -43,10 +43,16 @@ class DataFiles(NamedTuple):
     """The files of a data set, in natural order.
 
     Directories named ``key=value`` are columns only below ``root``, which the user named.
+
+    Attributes:
+        root: Directory that all files are in.
+        paths: The files.
+        sources: The user's files that ``paths`` were converted from; (): they are the user's own.
     """
 
     root: pathlib.Path
     paths: tuple[pathlib.Path, ...]
+    sources: tuple[pathlib.Path, ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:

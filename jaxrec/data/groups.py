@@ -71,11 +71,14 @@ class FileGroups(abc.ABC):
         columns: Names of the columns to read; None: all. A directory ``key=value`` on a file's path
             is a column ``key`` of the file, unless the file has a column of this name.
         keys: Names of the directories' columns to read if ``columns`` is None.
+        sources: For each file its name in errors and in `schemas`, such as the one that it was
+            converted from; (): its path.
     """
 
     paths: tuple[str | os.PathLike[str], ...]
     columns: tuple[str, ...] | None = None
     keys: tuple[str, ...] = ()
+    sources: tuple[str | os.PathLike[str], ...] = ()
 
     format: ClassVar[str]
 
@@ -86,6 +89,12 @@ class FileGroups(abc.ABC):
     @abc.abstractmethod
     def open(self, path: pathlib.Path) -> contextlib.AbstractContextManager[OpenFile]:
         """Open a file; raise DataError if it has another format, also inside the ``with`` block."""
+
+    @functools.cached_property
+    def _sources(self) -> dict[pathlib.Path, pathlib.Path]:
+        """Each file's name in errors."""
+        sources = self.sources or self.paths
+        return dict(zip(map(pathlib.Path, self.paths), map(pathlib.Path, sources), strict=True))
 
     @functools.cached_property
     def _key_types(self) -> dict[str, pa.DataType]:
@@ -107,7 +116,7 @@ class FileGroups(abc.ABC):
         # All footers are read before the first row: a file without a column fails now, not in the
         # middle of an epoch.
         files = []
-        for path in map(pathlib.Path, self.paths):
+        for path, source in self._sources.items():
             with self.open(path) as file:
                 columns, sizes = file.columns, file.sizes
             for name in self._keys(path, columns.names):
@@ -115,7 +124,7 @@ class FileGroups(abc.ABC):
             for name in self.columns or ():
                 if name not in columns.names:
                     raise DataError(
-                        f"{path} has no column {name!r}; its columns are {', '.join(columns.names)}"
+                        f"{source} has no column {name!r}; its columns are {', '.join(columns.names)}"
                     )
             files.append((path, columns, sizes))
         return tuple(files)
@@ -123,7 +132,7 @@ class FileGroups(abc.ABC):
     @property
     def schemas(self) -> dict[pathlib.Path, pa.Schema]:
         """Names and types of each file's columns; directories such as ``day=3`` are columns too."""
-        return {path: columns for path, columns, _ in self._files}
+        return {self._sources[path]: columns for path, columns, _ in self._files}
 
     @functools.cached_property
     def _locations(self) -> tuple[tuple[pathlib.Path, int, int, int], ...]:
@@ -154,7 +163,8 @@ class FileGroups(abc.ABC):
                 wanted = None if columns is None else [name for name in columns if name in stored]
                 table = file.read(number, wanted)
         except DataError as error:
-            raise DataError(f"{path}, row group {number}: it cannot be read ({error})") from None
+            source = self._sources[path]
+            raise DataError(f"{source}, row group {number}: it cannot be read ({error})") from None
         # The value of a directory is not stored in the file, and is the same in all its rows.
         for name, value in self._keys(path, stored).items():
             if columns is None or name in columns:
@@ -163,7 +173,7 @@ class FileGroups(abc.ABC):
 
     def location(self, group: int) -> tuple[pathlib.Path, int]:
         path, _, first, _ = self._locations[group]
-        return path, first
+        return self._sources[path], first
 
 
 @dataclasses.dataclass(frozen=True)

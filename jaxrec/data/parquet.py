@@ -33,6 +33,7 @@ class ParquetGroups(FileGroups):
         columns: Names of the columns to read; None: all. A directory ``key=value`` on a file's path
             is a column ``key`` of the file, unless the file has a column of this name.
         keys: Names of the directories' columns to read if ``columns`` is None.
+        sources: For each file its name in errors and in `schemas`; (): its path.
 
     Raises:
         OSError: A file cannot be read.

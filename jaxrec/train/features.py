@@ -164,9 +164,9 @@ def check_rows(encoder: TableEncoder, rows: GroupRange) -> None:
 
 def split_groups(data: DataConfig, schema: Schema) -> tuple[GroupRange, GroupRange]:
     """Return the training rows and the held-out rows of Parquet files, with a schema's columns."""
-    whole = _all_rows(_files(data.path, data).paths, schema)
+    whole = _all_rows(_files(data.path, data), schema)
     if data.eval_path is not None:
-        return whole, _all_rows(_files(data.eval_path, data).paths, schema)
+        return whole, _all_rows(_files(data.eval_path, data), schema)
     middle = whole.stop - held_out_rows(data, whole.stop)
     return dataclasses.replace(whole, stop=middle), dataclasses.replace(whole, start=middle)
 
@@ -213,11 +213,11 @@ def _find_schema(data: DataConfig, console: Console, is_dynamic: bool) -> Schema
     files = [_files(path, data) for path in (data.path, data.eval_path) if path is not None]
     if data.schema is not None:
         schema = _with_vocabularies(read_schema(data.schema), data, is_dynamic)
-        groups = [ParquetGroups(each.paths, schema.columns) for each in files]
+        groups = [ParquetGroups(each.paths, schema.columns, sources=each.sources) for each in files]
         types = CommonTypes(schema.columns)
     else:
         keys = tuple(dict.fromkeys(key for each in files for key in each.keys))
-        groups = [ParquetGroups(each.paths, keys=keys) for each in files]
+        groups = [ParquetGroups(each.paths, keys=keys, sources=each.sources) for each in files]
         types = CommonTypes(exclude=data.exclude)
     columns = {path: x for rows in groups for path, x in rows.schemas.items()}
     for path, each in columns.items():
@@ -272,11 +272,11 @@ def _files(path: pathlib.Path | None, data: DataConfig) -> DataFiles:
             f"{path} is not a Parquet file; columns with a schema are read from Parquet, CSV, TSV, "
             "JSON lines and Arrow files"
         )
-    return parquet_files(path if format_of(path) is None else as_parquet(path, _types(data)))
+    return parquet_files(path) if format_of(path) is None else as_parquet(path, _types(data))
 
 
-def _all_rows(paths: tuple[pathlib.Path, ...], schema: Schema) -> GroupRange:
-    groups = ParquetGroups(paths, schema.columns)
+def _all_rows(files: DataFiles, schema: Schema) -> GroupRange:
+    groups = ParquetGroups(files.paths, schema.columns, sources=files.sources)
     if (count := sum(groups.sizes)) == 0:
-        raise DataError(f"{paths[0]}: it has no rows")
+        raise DataError(f"{next(iter(groups.schemas))}: it has no rows")
     return GroupRange(groups, 0, count)

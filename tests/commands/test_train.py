@@ -367,7 +367,7 @@ def test_a_full_disk(tmp_path):
 
 IN_PROCESS = {
     "malformed": (["--data=bad.tsv"], 1, "bad.tsv, line 21, column 4 (I3)"),
-    "csv": (["--data=x.csv"], 1, "x.csv is CSV: 2 columns separated by commas (a, b); jaxrec"),
+    "csv": (["--data=x.txt"], 1, "x.txt is CSV: 2 columns separated by commas (a, b); name it"),
     "missing": (["--data=missing.tsv"], 1, "missing.tsv: No such file or directory"),
     "unknown": (["--bogus"], 2, "unknown option --bogus; `jaxrec train --help`"),
     "config-missing": (["--config=missing.yaml"], 1, "missing.yaml: No such file"),
@@ -401,7 +401,7 @@ def test_what_goes_wrong_is_one_sentence(tmp_path, monkeypatch, capsys, options,
     write(tmp_path / "one", [GOOD])
     write(tmp_path / "bad.tsv", [GOOD] * 20 + [changed(3, "x")] + [GOOD] * 20)
     (tmp_path / "empty").touch()
-    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "x.txt").write_text("a,b\n1,2\n")
     (tmp_path / "bad.yaml").write_text("data: {bogus: 1}")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/config.yaml").touch()

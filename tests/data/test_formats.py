@@ -87,7 +87,9 @@ def write(tmp_path, name: str, content: bytes | str):
 
 
 def read(path, types=None) -> pa.Table:
-    groups = ParquetGroups.of_directory(as_parquet(path, types))
+    files = as_parquet(path, types)
+    groups = ParquetGroups(files.paths, keys=files.keys, sources=files.sources)
+    assert tuple(groups.schemas) == files.sources
     return pa.concat_tables(groups.read(group) for group in range(len(groups.sizes)))
 
 
@@ -99,7 +101,7 @@ def test_rows_are_those_of_the_file(tmp_path, name):
     found = {field: table[field].to_pylist() for field in ROWS if field != "day"}
     assert found == {field: values for field, values in ROWS.items() if field != "day"}
     assert str(days[0].as_py()).startswith("2024-03-01")
-    (file,) = as_parquet(path).glob("*.parquet")
+    (file,) = as_parquet(path).paths
     assert file.name == f"{name}.parquet"
     sizes = pq.ParquetFile(file).metadata
     assert [sizes.row_group(n).num_rows for n in range(sizes.num_row_groups)] == [4, 2]
@@ -202,7 +204,7 @@ def test_processes_convert_once(tmp_path):
     path = write(tmp_path, "x.csv", "x\n" + "1\n" * 50_000)
     code = (
         "import pathlib, sys; from jaxrec.data.formats.conversion import as_parquet;"
-        "print(as_parquet(pathlib.Path(sys.argv[1])))"
+        "print(as_parquet(pathlib.Path(sys.argv[1])).paths)"
     )
     runs = [
         subprocess.Popen(

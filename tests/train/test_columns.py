@@ -353,8 +353,13 @@ BAD = {
     "missing-schema": (SAME, None, ["--schema=never.yaml"], 1, "never.yaml: No such file"),
     "no-file": (SAME, {}, ["--data=never.parquet"], 1, "never.parquet: No such file"),
     "text": (SAME, {}, ["--data=schema.yaml"], 1, "schema.yaml is not a Parquet file; a schema is"),
-    "csv": (SAME, None, ["--data=rows.csv"], 1, "rows.csv is CSV: 2 columns separated by commas ("),
-    "csv-held-out": (SAME, None, ["--data.eval-path=rows.csv"], 1, "rows.csv is not a Parquet"),
+    "csv": (SAME, None, ["--data=rows.csv"], 2, "none of the columns a, b is named label, click"),
+    "csv-held-out": (
+        SAME, None, ["--data.eval-path=rows.csv"], 1,
+        "rows.parquet has no column 'a', which rows.csv has",
+    ),
+    "csv-line": (SAME, None, ["--data=bad.csv"], 1, "bad.csv, line 3: Expected 2 columns, got 1"),
+    "csv-types": (SAME, None, ["--data=rows.csv", "--data.types", "a=id"], 2, "a=id: give NAME="),
     "pattern": (SAME, None, ["--data=x*.parquet"], 1, "no Parquet file matches this pattern"),
     "few": (lambda rows: rows[:1], {}, [], 1, "1 rows are too few to train on some"),
     "empty": (lambda rows: rows[:0], {}, [], 1, "it has no rows"),
@@ -368,6 +373,7 @@ def test_what_is_wrong_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     pq.write_table(change(table(100)), "rows.parquet")
     (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "bad.csv").write_text("a,b\n1,2\n3\n")
     if schema is not None:
         (tmp_path / "schema.yaml").write_text(yaml.safe_dump(SCHEMA | schema))
         options = ["--schema=schema.yaml", *options]

@@ -74,8 +74,8 @@ def as_parquet(
     path: pathlib.Path,
     types: Types | None = None,
     progress: Callable[[int], None] = lambda size: None,
-) -> pathlib.Path:
-    """Return a directory of Parquet files with the rows of a path's files.
+) -> DataFiles:
+    """Return Parquet files with the rows of a path's files, which are their ``sources``.
 
     Args:
         path: File, directory or pattern of a format of `format_of`.
@@ -91,12 +91,12 @@ def as_parquet(
     files = kind.files(path)
     types = dict(types or {})
     converted = cache_directory() / "tables" / _key(files, types)
-    if converted.exists():
-        return converted
-    with _alone(converted):
-        if not converted.exists():  # another process has converted them meanwhile
-            convert(kind, files, converted, types, progress)
-    return converted
+    if not converted.exists():
+        with _alone(converted):
+            if not converted.exists():  # no other process has converted them meanwhile
+                convert(kind, files, converted, types, progress)
+    paths = tuple(converted / _target(path.relative_to(files.root)) for path in files.paths)
+    return DataFiles(converted, paths, files.paths)
 
 
 def convert(
@@ -113,12 +113,16 @@ def convert(
     rows = 0
     with write_atomically(output) as unfinished:
         for path in files.paths:
-            name = path.relative_to(files.root)
-            target = unfinished / name.with_name(f"{name.name}.parquet")
+            target = unfinished / _target(path.relative_to(files.root))
             target.parent.mkdir(parents=True, exist_ok=True)
             rows += _write(kind, path, target, types)
             progress(path.stat().st_size)
     return rows
+
+
+def _target(name: pathlib.Path) -> pathlib.Path:
+    """Return the name of the Parquet file that a file becomes."""
+    return name.with_name(f"{name.name}.parquet")
 
 
 def _write(kind: Format, path: pathlib.Path, target: pathlib.Path, types: Types) -> int:

@@ -127,7 +127,7 @@ def _explained(
     if (bad := _BAD_VALUE.search(str(error))) is None:
         row = _ROW.search(text)
         place = path if row is None else f"{path}, line {row[1]}"
-        return DataError(f"{place}: {_ROW.sub('', text)}")
+        return DataError(f"{place}: {_ROW.sub('', text).removeprefix('CSV parse error: ')}")
     name, value = names[int(bad["column"])], bad["value"]
     if name not in types:
         # The first part decided the type. Numbers may go on as floats; other values may be ids that
