@@ -123,9 +123,8 @@ class FileGroups(abc.ABC):
                 columns = columns.append(pa.field(name, self._key_types[name]))
             for name in self.columns or ():
                 if name not in columns.names:
-                    raise DataError(
-                        f"{source} has no column {name!r}; its columns are {', '.join(columns.names)}"
-                    )
+                    known = ", ".join(columns.names)
+                    raise DataError(f"{source} has no column {name!r}; its columns are {known}")
             files.append((path, columns, sizes))
         return tuple(files)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -44,6 +46,16 @@ def test_scores_of_every_row_in_order(work, capsys, rows, batch_size):
     assert scores.column_names == ["score"]
     expected = load("model").predict_columns(columns(ROWS))
     np.testing.assert_allclose(scores["score"].to_numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_scores_of_json_lines(work):
+    rows = columns(ROWS).to_pylist()
+    (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("rows.jsonl", "rows.parquet"):
+        assert predict("model", name, "-o", f"{name}.scores") == 0
+    assert pq.read_table("rows.jsonl.scores").equals(pq.read_table("rows.parquet.scores"))
+    (work / "rows.jsonl").write_text('{"age": 1}\n')
+    assert predict("model", "rows.jsonl", "-o", "x") == 1
 
 
 def test_directories_are_columns_and_parts_may_have_no_values(work):
