@@ -80,8 +80,8 @@ def run(options: Sequence[str]) -> int:
     begun = time.perf_counter()
     if kind is not None:
         # A column of text may have numbers alone here: the vocabulary has "7" and not 7.
-        texts = dict.fromkeys(_text_columns(served), pa.string())
-        files = as_parquet(parsed.input, texts)
+        texts = _text_columns(served) if kind.guesses_types else ()
+        files = as_parquet(parsed.input, dict.fromkeys(texts, pa.string()))
     rows = _predict(parsed, served, files, console)
     seconds = time.perf_counter() - begun
     console.print(f"{rows:,} rows in {seconds:.1f} s; scores in {parsed.output}")

@@ -30,10 +30,13 @@ class Format(abc.ABC):
     Attributes:
         name: Name of the format in messages.
         suffixes: Ends of the names of such files, without those of compressions.
+        guesses_types: Whether values are text whose type is guessed, so that a file with other rows
+            may have columns of other types.
     """
 
     name: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]
+    guesses_types: ClassVar[bool] = False
 
     @property
     def pattern(self) -> re.Pattern[str]:

@@ -38,6 +38,7 @@ class Delimited(Format):
 
     name = "CSV"
     suffixes = (".csv", ".tsv", ".tab", ".psv")
+    guesses_types = True
 
     def tables(self, path: pathlib.Path, types: Types) -> Iterator[pa.Table]:
         header, separator = _header(path)
