@@ -216,7 +216,10 @@ class Vocabulary:
             )
         rows = np.zeros(len(plain), np.int32)
         if len(present):
-            rows[known] = self._rows_of_present(present)
+            # Columns repeat their values: each distinct one is looked up once.
+            distinct = present.dictionary_encode()
+            of_distinct = self._rows_of_present(distinct.dictionary)
+            rows[known] = of_distinct[distinct.indices.to_numpy()]
         if not self.num_unknown and not known.all():
             raise ValueError("a value is null, and the vocabulary has no rows for unknown values")
         return rows
