@@ -46,7 +46,7 @@ class Options:
     """Directory or file of MovieLens; None: the generated log."""
     models: tuple[str, ...] = ("DLRM", "DIN", "SASRec", "HSTURanker")
     seeds: tuple[int, ...] = (0, 1, 2)
-    steps: int = 600
+    steps: int = 1000
     batch_size: int = 128
     evaluations: int = 6
     """Times that the validation AUC is taken in a run."""
@@ -55,7 +55,7 @@ class Options:
     learning_rate: float = 5e-3
     """Decays to 0 along a cosine."""
     dropout_rate: float = 0.0
-    window: int = 0
+    window: int = 1
     """Events before it that a token of the HSTU ranker sees in a layer; 0: all."""
     output: pathlib.Path | None = None
     """File name without its ending."""
@@ -99,7 +99,7 @@ class HeldOut:
 
 def generated(options: Options, seed: int) -> Data:
     """The generated log; later users are for validation and testing."""
-    size, held_out = options.batch_size, 4096
+    size, held_out = options.batch_size, 32 * options.batch_size
     first, second, last = np.cumsum([options.steps * size, held_out, 2 * held_out]).tolist()
     log = GeneratedEvents(num_users=last, seed=seed)
 
