@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -34,6 +34,7 @@ from jaxrec.ragged import KeyedJaggedArray
 _ALONE = Shard()
 
 
+@runtime_checkable
 class SequenceGroups(Protocol):
     """Requests that are read group by group: `RequestGroups`, `EventGroups`.
 
@@ -252,8 +253,8 @@ class SequenceBatches:
         plan = self._epoch(epoch)
         rows = SequenceRows.concatenate([self.groups.read(g) for g in plan.windows[window]])
         order = row_order(len(rows), self.seed, epoch, window)
-        events = rows.requests.history.lengths[order]
-        candidates = rows.requests.candidates.lengths[order]
+        events = rows.history.ranges.lengths[order]
+        candidates = rows.candidates.ranges.lengths[order]
         dealt = []
         for start, stop, steps in plan.stretches[window]:
             own = slice(start, stop)

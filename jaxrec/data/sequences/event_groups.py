@@ -21,7 +21,13 @@ from jaxrec.data.sequences.lists import (
     integer_column,
 )
 from jaxrec.data.sequences.ranges import Ranges, changes
-from jaxrec.data.sequences.requests import RequestLimits, Requests, SequenceRows, cut_requests
+from jaxrec.data.sequences.requests import (
+    Features,
+    RequestLimits,
+    Requests,
+    SequenceRows,
+    cut_requests,
+)
 from jaxrec.data.sequences.schema import SequenceSchema
 
 
@@ -49,7 +55,7 @@ class EventGroups:
         ...                   "movie_id": [[1, 2, 3, 4]], "rating": [[5, 2, 4, 3]]})
         >>> limits = RequestLimits(history=10, candidates=1)
         >>> rows = EventGroups(TableGroups(table), movielens_schema(9), limits).read(0)
-        >>> capacities = dict.fromkeys(rows.schema.columns, 8)
+        >>> capacities = dict.fromkeys(movielens_schema(9).sequences.columns, 8)
         >>> batch = rows.batch(np.arange(4), capacities)
         >>> batch["movie_id"].to_lists(), batch["candidate_action"].to_lists()
         ([[], [1], [1], [1, 2, 3]], [[1], [0], [1], [0]])
@@ -93,7 +99,7 @@ class EventGroups:
         flat |= {self.events.time: decisive.times.values, ACTION: self._actions(decisive)}
         if self.events.watch_time is not None:
             flat[WATCH_TIME] = _watch_times(*(decisive.columns[n] for n in self.events.watch_time))
-        context = {}
+        context = []
         for name in self.events.context:
             location = self._location(group, name)
             ids = id_column(table[name], self.events.encodings[name], location)
@@ -101,13 +107,13 @@ class EventGroups:
             if (ranges.lengths > 1).any():
                 row = int(np.argmax(ranges.lengths > 1))
                 raise location.error(row, "it has several values; a user's context has one")
-            context[name] = (ids.values, ranges)
+            context.append(Features({name: ids.values}, ranges[requests.sources]))
+        history = {name: flat[name][decisive.is_history] for name in schema.history}
+        candidates = {name: flat[name.removeprefix(CANDIDATE)][kept] for name in schema.candidates}
         return SequenceRows(
-            schema,
-            requests,
-            {name: flat[name][decisive.is_history] for name in schema.history},
-            {name: flat[name.removeprefix(CANDIDATE)][kept] for name in schema.candidates},
-            context,
+            tuple(context),
+            Features(history, requests.history),
+            Features(candidates, requests.candidates),
         )
 
     @property

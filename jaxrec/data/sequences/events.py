@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,19 +64,15 @@ class Where:
             DataError: A column cannot be compared with a condition's value.
         """
         mask = np.ones(events, bool)
-        conditions = (
-            *((name, values, "among") for name, values in self.values.items()),
+        conditions: list[tuple[str, Any, Callable[[pa.Array, Any], pa.Array]]] = [
+            *((name, values, _among) for name, values in self.values.items()),
             *((name, bound, pc.greater_equal) for name, bound in self.at_least.items()),
             *((name, bound, pc.less) for name, bound in self.below.items()),
-        )
+        ]
         for name, wanted, compare in conditions:
             column = columns[name]
             try:
-                holds = (
-                    _among(column, wanted)
-                    if compare == "among"
-                    else compare(column, pa.scalar(float(wanted)))
-                )
+                holds = compare(column, wanted)
             except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
                 raise DataError(
                     f"column {name!r} is of type {column.type}, which cannot be compared with "

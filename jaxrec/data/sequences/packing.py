@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 
 from jaxrec.data.balance import balanced_order, sequence_work
 from jaxrec.data.sequences.schema import SequenceSchema
 
 # Work of each request, from its numbers of events and of candidates.
 Work: TypeAlias = Callable[
-    [Int[np.ndarray, " requests"], Int[np.ndarray, " requests"]], Float[np.ndarray, " requests"]
+    [Integer[np.ndarray, " requests"], Integer[np.ndarray, " requests"]],
+    Float[np.ndarray, " requests"],
 ]
 
 # After requests that did not fit, at most this share of them is tried.
@@ -61,7 +62,7 @@ class BatchShape:
 
 
 def attention_work(
-    events: Int[np.ndarray, " requests"], candidates: Int[np.ndarray, " requests"]
+    events: Integer[np.ndarray, " requests"], candidates: Integer[np.ndarray, " requests"]
 ) -> Float[np.ndarray, " requests"]:
     """Return each request's work in a layer of an `HSTURanker` of 128 columns."""
     return sequence_work(
@@ -81,8 +82,8 @@ class Stretch(NamedTuple):
 
 
 def stretches(
-    events: Int[np.ndarray, " requests"],
-    candidates: Int[np.ndarray, " requests"],
+    events: Integer[np.ndarray, " requests"],
+    candidates: Integer[np.ndarray, " requests"],
     shape: BatchShape,
     work: Work = attention_work,
 ) -> Iterator[Stretch]:
@@ -121,8 +122,8 @@ def stretches(
 
 
 def deal(
-    events: Int[np.ndarray, " requests"],
-    candidates: Int[np.ndarray, " requests"],
+    events: Integer[np.ndarray, " requests"],
+    candidates: Integer[np.ndarray, " requests"],
     shape: BatchShape,
     steps: int,
     work: Work = attention_work,

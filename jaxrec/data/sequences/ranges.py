@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Bool, Int, Num
@@ -27,16 +28,27 @@ class Ranges:
         return Ranges(self.starts[rows], self.lengths[rows])
 
     @classmethod
+    def empty(cls, requests: int) -> Ranges:
+        """Return ranges without positions."""
+        return cls(np.zeros(requests, np.int64), np.zeros(requests, np.int64))
+
+    @classmethod
     def between(cls, offsets: Int[np.ndarray, " ends"]) -> Ranges:
         """Return the ranges between the offsets ``[requests + 1]``."""
         return cls(offsets[:-1], np.diff(offsets))
 
     @classmethod
-    def concatenate(cls, parts: list[Ranges], sizes: list[int]) -> Ranges:
+    def concatenate(cls, parts: Sequence[Ranges], sizes: Sequence[int]) -> Ranges:
         """Return the ranges of joined flat arrays; ``sizes`` are the lengths of the arrays."""
         first = np.cumsum([0, *sizes[:-1]])
         starts = [part.starts + offset for part, offset in zip(parts, first, strict=True)]
         return cls(np.concatenate(starts), np.concatenate([part.lengths for part in parts]))
+
+    def take(self, requests: Int[np.ndarray, " rows"]) -> Ranges:
+        """Return the ranges of some requests; that of request -1 is empty."""
+        if not (requests >= 0).any():
+            return Ranges.empty(len(requests))
+        return Ranges(self.starts[requests], np.where(requests < 0, 0, self.lengths[requests]))
 
     def newest(self, count: int) -> Ranges:
         """Return the last ``count`` positions of each range."""

@@ -18,7 +18,13 @@ from jaxrec.data.sequences.lists import (
     integer_column,
 )
 from jaxrec.data.sequences.ranges import Ranges
-from jaxrec.data.sequences.requests import RequestLimits, Requests, SequenceRows, cut_requests
+from jaxrec.data.sequences.requests import (
+    Features,
+    RequestLimits,
+    Requests,
+    SequenceRows,
+    cut_requests,
+)
 from jaxrec.data.sequences.schema import SequenceSchema
 
 
@@ -93,7 +99,7 @@ class RequestGroups:
             _check_future(*(columns[name] for name in schema.times))
         timed = schema.candidates[0] if schema.times is None else schema.times[1]
         requests, kept = self._cut(history[schema.history[0]], columns[timed])
-        context = {}
+        context = []
         for name, most in schema.context.items():
             ranges = Ranges.between(columns[name].offsets)
             if (ranges.lengths > most).any():
@@ -101,13 +107,11 @@ class RequestGroups:
                 raise columns[name].location.error(
                     row, f"it has {ranges.lengths[row]} values; the schema's context says {most}"
                 )
-            context[name] = (columns[name].values, ranges)
+            context.append(Features({name: columns[name].values}, ranges[requests.sources]))
         return SequenceRows(
-            schema,
-            requests,
-            {name: column.values for name, column in history.items()},
-            {name: column.values[kept] for name, column in candidates.items()},
-            context,
+            tuple(context),
+            Features({name: x.values for name, x in history.items()}, requests.history),
+            Features({name: x.values[kept] for name, x in candidates.items()}, requests.candidates),
         )
 
     def _columns(self, group: int, names: Sequence[str]) -> dict[str, FlatColumn]:

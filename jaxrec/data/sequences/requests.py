@@ -179,70 +179,64 @@ def cut_requests(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SequenceRows:
-    """Requests and the values of their features, in host memory.
+class Features:
+    """Features that have one length in each request, such as those of the history.
 
     Attributes:
-        schema: Names of the features.
-        requests: The requests.
-        history: ``[events]`` int32 by feature of the history.
-        candidates: ``[candidates]`` int32 by feature of the candidates.
-        context: By feature of the context, ``[values]`` int32 and the range of each row.
+        values: ``[values]`` int32 by feature.
+        ranges: Range of each request's values.
     """
 
-    schema: SequenceSchema
-    requests: Requests
-    history: Mapping[str, Int32[np.ndarray, " events"]]
-    candidates: Mapping[str, Int32[np.ndarray, " candidates"]]
-    context: Mapping[str, tuple[Int32[np.ndarray, " values"], Ranges]]
+    values: Mapping[str, Int32[np.ndarray, " values"]]
+    ranges: Ranges
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Features]) -> Features:
+        """Return the features of all requests of several parts."""
+        names = parts[0].values
+        sizes = [len(next(iter(part.values.values()))) for part in parts]
+        return cls(
+            {name: np.concatenate([part.values[name] for part in parts]) for name in names},
+            Ranges.concatenate([part.ranges for part in parts], sizes),
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SequenceRows:
+    """Requests with the values of their features, in host memory.
+
+    Attributes:
+        context: Features of the context, each by itself.
+        history: Features of the history.
+        candidates: Features of the candidates.
+    """
+
+    context: tuple[Features, ...]
+    history: Features
+    candidates: Features
 
     def __len__(self) -> int:
-        return len(self.requests)
+        return len(self.candidates.ranges)
 
     @classmethod
     def empty(cls, schema: SequenceSchema) -> SequenceRows:
         """Return no requests of a schema."""
-        nothing, none = np.zeros(0, np.int32), Ranges(*np.zeros((2, 0), np.int64))
-        return cls(
-            schema,
-            Requests(none.starts, none, none, SequenceCounts()),
-            dict.fromkeys(schema.history, nothing),
-            dict.fromkeys(schema.candidates, nothing),
-            dict.fromkeys(schema.context, (nothing, none)),
-        )
+
+        def nothing(names: Sequence[str]) -> Features:
+            return Features(dict.fromkeys(names, np.zeros(0, np.int32)), Ranges.empty(0))
+
+        context = tuple(nothing([name]) for name in schema.context)
+        return cls(context, nothing(schema.history), nothing(schema.candidates))
 
     @classmethod
     def concatenate(cls, parts: Sequence[SequenceRows]) -> SequenceRows:
-        """Concatenate the requests of several parts of one schema."""
-        if len(parts) == 1:
-            return parts[0]
-        first = parts[0]
-        all_requests = [part.requests for part in parts]
-
-        def flat(side: str) -> tuple[dict[str, np.ndarray], list[int]]:
-            arrays = [getattr(part, side) for part in parts]
-            joined = {name: np.concatenate([x[name] for x in arrays]) for name in arrays[0]}
-            return joined, [len(next(iter(x.values()))) for x in arrays]
-
-        context = {}
-        rows = [0]
-        for name in first.context:
-            values = [part.context[name][0] for part in parts]
-            ranges = [part.context[name][1] for part in parts]
-            rows = [len(each) for each in ranges]
-            joined = Ranges.concatenate(ranges, [len(each) for each in values])
-            context[name] = (np.concatenate(values), joined)
-        # Without context nothing reads the sources.
-        starts = np.cumsum([0, *rows[:-1]]) if first.context else np.zeros(len(parts), np.int64)
-        history, events = flat("history")
-        candidates, of_candidates = flat("candidates")
-        requests = Requests(
-            np.concatenate([x.sources + s for x, s in zip(all_requests, starts, strict=True)]),
-            Ranges.concatenate([x.history for x in all_requests], events),
-            Ranges.concatenate([x.candidates for x in all_requests], of_candidates),
-            sum((x.counts for x in all_requests), SequenceCounts()),
+        """Return the requests of several parts of one schema."""
+        context = zip(*(part.context for part in parts), strict=True)
+        return cls(
+            tuple(map(Features.concatenate, context)),
+            Features.concatenate([part.history for part in parts]),
+            Features.concatenate([part.candidates for part in parts]),
         )
-        return cls(first.schema, requests, history, candidates, context)
 
     def batch(
         self, rows: Int[np.ndarray, " rows"], capacities: Mapping[str, int]
@@ -257,44 +251,25 @@ class SequenceRows:
         Raises:
             ValueError: The requests have more values than a capacity.
         """
-        exists = rows >= 0
-        requests = self.requests
-        chosen = np.where(exists, rows, 0)
-
-        def own(ranges: Ranges) -> Ranges:
-            # Padding has no request, and so no range; a batch without any has none to look at.
-            if not exists.any():
-                return Ranges(np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64))
-            part = ranges[chosen]
-            return Ranges(part.starts, np.where(exists, part.lengths, 0))
-
-        columns: dict[str, tuple[np.ndarray, Ranges, np.ndarray]] = {}
-        for name, (values, ranges) in self.context.items():
-            at = own(ranges[requests.sources])
-            columns[name] = (values, at, at.positions())
-        for flat, ranges in (
-            (self.history, requests.history),
-            (self.candidates, requests.candidates),
-        ):
-            at = own(ranges)
+        columns: dict[str, Int32[np.ndarray, " values"]] = {}
+        lengths = []
+        for side in (*self.context, self.history, self.candidates):
+            ranges = side.ranges.take(rows)
             # One gather of positions serves all features of a side.
-            places = at.positions()
-            columns |= {name: (values, at, places) for name, values in flat.items()}
-        size = [capacities[name] for name in columns]
-        filled = np.zeros(sum(size), np.int32)
-        starts = np.cumsum([0, *size])
-        for (name, (values, _, places)), start in zip(columns.items(), starts, strict=False):
-            if len(places) > capacities[name]:
-                raise ValueError(
-                    f"feature {name!r}: the rows have {len(places)} values, but the capacity is "
-                    f"{capacities[name]}"
-                )
-            np.take(values, places, out=filled[start : start + len(places)], mode="clip")
-        lengths = [ranges.lengths.astype(np.int32) for _, ranges, _ in columns.values()]
+            positions = ranges.positions()
+            for name, values in side.values.items():
+                if len(positions) > capacities[name]:
+                    raise ValueError(
+                        f"feature {name!r}: the rows have {len(positions)} values, but the "
+                        f"capacity is {capacities[name]}"
+                    )
+                column = columns[name] = np.zeros(capacities[name], np.int32)
+                column[: len(positions)] = values[positions]
+                lengths.append(ranges.lengths)
         return KeyedJaggedArray(
-            filled,
-            np.concatenate(lengths),
+            np.concatenate([*columns.values()]),
+            np.concatenate(lengths).astype(np.int32),
             keys=tuple(columns),
-            capacities=tuple(size),
+            capacities=tuple(map(len, columns.values())),
             strides=(len(rows),) * len(columns),
         )

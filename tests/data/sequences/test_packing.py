@@ -65,10 +65,10 @@ def test_power_law_lengths_make_equal_work(steps):
     assert imbalance(work, dealt) < 1.1
     in_order = np.arange(len(events) // 512 * 512).reshape(-1, 8, 64)
     assert imbalance(work, in_order) > 1.3
-    # Nearly all batches are nearly full, in rows or in events.
+    # All but the last batches, which have what is left, are nearly full in rows or in events.
     rows = (order >= 0).mean(axis=1)
     full = np.maximum(rows, totals(events, order, shape).sum(1) / (8 * 8192))
-    assert np.quantile(full, 0.1) > 0.9
+    assert full[:-steps].min() > 0.9
 
 
 def test_work_is_that_of_visible_pairs_and_tokens():

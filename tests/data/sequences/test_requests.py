@@ -63,7 +63,8 @@ def groups_of(rows, schema=FULL, **limits):
 
 def lists(rows: SequenceRows):
     """All requests as lists by feature."""
-    capacities = dict.fromkeys(rows.schema.columns, 4096)
+    sides = (*rows.context, rows.history, rows.candidates)
+    capacities = {name: 4096 for side in sides for name in side.values}
     return rows.batch(np.arange(len(rows)), capacities).to_lists()
 
 
@@ -270,7 +271,7 @@ def test_errors_name_the_file_and_its_row(tmp_path):
             {"encodings": {"history": IDS, "x": IDS}}, "'x' is none", id="encoding too many"
         ),
         pytest.param({"times": ("history", "t")}, "'history' has two roles", id="two roles"),
-        pytest.param({"times": "time"}, "times are columns of history and", id="a single name"),
+        pytest.param({"times": "time"}, "times are two columns, of history", id="a single name"),
         pytest.param(
             {"encodings": {"history": CategoricalColumn()}}, "got vocabulary", id="vocabulary"
         ),
