@@ -43,6 +43,7 @@ class RequestGroups:
             file, the row and the column.
 
     Example:
+        >>> import pyarrow as pa
         >>> from jaxrec.data import CategoricalColumn, TableGroups
         >>> table = pa.table({"history": [[1, 2, 3]], "candidate": [[7, 8, 9]]})
         >>> ids = {"history": CategoricalColumn("ids", 10)}

@@ -207,6 +207,18 @@ def trained(batches, model):
     return [float(step(model, optimizer, batch)) for batch in batches]
 
 
+def test_each_device_gets_the_rows_that_it_was_dealt(groups):
+    shape = BatchShape(rows=2, events=60, candidates=8, devices=8)
+    source = source_of(groups, shape=shape)
+    mesh = jax.make_mesh((8,), ("data",))
+    batch = source[0]
+    placed = jaxrec.mesh.shard_batch(batch, mesh, capacities=source.capacities)
+    assert placed.capacity_per_key == source.capacities == shape.capacities(SCHEMA)
+    wanted = np.asarray(batch["history"].lengths).reshape(8, 2)
+    np.testing.assert_array_equal(placed["history"].lengths, wanted)
+
+
+@pytest.mark.slow
 def test_a_ranker_on_eight_devices_trains_as_on_one(groups):
     shape = BatchShape(rows=2, events=60, candidates=8, devices=8)
     source = source_of(groups, shape=shape)
