@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from jaxtyping import Bool, Int, Int32
 
 from jaxrec.data.column_types import is_list
@@ -153,7 +154,7 @@ class EventGroups:
             if name not in table.column_names:
                 continue
             column = joined(table[name])
-            lengths = np.asarray(pa.compute.list_value_length(column).fill_null(0))
+            lengths = np.asarray(pc.list_value_length(column).fill_null(0))
             offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
             empty = np.zeros(0, np.int32)
             check_one_length([times, FlatColumn(empty, offsets, self._location(group, name))])

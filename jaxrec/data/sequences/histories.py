@@ -133,7 +133,7 @@ def write_histories(
 
     Args:
         log: The log, such as ``ParquetGroups.of_directory(path)``, with the columns to keep.
-        output: Directory of the Parquet files, which is replaced once all are complete.
+        output: Directory of the Parquet files, which appears once all are complete.
         user: Column of the users.
         time: Column of the times.
         sorted_events: Number of events that are sorted in memory at once. A single user's events
@@ -141,15 +141,20 @@ def write_histories(
 
     Raises:
         OSError: A file cannot be read or written.
-        DataError: A column is missing, a user or a time is null, or there is no event.
+        DataError: A column is missing, a user or a time is null, there is no event, or ``output``
+            has files.
     """
+    output = pathlib.Path(output)
+    # The directory is replaced at the end: a wrong name must not remove other files.
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise DataError(f"{output} is there already; give another output, or remove it")
     total = sum(log.sizes)
     if not total:
         raise DataError(f"{log.paths[0]} has no events")
     # Users differ in their numbers of events: parts of half the size seldom exceed it.
     parts = 1 if total <= sorted_events else -(-2 * total // sorted_events)
     users = longest = 0
-    pathlib.Path(output).parent.mkdir(parents=True, exist_ok=True)
+    output.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(output) as unfinished:
         unfinished.mkdir()
         with _split(log, (user, time), parts, unfinished.parent) as tables:

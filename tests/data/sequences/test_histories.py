@@ -5,6 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jaxrec.commands import main
 from jaxrec.data import (
     DataError,
     EventGroups,
@@ -131,3 +132,26 @@ def test_an_empty_log_is_refused(tmp_path):
     pq.write_table(pa.table({"uid": pa.array([], pa.int32())}), path)
     with pytest.raises(DataError, match=r"log\.parquet has no events"):
         write_histories(ParquetGroups((path,)), tmp_path / "out")
+
+
+def test_other_files_are_not_replaced(tmp_path):
+    pq.write_table(log(5, 2), tmp_path / "log.parquet")
+    groups = ParquetGroups((tmp_path / "log.parquet",))
+    for output in (tmp_path, tmp_path / "log.parquet"):
+        with pytest.raises(DataError, match="is there already; give another output"):
+            write_histories(groups, output)
+    write_histories(groups, tmp_path / "out")
+    assert groups.sizes == (5,)
+
+
+def test_the_command(tmp_path, capsys):
+    pq.write_table(log(50, 3), tmp_path / "log.parquet")
+    files = [str(tmp_path / name) for name in ("log.parquet", "out")]
+    assert main(["data", "histories", *files, "--columns", "item_id"]) == 0
+    assert "50 events of 3 users in" in capsys.readouterr().out
+    names = pq.read_table(tmp_path / "out").column_names
+    assert names == ["uid", "timestamp", "item_id"]
+    assert main(["data", "histories", *files]) == 1
+    assert "is there already" in capsys.readouterr().err
+    assert main(["data", "histories", files[0]]) == 2
+    assert "INPUT OUTPUT" in capsys.readouterr().err
