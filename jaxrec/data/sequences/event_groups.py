@@ -27,6 +27,7 @@ from jaxrec.data.sequences.requests import (
     RequestLimits,
     Requests,
     SequenceRows,
+    context_features,
     cut_requests,
 )
 from jaxrec.data.sequences.schema import SequenceSchema
@@ -90,29 +91,22 @@ class EventGroups:
         schema = self.sequences
         table = self._table(group, [*self.events.context, *self._lists])
         decisive = self._conditions(table, group)
-        columns = {
-            name: id_column(table[name], self.events.encodings[name], self._location(group, name))
-            for name in (*self.events.items, *self.events.additional)
-        }
+        names = (*self.events.items, *self.events.additional)
+        columns = {name: self._ids(table, name, group) for name in names}
         check_one_length([decisive.times, *columns.values()])
         requests, kept = self._cut(decisive)
         flat = {name: column.values for name, column in columns.items()}
         flat |= {self.events.time: decisive.times.values, ACTION: self._actions(decisive)}
         if self.events.watch_time is not None:
             flat[WATCH_TIME] = _watch_times(*(decisive.columns[n] for n in self.events.watch_time))
-        context = []
-        for name in self.events.context:
-            location = self._location(group, name)
-            ids = id_column(table[name], self.events.encodings[name], location)
-            ranges = Ranges.between(ids.offsets)
-            if (ranges.lengths > 1).any():
-                row = int(np.argmax(ranges.lengths > 1))
-                raise location.error(row, "it has several values; a user's context has one")
-            context.append(Features({name: ids.values}, ranges[requests.sources]))
+        context = tuple(
+            context_features(self._ids(table, name, group), 1, requests.sources)
+            for name in self.events.context
+        )
         history = {name: flat[name][decisive.is_history] for name in schema.history}
         candidates = {name: flat[name.removeprefix(CANDIDATE)][kept] for name in schema.candidates}
         return SequenceRows(
-            tuple(context),
+            context,
             Features(history, requests.history),
             Features(candidates, requests.candidates),
         )
@@ -129,6 +123,9 @@ class EventGroups:
 
     def _location(self, group: int, name: str) -> Location:
         return Location(*self.groups.location(group), name)
+
+    def _ids(self, table: pa.Table, name: str, group: int) -> FlatColumn:
+        return id_column(table[name], self.events.encodings[name], self._location(group, name))
 
     def _table(self, group: int, names: list[str]) -> pa.Table:
         table = self.groups.read(group, list(dict.fromkeys(names)))

@@ -23,6 +23,7 @@ from jaxrec.data.sequences.requests import (
     RequestLimits,
     Requests,
     SequenceRows,
+    context_features,
     cut_requests,
 )
 from jaxrec.data.sequences.schema import SequenceSchema
@@ -100,17 +101,12 @@ class RequestGroups:
             _check_future(*(columns[name] for name in schema.times))
         timed = schema.candidates[0] if schema.times is None else schema.times[1]
         requests, kept = self._cut(history[schema.history[0]], columns[timed])
-        context = []
-        for name, most in schema.context.items():
-            ranges = Ranges.between(columns[name].offsets)
-            if (ranges.lengths > most).any():
-                row = int(np.argmax(ranges.lengths > most))
-                raise columns[name].location.error(
-                    row, f"it has {ranges.lengths[row]} values; the schema's context says {most}"
-                )
-            context.append(Features({name: columns[name].values}, ranges[requests.sources]))
+        context = tuple(
+            context_features(columns[name], most, requests.sources)
+            for name, most in schema.context.items()
+        )
         return SequenceRows(
-            tuple(context),
+            context,
             Features({name: x.values for name, x in history.items()}, requests.history),
             Features({name: x.values[kept] for name, x in candidates.items()}, requests.candidates),
         )

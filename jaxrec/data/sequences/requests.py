@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Bool, Int, Int32
 
+from jaxrec.data.sequences.lists import FlatColumn
 from jaxrec.data.sequences.ranges import Ranges, chunks
 from jaxrec.data.sequences.schema import SequenceSchema
 from jaxrec.ragged import KeyedJaggedArray
@@ -199,6 +200,22 @@ class Features:
             {name: np.concatenate([part.values[name] for part in parts]) for name in names},
             Ranges.concatenate([part.ranges for part in parts], sizes),
         )
+
+
+def context_features(
+    column: FlatColumn, most: int, sources: Int[np.ndarray, " requests"]
+) -> Features:
+    """Return a column of context for each request; ``sources`` are the rows of the requests.
+
+    Raises:
+        DataError: A row has more than ``most`` values.
+    """
+    ranges = Ranges.between(column.offsets)
+    if (ranges.lengths > most).any():
+        row = int(np.argmax(ranges.lengths > most))
+        problem = f"it has {ranges.lengths[row]} values; the schema's context says {most}"
+        raise column.location.error(row, problem)
+    return Features({column.location.column: column.values}, ranges[sources])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -187,7 +187,7 @@ def action(time, name, ratio):
         ),
         pytest.param(
             {"uid": pa.array([[5, 6], [9]])},
-            "row 0 (from 0), column 'uid': it has several values",
+            "row 0 (from 0), column 'uid': it has 2 values",
             id="several users",
         ),
         pytest.param(
