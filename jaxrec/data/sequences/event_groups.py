@@ -39,8 +39,9 @@ class EventGroups:
 
     Each event that is a candidate becomes one of a request. The request's history are the events
     before the time of its first candidate, whatever the window; events at the same time are not in
-    it. So with ``limits.candidates=1`` a candidate sees all earlier events, as in MLPerf's DLRMv4,
-    and with more the events among a request's candidates stay unseen, at much less work.
+    it. So with ``limits.candidates=1`` a candidate sees all earlier events, as in MLPerf's DLRMv4.
+    With more, the events among a request's candidates stay unseen, at much less work, and the time
+    of all candidates is that of the first.
 
     Attributes:
         groups: The rows, such as `jaxrec.data.ParquetGroups` or `jaxrec.data.TableGroups`.
@@ -105,6 +106,9 @@ class EventGroups:
         )
         history = {name: flat[name][decisive.is_history] for name in schema.history}
         candidates = {name: flat[name.removeprefix(CANDIDATE)][kept] for name in schema.candidates}
+        # The times of later candidates would tell the first ones how the session went on.
+        times, ranges = CANDIDATE + self.events.time, requests.candidates
+        candidates[times] = np.repeat(candidates[times][ranges.starts], ranges.lengths)
         return SequenceRows(
             context,
             Features(history, requests.history),

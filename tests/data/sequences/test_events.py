@@ -66,6 +66,7 @@ def test_a_request_of_several_candidates_has_the_history_of_the_first():
     found = lists(groups_of(yambda_rows(), yambda_schema(100), candidates=2).read(0))
     assert found["candidate_item_id"] == [[1, 2], [3], [4]]
     assert found["item_id"] == [[], [1, 1, 2], []]
+    assert found["candidate_timestamp"] == [[0, 0], [60], [30]]
 
 
 def test_windows_keep_the_events_before_them():
@@ -142,6 +143,9 @@ def test_requests_are_those_of_plain_python(
     ]
     assert found["item_id"] == [before for _, before, _ in wanted]
     assert found["candidate_item_id"] == [chosen for _, _, chosen in wanted]
+    assert found["candidate_timestamp"] == [
+        [times[n][chosen[0]]] * len(chosen) for n, _, chosen in wanted
+    ]
     assert found["action"] == [[action(*users[n][at]) for at in at_all] for n, at_all, _ in wanted]
     assert found["candidate_action"] == [
         [action(*users[n][at]) for at in chosen] for n, _, chosen in wanted
