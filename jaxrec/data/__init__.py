@@ -19,9 +19,11 @@ from jaxrec.data.criteo.exports import write_npy as write_npy
 from jaxrec.data.criteo.exports import write_records as write_records
 from jaxrec.data.criteo.log import CriteoFile as CriteoFile
 from jaxrec.data.encoder import TableEncoder as TableEncoder
+from jaxrec.data.event_tables import write_events as write_events
 from jaxrec.data.files import DataError as DataError
 from jaxrec.data.generated import GeneratedLog as GeneratedLog
 from jaxrec.data.generated import RandomBatches as RandomBatches
+from jaxrec.data.generated_events import GeneratedEvents as GeneratedEvents
 from jaxrec.data.groups import TableGroups as TableGroups
 from jaxrec.data.interactions import Interactions as Interactions
 from jaxrec.data.learn import learn_encoder as learn_encoder
