@@ -79,8 +79,8 @@ def make_step(config: Any) -> Callable[[Any], Any]:
     from flax import nnx
 
     import jaxrec
-    from jaxrec.train.click_metrics import click_loss
     from jaxrec.train.model import make_model
+    from jaxrec.train.models.labels import click_loss
 
     graph, state = nnx.split(make_model(config, num_steps=1000))
 

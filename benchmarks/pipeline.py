@@ -47,7 +47,7 @@ from jaxrec.data.criteo.parts import parquet_writer
 from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL, NUM_DENSE, log_counts
 from jaxrec.nn import DLRM
 from jaxrec.train import compile_step, put_batch
-from jaxrec.train.click_metrics import click_loss
+from jaxrec.train.models.labels import click_loss
 from jaxrec.train.step import MAX_PENDING_STEPS
 
 Measure = Literal["slow_reader", "parquet", "host_cost", "preprocessing"]

@@ -41,11 +41,12 @@ from jaxrec.data import (
     movielens_users,
 )
 from jaxrec.metrics import auc
-from jaxrec.train.click_metrics import click_loss
 from jaxrec.train.config import DataConfig, ModelConfig, TrainConfig
 from jaxrec.train.datasets import run_batches, split_datasets
 from jaxrec.train.features import is_parquet, learn_features
 from jaxrec.train.model import make_model, predict, table_configs
+from jaxrec.train.models import model_kind
+from jaxrec.train.models.labels import click_loss
 
 _PEER = pathlib.Path(__file__).with_name("peer_score.py")
 
@@ -211,7 +212,7 @@ def write_inputs(
     settings: dict[str, Any] = {
         "tables": [
             {"name": table.name, "rows": table.num_embeddings, "pooling": table.pooling}
-            for table in table_configs(config, encoder)
+            for table in table_configs(model_kind(config, encoder))
         ],
         "dim": model.embedding_dim,
         "bottom": [*model.bottom_layer_sizes, model.embedding_dim],

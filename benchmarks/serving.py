@@ -102,7 +102,7 @@ def main(options: Options) -> None:
 def export_models(options: Options, directory: pathlib.Path) -> Any:
     """Export the run's model with tables of each type; return its configuration."""
     from jaxrec.serve import export, quantize
-    from jaxrec.serve.exported_run import click_scores, column_encoder
+    from jaxrec.serve.exported_run import column_encoder, predictions
     from jaxrec.train import load_model
     from jaxrec.train.config import CONFIG_FILE, load_config
 
@@ -111,7 +111,7 @@ def export_models(options: Options, directory: pathlib.Path) -> Any:
         export(
             model if dtype == "float32" else quantize(model, dtype),
             directory / dtype,
-            function=click_scores,
+            function=predictions(options.run, encoder),
             encoder=encoder,
             batch_sizes=options.batches,
             platforms=("cpu",),
@@ -121,9 +121,9 @@ def export_models(options: Options, directory: pathlib.Path) -> Any:
 
 def write_requests(config: Any, directory: pathlib.Path) -> None:
     """Write samples with one random id for each table, for all sides."""
-    from jaxrec.train.model import table_rows
+    from jaxrec.train.features import text_table_rows
 
-    rng, rows = np.random.default_rng(0), np.array(table_rows(config))
+    rng, rows = np.random.default_rng(0), np.array(text_table_rows(config))
     ids = (rng.random((len(rows), SAMPLES)) * rows[:, None]).astype(np.int32)
     dense = rng.standard_normal((SAMPLES, 13), np.float32)
     sizes = {"bottom": [*config.model.bottom_layer_sizes, config.model.embedding_dim]}

@@ -16,7 +16,7 @@ from jaxrec.data import DataError, SchemaError
 from jaxrec.serve import export, load, quantize
 from jaxrec.serve.artifact.export import BATCH_SIZES
 from jaxrec.serve.artifact.manifest import ArtifactError
-from jaxrec.serve.exported_run import click_scores, load_run
+from jaxrec.serve.exported_run import column_encoder, load_run, predictions
 from jaxrec.train.checkpoint import CheckpointError
 
 USAGE_ERRORS = (ConfigError,)
@@ -28,7 +28,8 @@ class ExportOptions:
     """Export a model of `jaxrec train` for prediction, with the encoding of its columns.
 
     `jaxrec predict`, `jaxrec serve` and `jaxrec.serve.load` read the exported model. Its outputs
-    are the probability of a click and the logit.
+    are the probability and the logit of a click, or the prediction of a number; with several labels
+    the names of the outputs begin with those of the labels.
     """
 
     run: Annotated[pathlib.Path, tyro.conf.Positional, required("RUN")] = NOT_GIVEN
@@ -53,13 +54,14 @@ def run(options: Sequence[str]) -> int:
     if NOT_GIVEN in (parsed.run, parsed.model):
         raise ConfigError("give the directories of the run and of the model: RUN MODEL")
     console = Console(highlight=False, markup=False, soft_wrap=True)
+    function = predictions(parsed.run, column_encoder(parsed.run))
     model, encoder = load_run(parsed.run, parsed.step, has_example=parsed.example)
     if parsed.dtype is not None:
         model = quantize(model, parsed.dtype)
     export(
         model,
         parsed.model,
-        function=click_scores,
+        function=function,
         encoder=encoder,
         batch_sizes=parsed.batch_sizes,
         platforms=parsed.platforms,

@@ -6,10 +6,10 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
-import json
 import pathlib
+import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,46 +23,50 @@ from jaxrec.metrics.writers import BackgroundWriter, JSONLinesWriter, Values
 from jaxrec.plan import PlanError
 from jaxrec.tier.vocabulary.vocabulary import TableFullError
 from jaxrec.train import checkpoint
-from jaxrec.train.callbacks import SaveCheckpoints, StepTrace
+from jaxrec.train.callbacks import StepTrace
 from jaxrec.train.checkpoint import CheckpointError, CheckpointManager, PreservationPolicy
 from jaxrec.train.checkpoint.files import lock_directory
-from jaxrec.train.click_metrics import HeldOutEvaluation, RunningMetrics, click_loss
 from jaxrec.train.config import (
     CONFIG_FILE,
     FEATURES_DIRECTORY,
-    CheckpointConfig,
     TrainConfig,
     is_written,
     load_config,
     parse_options,
     write_options,
 )
-from jaxrec.train.datasets import (
-    LogDataset,
-    ParquetDataset,
-    bad_lines,
-    check_held_out,
-    run_batches,
-    split_datasets,
-)
+from jaxrec.train.datasets import Dataset, bad_lines, run_batches
 from jaxrec.train.devices import Devices, plan_devices, simulate_cpus
-from jaxrec.train.features import is_parquet, run_encoder
+from jaxrec.train.features import is_parquet
 from jaxrec.train.interrupt import Interrupt, interruptible
-from jaxrec.train.model import make_model, saved_config, table_configs
+from jaxrec.train.model import make_kind, saved_config, table_configs
+from jaxrec.train.models import KINDS, default_config, model_kind
+from jaxrec.train.models.kind import HeldOutBatches, ModelKind
 from jaxrec.train.open_vocabularies import describe, describe_stores
-from jaxrec.train.progress import (
-    HELD_OUT,
-    SUMMARY_FILE,
-    Progress,
-    draw_summary,
-    read_history,
-    standard_output,
+from jaxrec.train.progress import HELD_OUT, Progress, standard_output
+from jaxrec.train.results import (
+    HISTORY_FILE,
+    RESULTS_FILE,
+    RunFacts,
+    has_stopped_early,
+    preservation_policy,
+    report,
+    run_results,
+    write_results,
+)
+from jaxrec.train.run_callbacks import (
+    HeldOutEvaluation,
+    RunCheckpoints,
+    RunningMetrics,
+    RunStopping,
+    shown_values,
 )
 from jaxrec.train.trainer import NotFiniteError, Trainer
 
-RESULTS_FILE = "results.json"
-HISTORY_FILE = "metrics.jsonl"
 PROFILE_DIRECTORY = "profile"
+
+# Number of evaluations of a run of one epoch that may stop early.
+EVALUATIONS = 10
 
 # Default number of steps between two lines of the history; fewer in a run of under 2,000 steps,
 # whose curves need 20 points, too.
@@ -115,10 +119,12 @@ def train_config(options: Sequence[str]) -> TrainConfig:
     files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     files.add_argument("--config", type=pathlib.Path)
     files.add_argument("--resume", type=pathlib.Path)
+    files.add_argument("--model", "--model.name")
     try:
         named, _ = files.parse_known_args(options)
-    except argparse.ArgumentError:
-        raise ConfigError("--config and --resume are followed by a path") from None
+    except argparse.ArgumentError as error:
+        wanted = "a path" if error.argument_name in ("--config", "--resume") else "a name"
+        raise ConfigError(f"{error.argument_name} is followed by {wanted}") from None
     if named.resume is not None:
         if named.config is not None:
             raise ConfigError("--resume goes on with a run's own options; leave --config out")
@@ -126,7 +132,12 @@ def train_config(options: Sequence[str]) -> TrainConfig:
         config = parse_options(options, dataclasses.replace(default, output=named.resume))
         _check_resumed(config, default)
         return config
-    default = TrainConfig() if named.config is None else load_config(named.config)
+    name = named.model
+    if name is None and named.config is not None:
+        name = load_config(named.config).model.name
+    default = default_config(name or TrainConfig().model.name)
+    if named.config is not None:
+        default = load_config(named.config, default)
     return parse_options(options, default)
 
 
@@ -157,34 +168,33 @@ def _train(config: TrainConfig, console: Console, interrupt: Interrupt) -> int:
     output = _output(config)
     encoder = None
     if is_parquet(config.data.path):
-        encoder = run_encoder(config, console)
-    shard = Shard(jax.process_index(), jax.process_count())
-    rows, held_out = split_datasets(config, shard, encoder)
+        encoder = KINDS[config.model.name].learn(config, console)
+    kind = model_kind(config, encoder)
+    kind.check(config, kind.encoder.schema)
+    rows, held_out = kind.datasets(Shard(jax.process_index(), jax.process_count()))
     if not config.eval_only:
-        check_held_out(held_out, config)
+        kind.check_held_out(held_out)
     # Two runs must not write to one directory. Evaluating only reads it, also beside a run.
     with contextlib.nullcontext() if config.eval_only else lock_directory(output):
-        trainer, devices = _make_trainer(config, encoder, rows, console)
-        run = _Run(config, console, interrupt, output, rows, held_out, devices, trainer)
+        trainer, devices = _make_trainer(kind, encoder, rows, console)
+        run = _Run(kind, console, interrupt, output, rows, held_out, devices, trainer)
         return run.evaluate() if config.eval_only else run.train()
 
 
 def _make_trainer(
-    config: TrainConfig,
-    encoder: TableEncoder | None,
-    rows: LogDataset | ParquetDataset,
-    console: Console,
+    kind: ModelKind, encoder: TableEncoder | None, rows: Dataset, console: Console
 ) -> tuple[Trainer, Devices]:
     """Make the model on its devices, and load the checkpoint of a resumed run."""
+    config = kind.config
     if (count := config.devices * jax.process_count()) > 1:
         console.print(f"planning where the tables go on {count} devices")
-    devices = plan_devices(config.devices, table_configs(config, encoder), config.data.batch_size)
+    devices = plan_devices(config.devices, table_configs(kind), config.data.batch_size)
     devices = dataclasses.replace(devices, encoder=encoder, dense=config.dense)
-    model, optimizer = make_model(config, _num_steps(config, rows), devices, encoder)
+    model, optimizer = make_kind(kind, _num_steps(config, rows), devices)
     trainer = Trainer(
         model=model,
         optimizer=optimizer,
-        loss=click_loss,
+        loss=kind.loss,
         place=devices.put_batch,
         uneven=config.job.uneven,
     )
@@ -194,38 +204,46 @@ def _make_trainer(
     return trainer, devices
 
 
-def _num_steps(config: TrainConfig, rows: LogDataset | ParquetDataset) -> int:
+def _num_steps(config: TrainConfig, rows: Dataset) -> int:
     return rows.num_batches(config.data.batch_size) * config.data.epochs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Run:
-    """A run of ``jaxrec train``, with its directory, rows, devices and trainer."""
+    """A run of ``jaxrec train``, with its model, directory, rows, devices and trainer."""
 
-    config: TrainConfig
+    kind: ModelKind
     console: Console
     interrupt: Interrupt
     output: pathlib.Path
-    rows: LogDataset | ParquetDataset
-    held_out: LogDataset | ParquetDataset
+    rows: Dataset
+    held_out: Dataset
     devices: Devices
     trainer: Trainer
+
+    @property
+    def config(self) -> TrainConfig:
+        """Options of the run."""
+        return self.kind.config
 
     def evaluate(self) -> int:
         """Evaluate the model; return the exit code."""
         if (values := self._evaluation()()) is not None:
-            _report(self.console, values, len(self.held_out))
+            report(self.console, self.kind.measures, values, len(self.held_out))
         return self.interrupt.exit_code
 
     def train(self) -> int:
         """Train, evaluate and save the model; return the exit code."""
         config, console, trainer = self.config, self.console, self.trainer
         num_steps, batch_size = _num_steps(config, self.rows), config.data.batch_size
-        if trainer.step >= num_steps and (self.output / RESULTS_FILE).exists():
+        results_file = self.output / RESULTS_FILE
+        is_done = trainer.step >= num_steps or has_stopped_early(self.output, config)
+        if is_done and results_file.exists():
             console.print(
                 f"{self.output} is finished: {trainer.step:,} steps of {num_steps:,} are made. To "
-                f"train on, give more epochs than {config.data.epochs}: --data.epochs; to evaluate "
-                "the model again: --eval-only"
+                f"train on, give more epochs than {config.data.epochs}: --epochs"
+                + (f", and more patience than {config.patience}" if config.patience else "")
+                + "; to evaluate the model again: --eval-only"
             )
             return 0
         _start_output(self.output, config, self.devices.encoder, trainer)
@@ -236,26 +254,32 @@ class _Run:
         )
         for path, count in bad_lines(self.rows, self.held_out).items():
             console.print(f"{path}: {count:,} bad lines left out")
-        policy = _preservation_policy(config.checkpoint)
+        policy = preservation_policy(config, self.kind.measures)
+        begun = time.perf_counter()
         with contextlib.ExitStack() as stack:
             progress = stack.enter_context(Progress(console, num_steps, trainer.step))
-            evaluation = self._add_callbacks(progress, policy, stack)
+            evaluation, stopping = self._add_callbacks(progress, policy, stack)
             self._steps(run_batches(self.rows, batch_size, config.data.epochs, first=trainer.step))
             values = None if self.interrupt else evaluation.values_at(trainer.step)
         if values is None:
             return _stopped(console, self.interrupt, self.output, trainer.step, num_steps)
-        # AUC comes first in the file; best_auc is null if it is unknown.
-        results = {
-            "auc": values["auc"],
-            "best_auc": values.get("best_auc"),
-            **values,
-            "samples_per_second": progress.samples_per_second,
-        }
-        if (best := checkpoint.best_step(self.output, policy)) is not None:
-            results["best_step"] = best
+        facts = RunFacts(
+            rows=len(self.rows),
+            held_out_rows=len(self.held_out),
+            steps=trainer.step if stopping is None else stopping.last_step,
+            best_step=checkpoint.best_step(self.output, policy),
+            seconds=round(time.perf_counter() - begun, 3),
+            samples_per_second=progress.samples_per_second,
+        )
+        measures = self.kind.measures
+        results = run_results(config, measures, values, facts)
         if jax.process_index() == 0:
-            _write_results(console, results, self.output)
-        _report(console, results, len(self.held_out))
+            write_results(results, measures, self.output, console)
+        if stopping is not None:
+            console.print(stopping.describe(num_steps))
+        report(console, measures, results, len(self.held_out))
+        if stopping is None and facts.best_step is not None:
+            console.print(f"best of the checkpoints that stay: step {facts.best_step:,}")
         if ids := describe(trainer.model):
             console.print(f"  ids          {ids}")
         if rows := describe_stores(trainer.model):
@@ -282,19 +306,19 @@ class _Run:
         )
 
     def _evaluation(self, **options: Any) -> HeldOutEvaluation:
-        return HeldOutEvaluation(
+        held_out = HeldOutBatches(
             self.trainer.model,
             self.held_out,
-            batch_size=self.config.data.batch_size,
+            self.config.data.batch_size,
             place=self.devices.put_batch,
             stop=self.interrupt.is_due,
-            **options,
         )
+        return HeldOutEvaluation(self.kind, held_out, **options)
 
     def _add_callbacks(
         self, progress: Progress, policy: PreservationPolicy, stack: contextlib.ExitStack
-    ) -> HeldOutEvaluation:
-        """Add the trainer's callbacks; ``stack`` closes them. Return the evaluation."""
+    ) -> tuple[HeldOutEvaluation, RunStopping | None]:
+        """Add the trainer's callbacks; ``stack`` closes them. Return those that evaluate."""
         config, trainer, plan = self.config, self.trainer, self.devices.plan
         manager = stack.enter_context(CheckpointManager(self.output, policy))
         record: Callable[[int, Values], None] = lambda step, values: None  # noqa: E731
@@ -304,14 +328,14 @@ class _Run:
             record = stack.enter_context(contextlib.closing(writer)).write
 
         # Called for evaluations during training.
-        def report(step: int, values: dict[str, float]) -> None:
+        def report_values(step: int, values: dict[str, float]) -> None:
             record(step, {f"{HELD_OUT}{name}": value for name, value in values.items()})
-            progress.show_held_out(step, values["auc"], values["normalized_entropy"])
+            progress.show_held_out(step, shown_values(self.kind.measures, values, 2))
 
         evaluation = self._evaluation(
             every=config.evaluate_every or None,
             # If the only evaluation is at the end, its values are printed with the results.
-            report=report if config.evaluate_every or policy.best else None,
+            report=report_values if config.evaluate_every or policy.best else None,
             paused=progress.paused,
         )
 
@@ -320,50 +344,42 @@ class _Run:
             is_needed = policy.best and not self.interrupt
             return (evaluation.values_at(trainer.step) if is_needed else None) or {}
 
-        default_every = min(RECORD_EVERY, -(-_num_steps(config, self.rows) // MIN_RECORDS))
+        num_steps = _num_steps(config, self.rows)
+        default_every = min(RECORD_EVERY, -(-num_steps // MIN_RECORDS))
+        saving = RunCheckpoints(
+            manager,
+            config.checkpoint.every,
+            metrics=checkpoint_metrics,
+            plan=None if plan is None else plan.to_json(),
+            progress=progress,
+            history=writer,
+        )
+        stopping = None
+        if config.patience:
+            per_epoch = num_steps // config.data.epochs
+            stopping = RunStopping(
+                policy.metric or "",
+                config.patience,
+                every=config.evaluate_every
+                or (per_epoch if config.data.epochs > 1 else -(-num_steps // EVALUATIONS)),
+                mode=policy.mode,
+                manager=manager,
+                evaluation=evaluation,
+                saving=saving,
+                interrupt=self.interrupt,
+            )
         trace_directory = self.output / PROFILE_DIRECTORY if config.profile and is_first else None
         # The trainer calls them in this order: a step's history and evaluation come before its
         # checkpoint.
         trainer.callbacks = (
-            RunningMetrics(progress, record, config.record_every or default_every),
+            RunningMetrics(self.kind, progress, record, config.record_every or default_every),
             stack.enter_context(StepTrace(trace_directory, progress.paused)),
             evaluation,
-            _SaveCheckpoints(
-                manager,
-                config.checkpoint.every,
-                metrics=checkpoint_metrics,
-                plan=None if plan is None else plan.to_json(),
-                progress=progress,
-                history=writer,
-            ),
+            *([] if stopping is None else [stopping]),
+            saving,
             self.interrupt,
         )
-        return evaluation
-
-
-@dataclasses.dataclass
-class _SaveCheckpoints(SaveCheckpoints):
-    """Saves checkpoints outside of the time that the progress bar measures."""
-
-    progress: Progress = dataclasses.field(kw_only=True)
-    history: BackgroundWriter | None = dataclasses.field(kw_only=True)
-
-    def save(self, trainer: Trainer) -> None:
-        with self.progress.paused():
-            # The history must be complete up to the checkpoint: a run that is killed continues from
-            # the checkpoint, and does not compute earlier lines again.
-            if self.history is not None:
-                self.history.wait()
-            super().save(trainer)
-
-
-def _preservation_policy(config: CheckpointConfig) -> PreservationPolicy:
-    return PreservationPolicy(
-        latest=config.keep_last,
-        best=config.keep_best,
-        metric=config.best_by,
-        mode="max" if config.best_by == "auc" else "min",
-    )
+        return evaluation, stopping
 
 
 def _start_output(
@@ -413,16 +429,6 @@ def _why_taken(output: pathlib.Path) -> str | None:
     return f"{output} holds a {CONFIG_FILE} that no run has written; give another --output"
 
 
-def _write_results(
-    console: Console, results: Mapping[str, float | None], output: pathlib.Path
-) -> None:
-    (output / RESULTS_FILE).write_text(json.dumps(results, indent=2) + "\n")
-    try:
-        draw_summary(read_history(output / HISTORY_FILE), results, output / SUMMARY_FILE)
-    except ImportError as error:
-        console.print(str(error))
-
-
 def _stopped(
     console: Console, interrupt: Interrupt, output: pathlib.Path, step: int, num_steps: int
 ) -> int:
@@ -432,18 +438,3 @@ def _stopped(
         f"{output}, go on with: jaxrec train --resume {output}"
     )
     return interrupt.exit_code
-
-
-def _report(console: Console, results: Mapping[str, float | None], rows: int) -> None:
-    best = results.get("best_auc")
-    reachable = "" if best is None else f"  (best reachable {best:.4f})"
-    # A run of one step has no rate: its time is that of compiling.
-    rate = results.get("samples_per_second")
-    trained = f"; trained at {rate:,.0f} samples/s" if rate else ""
-    console.print(f"on {rows:,} held-out rows{trained}:")
-    console.print(f"  AUC          {results['auc']:.4f}{reachable}")
-    console.print(f"  NE           {results['normalized_entropy']:.4f}")
-    console.print(f"  log loss     {results['log_loss']:.4f} nats")
-    console.print(f"  calibration  {results['calibration']:.4f}")
-    if "best_step" in results:
-        console.print(f"best of the checkpoints that stay: step {results['best_step']:,}")

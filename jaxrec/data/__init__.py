@@ -38,6 +38,7 @@ from jaxrec.data.parquet import ParquetGroups as ParquetGroups
 from jaxrec.data.pipeline import Pipeline as Pipeline
 from jaxrec.data.schema import CategoricalColumn as CategoricalColumn
 from jaxrec.data.schema import DenseColumn as DenseColumn
+from jaxrec.data.schema import LabelColumn as LabelColumn
 from jaxrec.data.schema import Schema as Schema
 from jaxrec.data.schema import SchemaError as SchemaError
 from jaxrec.data.schema import read_schema as read_schema

@@ -85,13 +85,14 @@ class ClickBatch:
     Attributes:
         dense: ``[batch, num_dense]`` float32.
         features: The ids of the categorical features; bags of padding are empty.
-        labels: ``[batch]`` float32, 0 or 1.
+        labels: ``[batch]`` float32, 0 or 1, or the standardized number to predict; ``[batch,
+            labels]`` if there are several.
         weights: ``[batch]`` float32, the weights of the samples; 0 for padding.
     """
 
     dense: Float[Array | np.ndarray, "batch num_dense"]
     features: KeyedJaggedArray
-    labels: Float[Array | np.ndarray, " batch"]
+    labels: Float[Array | np.ndarray, "batch *labels"]
     weights: Float[Array | np.ndarray, " batch"]
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import pyarrow as pa
 
 from jaxrec.data.files import DataError
-from jaxrec.data.schema import CategoricalColumn, DenseColumn, Schema, SchemaError
+from jaxrec.data.schema import CategoricalColumn, DenseColumn, LabelColumn, Schema, SchemaError
 
 # Default names of the label column; the first that a table has is the label.
 LABEL_NAMES = ("label", "click", "target")
@@ -22,11 +22,12 @@ _INDEX_NAME = re.compile(r"__index_level_\d+__|__null_dask_index__")
 
 def infer_schema(
     columns: pa.Schema,
-    label: str | None = None,
+    label: str | Sequence[str] | None = None,
     *,
     weight: str | None = None,
     exclude: Collection[str] = (),
     ids: Collection[str] = (),
+    numbers: Collection[str] = (),
 ) -> tuple[Schema, dict[str, str]]:
     """Make a schema from the types of a table's columns.
 
@@ -36,10 +37,12 @@ def infer_schema(
 
     Args:
         columns: Names and types of the columns.
-        label: Name of the label column; None: the first of `LABEL_NAMES` that the table has.
+        label: Name of the label column, or names of several; None: the first of `LABEL_NAMES` that
+            the table has. An empty sequence: there is none.
         weight: Name of the column of sample weights; None: all weights are 1.
         exclude: Names of columns to leave out of the features.
         ids: Names of columns of floats that hold integers. They become tables, too.
+        numbers: Names of labels that are numbers to predict, not 0 and 1.
 
     Returns:
         The schema, and the type of each column that is left out, by name.
@@ -57,22 +60,23 @@ def infer_schema(
     names = columns.names
     if label is None:
         left = [name for name in LABEL_NAMES if name in names and name not in exclude]
-        label = next((name for name in left if name != weight), None)
-        if label is None:
+        label = [name for name in left if name != weight][:1]
+        if not label:
             raise SchemaError(
                 f"none of the columns {', '.join(names)} is named {', '.join(LABEL_NAMES[:-1])} or "
                 f"{LABEL_NAMES[-1]}; name the label column with --label"
             )
-    for name in (label, *exclude, *([] if weight is None else [weight])):
+    labels = [label] if isinstance(label, str) else [*label]
+    for name in (*labels, *exclude, *([] if weight is None else [weight])):
         if name not in names:
             raise SchemaError(f"there is no column {name!r}; the columns are {', '.join(names)}")
-        if name in (label, weight) and name in exclude:
-            role = "label" if name == label else "weight"
+        if name in (*labels, weight) and name in exclude:
+            role = "label" if name in labels else "weight"
             raise SchemaError(f"column {name!r} is the {role}; leave it out of --exclude")
     dense, categorical, left_out = {}, {}, {}
     index = index_columns(columns)
     for name, kind in zip(names, columns.types, strict=True):
-        if name in (label, weight, *exclude):
+        if name in (*labels, weight, *exclude):
             continue
         if name in index:
             left_out[name] = f"{kind}, an index of pandas"
@@ -84,7 +88,8 @@ def infer_schema(
             categorical[name] = CategoricalColumn()
         else:
             left_out[name] = str(kind)
-    return Schema(label, dense, categorical, weight), left_out
+    kinds = {name: LabelColumn("number" if name in numbers else "binary") for name in labels}
+    return Schema(next(iter(kinds), None), dense, categorical, weight, kinds), left_out
 
 
 def index_columns(columns: pa.Schema) -> set[str]:
@@ -152,7 +157,7 @@ def check_columns(
     ``booleans`` are columns that had booleans in training, and must not have text.
     """
     for name in schema.columns:
-        is_label = name in (schema.label, schema.weight)
+        is_label = name in schema.labels or name == schema.weight
         if not has_labels and is_label and name not in columns.names:
             continue
         if columns.names.count(name) != 1:
@@ -167,7 +172,8 @@ def check_columns(
             fits, wanted = is_categorical(kind, encoding), f"{wanted}, or lists of them"
         else:
             fits = is_dense(kind) and not (has_labels and is_label and pa.types.is_null(kind))
-            wanted = "numbers, 0 or 1, or booleans" if name == schema.label else "numbers"
+            is_binary = name in schema.labels and schema.labels[name].kind == "binary"
+            wanted = "numbers, 0 or 1, or booleans" if is_binary else "numbers"
         if name in booleans:
             fits, wanted = fits and is_dense(value_type(kind)), "booleans, as in training"
         if not fits:

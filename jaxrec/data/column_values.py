@@ -41,14 +41,17 @@ def suspects(schema: Schema, rows: GroupRange, *, by_name: bool = True) -> Itera
     Some rows are read. ``by_name=False`` ignores the names of columns: the user chose the columns.
     """
     table = _sample(rows)
-    labels, _ = numbers(table[schema.label])
+    labels = {
+        name: numbers(table[name])[0] for name, x in schema.labels.items() if x.kind == "binary"
+    }
     for name in (*schema.dense, *schema.categorical):
         advice = f"--exclude {name}" if by_name else "leave it out of the schema"
         column = joined(table[name])
         if is_list(column.type):
             continue
-        if (reason := _tells(column, labels)) is not None:
-            yield f"column {name!r} may come from the label {schema.label!r}: {reason}; {advice}"
+        reasons = {label: _tells(column, values) for label, values in labels.items()}
+        if told := [(label, reason) for label, reason in reasons.items() if reason is not None]:
+            yield f"column {name!r} may come from the label {told[0][0]!r}: {told[0][1]}; {advice}"
         elif by_name and schema.weight is None and _is_weight(name, column):
             yield f"column {name!r} looks like weights of the rows; --weight {name}, or {advice}"
         elif by_name and _is_label(name, column):
@@ -135,6 +138,24 @@ def whole_floats(columns: pa.Schema, groups: Iterable[FileGroups]) -> dict[str, 
                 counts[name] += int((~is_null).sum())
                 has_nulls[name] |= bool(is_null.any())
     return {name: has_nulls[name] for name in kinds if counts[name]}
+
+
+def number_labels(
+    columns: pa.Schema, names: Iterable[str], groups: Iterable[FileGroups]
+) -> list[str]:
+    """Return the names of float columns among labels that have values other than 0 and 1."""
+    found = []
+    groups = [*groups]
+    for name in names:
+        if name in columns.names and pa.types.is_floating(columns.field(name).type):
+            parts = (
+                numbers(rows.read(group, [name])[name])[0]
+                for rows in groups
+                for group in range(len(rows.sizes))
+            )
+            if any((np.isfinite(x) & (x != 0) & (x != 1)).any() for x in parts):
+                found.append(name)
+    return found
 
 
 def are_ids(whole: dict[str, bool], mixed: Collection[str]) -> list[str]:

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Float32, Int
 
 from jaxrec.data.column_types import is_dense, is_list, value_type
 from jaxrec.data.files import DataError
-from jaxrec.data.schema import CategoricalColumn, DenseColumn
+from jaxrec.data.schema import CategoricalColumn, DenseColumn, LabelColumn
 from jaxrec.data.statistics import Moments
 from jaxrec.data.transforms import log_counts
 from jaxrec.data.vocabulary import FrozenVocabulary, Vocabulary
@@ -88,9 +88,17 @@ def check_booleans(column: Any, error: ValueErrors) -> None:
         _check((values != 0) & (values != 1), error, problem, values)
 
 
-def encode_label(column: Any, location: Location) -> Float32[np.ndarray, " rows"]:
+def encode_label(
+    column: Any, label: LabelColumn, moments: Moments, location: Location
+) -> Float32[np.ndarray, " rows"]:
+    """Return a column's labels; numbers are standardized by the moments of the training rows."""
+    if label.kind == "number":
+        return encode_dense(column, DenseColumn(missing="error"), moments, location)
     values, is_null = numbers(column)
-    advice = "labels must be 0 or 1: make a column of them, or name another column as the label"
+    advice = (
+        "labels must be 0 or 1: make a column of them, name another column as the label, or "
+        "predict the number, by --label-kind number or kind: number of a schema's label"
+    )
     _check(is_null, location.error, f"the label is null; {advice}")
     bad = (values != 0) & (values != 1)
     _check(bad, location.error, f"the label is {{:g}}; {advice}", values)

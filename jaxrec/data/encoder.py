@@ -44,9 +44,6 @@ EXAMPLE_FILE = "example.parquet"
 # Number of rows of the example: enough to show the server's users a request, not the data set.
 NUM_ROWS = 2
 
-# First columns of an encoded table; those of the features follow.
-_FIRST = ("label", "weight")
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableEncoder:
@@ -176,14 +173,19 @@ class TableEncoder:
             return Location(path, first_row, name)
 
         ones = np.ones(len(table), np.float32)
-        label, weight = np.zeros_like(ones), ones
+        labels, weight = [], ones
         # Rows to predict may have the columns of labels and weights with nulls alone.
         given = {field.name for field in table.schema if not pa.types.is_null(field.type)}
-        if schema.label in given:
-            label = encode_label(table[schema.label], location(schema.label))
+        for name, label in schema.labels.items():
+            moments = self.moments.get(name, Moments())
+            labels.append(
+                encode_label(table[name], label, moments, location(name))
+                if name in given
+                else np.zeros_like(ones)
+            )
         if schema.weight is not None and schema.weight in given:
             weight = encode_weight(table[schema.weight], location(schema.weight))
-        columns = [label, weight]
+        columns = [*labels, weight]
         for name in booleans:
             check_booleans(table[name], location(name).error)
         for name, dense in schema.dense.items():
@@ -196,7 +198,8 @@ class TableEncoder:
             if pa.types.is_null(column.type) and name in self.lengths:
                 column = pa.nulls(len(table), pa.list_(pa.null()))
             columns.append(encode_categorical(column, options, vocabulary, location(name)))
-        return pa.table(columns, [*_FIRST, *features])
+        names = [f"label {number}" if number else "label" for number in range(len(labels))]
+        return pa.table(columns, [*names, "weight", *features])
 
     def _check_kinds(self, columns: pa.Schema, path: str | os.PathLike[str]) -> None:
         """Raise a DataError if a column had text in training and has numbers, or the reverse."""
@@ -222,7 +225,9 @@ class TableEncoder:
         def padded(array: np.ndarray) -> np.ndarray:
             return np.pad(array, (0, missing)) if missing else array
 
-        label, weight, *rest = columns
+        # The labels come first, then the weight, then the features.
+        count = len(self.schema.labels)
+        labels, weight, rest = columns[:count], columns[count], columns[count + 1 :]
         # Columns are copied into one array that has its padding already: stacking and padding them
         # would copy each twice.
         dense = np.zeros((batch_size, len(self.schema.dense)), np.float32)
@@ -240,8 +245,14 @@ class TableEncoder:
             np.concatenate(lengths),
             id_bits=64 if self.schema.dynamic else 32,
         )
-        labels, weights = (padded(column.to_numpy()) for column in (label, weight))
-        return ClickBatch(dense, features, labels, weights)
+        weights = padded(weight.to_numpy())
+        if count == 1:
+            return ClickBatch(dense, features, padded(labels[0].to_numpy()), weights)
+        # A column for each label; a schema without labels has none.
+        both = np.zeros((batch_size, count), np.float32)
+        for number, column in enumerate(labels):
+            both[: len(encoded), number] = column.to_numpy()
+        return ClickBatch(dense, features, both, weights)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write the encoder to a directory, which is replaced once all files are complete.

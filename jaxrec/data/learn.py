@@ -14,6 +14,7 @@ from jaxrec.data.encode import (
     encode_label,
     encode_weight,
     flat_values,
+    numbers,
     present_numbers,
 )
 from jaxrec.data.encoder import TableEncoder, first_rows
@@ -29,6 +30,7 @@ def needs_pass(schema: Schema, files: Iterable[pa.Schema]) -> bool:
     """Return whether an encoder must be learned from the rows of files with these columns."""
     return (
         any(options.is_learned for options in schema.dense.values())
+        or any(label.kind == "number" for label in schema.labels.values())
         or any(options.encoding == "vocabulary" for options in schema.categorical.values())
         or any(is_list(each.field(name).type) for each in files for name in schema.categorical)
     )
@@ -57,8 +59,13 @@ def learn_encoder(
         OSError: Rows cannot be read.
         DataError: A column is missing, has another type, or has an invalid value.
     """
-    counts = {n: ValueCounts() for n, x in schema.categorical.items() if x.encoding == "vocabulary"}
+    counts = {
+        name: ValueCounts()
+        for name, options in schema.categorical.items()
+        if options.encoding == "vocabulary" and options.table is None
+    }
     moments = {name: Moments() for name, x in schema.dense.items() if x.is_learned}
+    moments |= {name: Moments() for name, x in schema.labels.items() if x.kind == "number"}
     lengths: dict[str, ListLengths] = {}
     example: pa.Table | None = None
     types = CommonTypes(schema.columns)
@@ -75,11 +82,17 @@ def learn_encoder(
                 if each is not None:
                     seen = ListLengths.of(each)
                     lengths[name] = lengths[name] + seen if name in lengths else seen
-                if name not in counts:
+                # Columns that share a table share its vocabulary, which has the values of all.
+                owner = options.table or name
+                if owner not in counts:
                     encode_categorical(table[name], options, None, location)
                 elif is_training:
-                    _count(counts[name], flat, location)
-            encode_label(table[schema.label], Location(path, first, schema.label))
+                    _count(counts[owner], flat, location)
+            for name, label in schema.labels.items():
+                location = Location(path, first, name)
+                encode_label(table[name], label, Moments(), location)
+                if name in moments and is_training:
+                    moments[name] += Moments.of(numbers(table[name])[0])
             if schema.weight is not None:
                 encode_weight(table[schema.weight], Location(path, first, schema.weight))
             for name, dense in schema.dense.items():
@@ -102,6 +115,9 @@ def learn_encoder(
                 f"column {name!r} has no values in the training rows; leave it out of the schema, "
                 f"or by --exclude {name}"
             ) from None
+    for name, options in schema.categorical.items():
+        if options.table in vocabularies:
+            vocabularies[name] = vocabularies[options.table]
     return TableEncoder(schema, vocabularies, moments, lengths, example)
 
 

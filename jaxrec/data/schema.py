@@ -56,6 +56,9 @@ class CategoricalColumn:
             with other encodings. "error": nulls are refused.
         embedding_dim: Number of columns of the table; None: the model's.
         pooling: "sum" or "mean" of the embeddings of a list.
+        table: Name of the categorical column whose table and vocabulary this column shares, such as
+            that of the items in a history; None: it has its own. All other options but ``missing``
+            are that column's.
 
     Raises:
         SchemaError: A number is out of range, ``num_embeddings`` is missing, or the encoding is
@@ -70,6 +73,7 @@ class CategoricalColumn:
     missing: Literal["unknown", "error"] = "unknown"
     embedding_dim: int | None = None
     pooling: Literal["sum", "mean"] = "sum"
+    table: str | None = None
 
     def __post_init__(self) -> None:
         has_vocabulary = self.encoding == "vocabulary"
@@ -87,14 +91,29 @@ class CategoricalColumn:
 
 
 @dataclasses.dataclass(frozen=True)
+class LabelColumn:
+    """What a model predicts of a column.
+
+    Attributes:
+        kind: "binary": labels are 0 or 1, and the model predicts the probability of 1. "number":
+            the model predicts the number, with the least squared error.
+    """
+
+    kind: Literal["binary", "number"] = "binary"
+
+
+@dataclasses.dataclass(frozen=True)
 class Schema:
     """The columns of a table that a model is trained on, and their encodings.
 
     Attributes:
-        label: Name of the column of labels, 0 or 1, or bool.
+        label: Name of the column of labels, the first if there are several; None: there are none,
+            as for models of interactions.
         dense: Encodings of dense features by column name, in the order of the features.
         categorical: Encodings of categorical features by column name, in the order of the tables.
         weight: Name of the column of sample weights, 0 or above; None: all weights are 1.
+        labels: Labels by column name, in order; by default ``label`` alone, with labels of 0 or 1
+            or bool.
 
     Raises:
         SchemaError: A column has two roles, or the schema has no categorical column.
@@ -109,23 +128,50 @@ class Schema:
         ('standardize', 'vocabulary')
     """
 
-    label: str
+    label: str | None
     dense: Mapping[str, DenseColumn]
     categorical: Mapping[str, CategoricalColumn]
     weight: str | None = None
+    labels: Mapping[str, LabelColumn] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not self.labels and self.label is not None:
+            object.__setattr__(self, "labels", {self.label: LabelColumn()})
+        if next(iter(self.labels), None) != self.label:
+            raise SchemaError(f"label is {self.label!r}, not the first of labels, {[*self.labels]}")
         names = self.columns
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise SchemaError(f"column {repeated[0]!r} has two roles; give each column one")
         if not self.categorical:
             raise SchemaError("there is no categorical column, and so no table to train")
+        columns = {name: self._of_table(name, column) for name, column in self.categorical.items()}
+        object.__setattr__(self, "categorical", columns)
+
+    def _of_table(self, name: str, column: CategoricalColumn) -> CategoricalColumn:
+        """Return the options of a column, with those of the column whose table it shares."""
+        if column.table is None:
+            return column
+        owner = self.categorical.get(column.table)
+        if owner is None or owner.table is not None or column.table == name:
+            owners = [n for n, x in self.categorical.items() if x.table is None and n != name]
+            raise SchemaError(
+                f"column {name!r} shares the table of {column.table!r}; it must name a categorical "
+                f"column with a table of its own: {', '.join(owners) or 'there is none'}"
+            )
+        shared = dataclasses.replace(owner, table=column.table, missing=column.missing)
+        for field in dataclasses.fields(column):
+            if getattr(column, field.name) not in (field.default, getattr(shared, field.name)):
+                raise SchemaError(
+                    f"column {name!r} has the table of {column.table!r}, and so its "
+                    f"{field.name}, {getattr(shared, field.name)!r}; leave {field.name} out"
+                )
+        return shared
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of all columns."""
         weight = () if self.weight is None else (self.weight,)
-        return (self.label, *weight, *self.dense, *self.categorical)
+        return (*self.labels, *weight, *self.dense, *self.categorical)
 
     @property
     def dynamic(self) -> tuple[str, ...]:
@@ -137,24 +183,33 @@ class Schema:
         """Make a schema from the content of a YAML file.
 
         Args:
-            content: Mapping with the keys ``label``, ``weight``, ``dense`` and ``categorical``. The
-                last two are lists of column names, or mappings of column names to attributes of
-                `DenseColumn` and `CategoricalColumn`.
+            content: Mapping with the keys ``label``, ``weight``, ``dense`` and ``categorical``.
+                ``label`` is the name of a column, a list of names, or a mapping of names to
+                attributes of `LabelColumn`; ``dense`` and ``categorical`` are lists or mappings to
+                attributes of `DenseColumn` and `CategoricalColumn`.
 
         Raises:
             SchemaError: A key is unknown, or a value is wrong.
         """
         content = _mapping("a schema", content)
         _check_keys("a schema", content, ("label", "weight", "dense", "categorical"))
-        for key in ("label", "weight"):
-            value = content.get(key)
-            if not isinstance(value, str) and (key == "label" or value is not None):
-                raise SchemaError(f"{key} must be the name of a column, got {value!r}")
+        weight, label = content.get("weight"), content.get("label")
+        if weight is not None and not isinstance(weight, str):
+            raise SchemaError(f"weight must be the name of a column, got {weight!r}")
+        labels = {}
+        # A schema without labels says so by `label: []`: one that lacks the key is incomplete.
+        if isinstance(label, list | Mapping):
+            labels = _columns(LabelColumn, "label", label)
+        elif isinstance(label, str):
+            labels = {label: LabelColumn()}
+        else:
+            raise SchemaError(f"label must be the name of a column, got {label!r}")
         return cls(
-            content["label"],
+            next(iter(labels), None),
             _columns(DenseColumn, "dense", content.get("dense")),
             _columns(CategoricalColumn, "categorical", content.get("categorical")),
-            content.get("weight"),
+            weight,
+            labels,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -170,9 +225,12 @@ class Schema:
                 for name, column in columns.items()
             }
 
+        label: Any = plain(self.labels)
+        if not any(label.values()):
+            label = [*label] if len(label) != 1 else self.label
         weight = {} if self.weight is None else {"weight": self.weight}
         columns = {"dense": plain(self.dense), "categorical": plain(self.categorical)}
-        return {"label": self.label, **weight, **columns}
+        return {"label": label, **weight, **columns}
 
     def to_yaml(self) -> str:
         """Return the text of a YAML file."""
@@ -228,6 +286,9 @@ def _column(kind: Any, options: Any) -> Any:
         if choices := [x for x in get_args(types[key]) if isinstance(x, str)]:
             if value not in choices:
                 raise SchemaError(f"{key} must be one of {', '.join(choices)}; got {value!r}")
+        elif types[key] == str | None:
+            if not isinstance(value, str):
+                raise SchemaError(f"{key} must be the name of a column, got {value!r}")
         # `type() is`, since YAML's `true` is an instance of int.
         elif type(value) is not int and (value is not None or types[key] is int):
             raise SchemaError(f"{key} must be a whole number, got {value!r}")

@@ -60,7 +60,10 @@ class LinearPart(ClickModel):
             )
         self.weights = weights
         # Logistic regression is convex, so any start will do; zeros predict 1/2 for everything.
-        self.dense_weights = nnx.Param(jnp.zeros(num_dense, param_dtype))
+        # Without dense features there is no array: checkpoints hold none of size 0.
+        self.dense_weights = nnx.data(
+            nnx.Param(jnp.zeros(num_dense, param_dtype)) if num_dense else None
+        )
         self.bias = nnx.Param(jnp.zeros((), param_dtype))
         self.dtype = dtype
 
@@ -73,13 +76,12 @@ class LinearPart(ClickModel):
         dense: Float[AnyArray, "batch num_dense"] | None,
         embedded: Float[Array, "batch tables"],
     ) -> Float[Array, " batch"]:
-        check_dense(dense, self.dense_weights.shape[0], embedded.shape[0])
-        logits, weights, bias = promote(
-            self.dtype, embedded, self.dense_weights[...], self.bias[...]
-        )
+        num_dense = 0 if self.dense_weights is None else self.dense_weights.shape[0]
+        check_dense(dense, num_dense, embedded.shape[0])
+        logits, bias = promote(self.dtype, embedded, self.bias[...])
         logits = logits.sum(axis=1) + bias
-        if dense is not None:
-            values, weights = promote(self.dtype, dense, weights)
+        if dense is not None and self.dense_weights is not None:
+            values, weights = promote(self.dtype, dense, self.dense_weights[...])
             logits = logits + values @ weights
         return logits
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
-import jax
 import numpy as np
 import pyarrow as pa
 from flax import nnx
 from jaxtyping import Array
 
 from jaxrec.data import Clicks, DataError, SchemaError, TableEncoder
-from jaxrec.data.criteo.log import criteo_schema
 from jaxrec.data.encoder import NUM_ROWS, first_rows
 from jaxrec.data.transforms import CATEGORICAL_NAMES, DENSE_NAMES
 from jaxrec.data.vocabulary import FrozenVocabulary
@@ -25,15 +23,20 @@ from jaxrec.tier.planning.tier import tier_of
 from jaxrec.train.checkpoint import restore
 from jaxrec.train.config import TrainConfig, VocabularyConfig
 from jaxrec.train.datasets import ParquetDataset, split_datasets
-from jaxrec.train.features import saved_encoder
-from jaxrec.train.model import load_model, make_model, saved_config, table_rows
+from jaxrec.train.features import saved_encoder, text_encoder
+from jaxrec.train.model import load_model, make_model, saved_config
+from jaxrec.train.models import model_kind
 
 
-def click_scores(model: nnx.Module, dense: Array, features: Any) -> dict[str, Array]:
-    """Return a model's outputs for clicks: ``probability`` and ``logit``, ``[batch]`` each."""
-    call: Any = model
-    logits = call(dense, features)
-    return {"probability": jax.nn.sigmoid(logits), "logit": logits}
+def predictions(path: pathlib.Path, encoder: TableEncoder) -> Callable[..., dict[str, Array]]:
+    """Return the function of a run's model whose outputs are exported.
+
+    A ValueError says why the model of the run cannot be exported, if it cannot.
+    """
+    kind = model_kind(saved_config(path), encoder)
+    if (reason := kind.refuse_export()) is not None:
+        raise ValueError(f"{path}: {reason}")
+    return kind.predictions
 
 
 def load_run(
@@ -59,8 +62,7 @@ def column_encoder(path: pathlib.Path) -> TableEncoder:
     config = saved_config(path)
     if (encoder := saved_encoder(path)) is not None:
         return encoder
-    schema = criteo_schema(table_rows(config), is_dynamic=config.vocabulary.is_dynamic)
-    return TableEncoder(schema, {}, {}, {})
+    return text_encoder(config)
 
 
 def _with_example(config: TrainConfig, encoder: TableEncoder) -> TableEncoder:

@@ -12,6 +12,7 @@ from jaxrec.train.checkpoint import Difference as Difference
 from jaxrec.train.checkpoint import PreservationPolicy as PreservationPolicy
 from jaxrec.train.checkpoint import restore as restore
 from jaxrec.train.checkpoint import restore_state as restore_state
+from jaxrec.train.early_stopping import EarlyStopping as EarlyStopping
 from jaxrec.train.model import load_model as load_model
 from jaxrec.train.placed_batches import put_batch as put_batch
 from jaxrec.train.routing import RoutedSteps as RoutedSteps

@@ -12,7 +12,6 @@ import tyro
 import yaml
 
 from jaxrec.arguments import ConfigError, parse, read_yaml
-from jaxrec.data import Schema
 from jaxrec.data.encoder import SCHEMA_FILE
 from jaxrec.files.atomic import write_atomically
 from jaxrec.mesh.processes import LOST_AFTER_SECONDS, check_processes
@@ -22,6 +21,11 @@ from jaxrec.tier.vocabulary.counts import MAX_SIGHTINGS
 # Files of a run's directory: its options, and the `TableEncoder` of its Parquet files.
 CONFIG_FILE = "config.yaml"
 FEATURES_DIRECTORY = "features"
+
+# Names of the kinds of model, the keys of `jaxrec.train.models.KINDS`.
+ModelName = Literal[
+    "dlrm", "dcn_v2", "deepfm", "wide_deep", "din", "mmoe", "ple", "two_tower", "sasrec", "bert4rec"
+]
 
 # First line of the options file of a run.
 _HEADER = "# Written by jaxrec train."
@@ -52,13 +56,32 @@ class DataConfig:
     schema: Annotated[pathlib.Path | None, tyro.conf.arg(aliases=["--schema"])] = None
     """YAML file with the encodings of Parquet columns, see docs/data.md. By default they follow
     from the types of the columns and are printed."""
-    label: Annotated[str | None, tyro.conf.arg(aliases=["--label"])] = None
-    """Name of the column of labels, 0 or 1, without a schema; by default label, click or target."""
+    label: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--label"])] = ()
+    """Name of the column of labels, without a schema; by default label, click or target. Several
+    names are for --model mmoe or ple."""
+    label_kind: Annotated[
+        Literal["auto", "binary", "number"], tyro.conf.arg(aliases=["--label-kind"])
+    ] = "auto"
+    """binary: labels are 0 or 1, and the model predicts the probability of 1. number: it predicts
+    the number. auto: number for columns of floats with values other than 0 and 1, else binary."""
     weight: Annotated[str | None, tyro.conf.arg(aliases=["--weight"])] = None
     """Name of the column of sample weights, 0 or above, without a schema. They weigh the rows in
     the loss and in the metrics; by default all rows weigh 1."""
     exclude: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--exclude"])] = ()
     """Names of columns to leave out of the features, without a schema."""
+    user: Annotated[str | None, tyro.conf.arg(aliases=["--user"])] = None
+    """Name of the column of users, whose rows in the order of --time are a sequence, for --model
+    sasrec and bert4rec."""
+    item: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--item"])] = ()
+    """Names of the columns of the item that a row is about, first its id: for --model din,
+    two_tower, sasrec and bert4rec."""
+    history: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--history"])] = ()
+    """Names of columns of lists, the items that a user had before, oldest first. For --model din
+    one for each column of --item, whose table they share; for sasrec and bert4rec one, in place of
+    --user and --time."""
+    time: Annotated[str | None, tyro.conf.arg(aliases=["--time"])] = None
+    """Name of the column of times by which the rows of a user are ordered; by default they have the
+    order of the files."""
     eval_path: pathlib.Path | None = None
     """File or directory of the held-out rows; by default the last rows of the data."""
     eval_fraction: float = 0.1
@@ -68,9 +91,9 @@ class DataConfig:
     table_rows: int = 100_000
     """Number of rows of each table, for text and for raw ids, which are taken modulo this number;
     with --vocabulary dynamic, the rows that ids are given."""
-    batch_size: int = 2048
+    batch_size: Annotated[int, tyro.conf.arg(aliases=["--batch-size"])] = 2048
     """Number of samples of a step."""
-    epochs: int = 1
+    epochs: Annotated[int, tyro.conf.arg(aliases=["--epochs"])] = 1
     """Number of epochs."""
     generated_rows: int = 5_000_000
     """Number of training rows of the generated log."""
@@ -86,12 +109,16 @@ class DataConfig:
                 f"data.eval-fraction must be between 0 and 1, got {self.eval_fraction}"
             )
         given = [name for name in ("label", "weight", "exclude") if getattr(self, name)]
+        given += ["label_kind"] if self.label_kind != "auto" else []
         if self.schema is not None and given:
-            columns = "features" if given[0] == "exclude" else f"column of {given[0]}s"
-            raise ConfigError(f"data.schema names the {columns}; leave data.{given[0]} out")
+            columns = {"exclude": "features", "label_kind": "kinds of the labels"}
+            what = columns.get(given[0], f"column of {given[0]}s")
+            raise ConfigError(
+                f"data.schema names the {what}; leave {_option('data', given[0])} out"
+            )
         if (self.schema is not None or given) and self.path is None:
             name = "schema" if self.schema is not None else given[0]
-            raise ConfigError(f"data.{name} is for the Parquet files of --data")
+            raise ConfigError(f"{_option('data', name)} is for the Parquet files of --data")
         if self.eval_path is not None and self.path is None:
             raise ConfigError("data.eval-path holds out a file, but no file to train on is given")
 
@@ -151,8 +178,8 @@ class VocabularyConfig:
 class ModelConfig:
     """The model."""
 
-    name: Literal["dlrm", "dcn_v2", "deepfm"] = "dlrm"
-    """DLRM, DCN-v2 or DeepFM."""
+    name: Annotated[ModelName, tyro.conf.arg(aliases=["--model"])] = "dlrm"
+    """Kind of model, see docs/choosing_a_model.md."""
     embedding_dim: int = 16
     """Number of columns of each table, unless the schema has another."""
     bottom_layer_sizes: tuple[int, ...] = (128, 64)
@@ -162,6 +189,8 @@ class ModelConfig:
     layer of size 1 follows."""
     cross_layers: int = 3
     """Number of layers of DCN-v2's cross network."""
+    max_length: int = 50
+    """Largest number of items of a sequence that SASRec and BERT4Rec read, the last ones."""
     table_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of the tables."""
     dense_dtype: Annotated[
@@ -171,33 +200,19 @@ class ModelConfig:
     logits and the loss are float32."""
 
     def __post_init__(self) -> None:
-        _positive(self, "embedding_dim", "cross_layers")
+        _positive(self, "embedding_dim", "cross_layers", "max_length")
         for name in ("bottom_layer_sizes", "top_layer_sizes"):
             if min(getattr(self, name), default=1) < 1:
                 raise ConfigError(
                     f"{_option('model', name)} must be 1 or more, got {getattr(self, name)}"
                 )
 
-    def check_columns(self, schema: Schema) -> None:
-        """Check that the model can take the columns of a schema."""
-        widths = {x.embedding_dim or self.embedding_dim for x in schema.categorical.values()}
-        if self.name != "dcn_v2" and len(widths) > 1:
-            raise ConfigError(
-                f"model.name {self.name} has tables of one width; leave embedding_dim out of the "
-                "schema, or take --model.name dcn_v2"
-            )
-        if self.name == "dlrm" and not schema.dense:
-            raise ConfigError(
-                "model.name dlrm needs a dense column, and there is none; take --model.name dcn_v2 "
-                "or --model.name deepfm"
-            )
-
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     """Adam for dense layers, row-wise Adagrad for tables; both rates decay linearly to 0."""
 
-    learning_rate: float = 0.004
+    learning_rate: Annotated[float, tyro.conf.arg(aliases=["--lr"])] = 0.004
     """Initial learning rate of Adam."""
     table_learning_rate: float = 0.1
     """Initial learning rate of row-wise Adagrad."""
@@ -217,8 +232,9 @@ class CheckpointConfig:
     keep_best: int = 0
     """Number of best checkpoints to keep besides; each checkpoint is evaluated on the held-out
     rows."""
-    best_by: Literal["auc", "normalized_entropy", "log_loss"] = "auc"
-    """Value of the best checkpoint: the largest AUC, or the smallest of the others."""
+    best_by: str | None = None
+    """Value on the held-out rows by which a checkpoint is the best, such as auc, normalized_entropy
+    or log_loss; by default the first that the model reports."""
 
     def __post_init__(self) -> None:
         _positive(self, "every", "keep_last")
@@ -253,8 +269,11 @@ class JobConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Train DLRM, DCN-v2 or DeepFM on Parquet files or click logs, and report AUC, normalized
-    entropy (NE) and log loss on held-out rows."""
+    """Train a model on Parquet files or click logs, and report its metrics on held-out rows.
+
+    Example: jaxrec train --data clicks.parquet --label click --model dcn_v2 --epochs 3 --patience 3
+    --output run
+    """
 
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -270,7 +289,11 @@ class TrainConfig:
     each, or fsdp: arrays of 65,536 elements or more are cut over all devices."""
     evaluate_every: int = 0
     """Number of steps between two evaluations on the held-out rows; 0: only at the end, and before
-    checkpoints if checkpoint.keep-best is given."""
+    checkpoints if checkpoint.keep-best is given; with --patience a tenth of the run, or an epoch if
+    there are several."""
+    patience: int = 0
+    """Number of evaluations in a row without a better value (checkpoint.best-by) after which
+    training stops; the model of the best one is kept. 0: training goes on to the end."""
     record_every: int | None = None
     """Number of steps between two lines of metrics.jsonl, besides the last step; by default 100, or
     a twentieth of a shorter run."""
@@ -297,8 +320,9 @@ class TrainConfig:
             raise ConfigError("--eval-only evaluates a saved model; say which with --resume")
         if self.step is not None and not self.eval_only:
             raise ConfigError("--step says which checkpoint --eval-only evaluates")
-        if self.evaluate_every < 0:
-            raise ConfigError(f"evaluate-every must be 0 or more, got {self.evaluate_every}")
+        for name in ("evaluate_every", "patience"):
+            if (value := getattr(self, name)) < 0:
+                raise ConfigError(f"{name.replace('_', '-')} must be 0 or more, got {value}")
         if self.seed < 0:
             raise ConfigError(f"seed must be 0 or more, got {self.seed}")
 
@@ -328,9 +352,7 @@ def _tokens(config: type, options: Mapping[str, Any], prefix: str) -> Iterator[l
     """Yield the command-line arguments of each option; ``prefix`` is the group's name and a dot."""
     # A group's default is an instance of its class; the class of the group reads the options in it.
     known = {
-        field.name: field.default if dataclasses.is_dataclass(field.default) else None
-        for field in dataclasses.fields(config)
-        if field.name != "config"
+        field.name: field.default for field in dataclasses.fields(config) if field.name != "config"
     }
     for key, value in options.items():
         name = str(key).replace("-", "_")
@@ -342,7 +364,11 @@ def _tokens(config: type, options: Mapping[str, Any], prefix: str) -> Iterator[l
             )
         option = f"{prefix}{name.replace('_', '-')}"
         group = known[name]
-        if group is None:
+        # A null is an option that is not given. Earlier versions wrote it for the label, of which
+        # there may be several by now.
+        if value is None and group in (None, ()):
+            continue
+        if not dataclasses.is_dataclass(group):
             values = value if isinstance(value, list) else [value]
             yield [f"--{option}", *map(str, values)]
         elif isinstance(value, Mapping):
@@ -351,10 +377,10 @@ def _tokens(config: type, options: Mapping[str, Any], prefix: str) -> Iterator[l
             raise ConfigError(f"{option} is a group of options, got {value!r}")
 
 
-def load_config(path: pathlib.Path) -> TrainConfig:
-    """Read the configuration of a YAML or TOML file; other options have their defaults."""
+def load_config(path: pathlib.Path, default: TrainConfig = _DEFAULT) -> TrainConfig:
+    """Read the configuration of a YAML or TOML file; ``default`` has the other options."""
     try:
-        config = parse_options(_read_options(path))
+        config = parse_options(_read_options(path), default)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     # Only a copy that a run has written names its schema relative to the file; a user's own file

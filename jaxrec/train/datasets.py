@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Generator, Iterable, Iterator
-from typing import Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -42,6 +42,27 @@ _ALONE = Shard()
 # Largest numbers of row groups, and of rows, that are shuffled together.
 MAX_WINDOW_GROUPS = 8
 MAX_WINDOW_ROWS = 1 << 20
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """The training rows or the held-out rows of a run, in batches that its model's loss takes.
+
+    ``len(dataset)`` is the number of rows of all processes.
+    """
+
+    def __len__(self) -> int: ...
+
+    def num_batches(self, batch_size: int) -> int:
+        """Return the number of batches of an epoch, the same in all processes."""
+
+    def batches(
+        self, batch_size: int, first: int = 0, epoch: int = 0
+    ) -> Generator[Any, None, None]:
+        """Yield this process's batches of an epoch from batch ``first`` on.
+
+        They depend only on the arguments, so that a resumed run goes on with the batch of its step.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,9 +187,7 @@ class ParquetDataset:
         """Return None: the probabilities are unknown."""
 
 
-def run_batches(
-    dataset: LogDataset | ParquetDataset, batch_size: int, epochs: int, first: int = 0
-) -> Iterator[ClickBatch]:
+def run_batches(dataset: Dataset, batch_size: int, epochs: int, first: int = 0) -> Iterator[Any]:
     """Yield this process's batches of all epochs from batch ``first`` of the run on."""
     per_epoch = dataset.num_batches(batch_size)
     for epoch in range(first // per_epoch, epochs):
@@ -185,8 +204,7 @@ def split_datasets(
     data = config.data
     if is_parquet(data.path):
         if encoder is None:
-            is_dynamic = config.vocabulary.is_dynamic
-            encoder = learn_features(data, is_dynamic=is_dynamic, model=config.model)
+            encoder = learn_features(data, is_dynamic=config.vocabulary.is_dynamic)
         training, held_out = split_groups(data, encoder.schema)
         return (
             ParquetDataset(training, encoder, config.seed, shard),
@@ -217,7 +235,7 @@ def _split(config: TrainConfig) -> tuple[LogDataset, LogDataset]:
     return dataclasses.replace(whole, stop=middle), dataclasses.replace(whole, start=middle)
 
 
-def bad_lines(*parts: LogDataset | ParquetDataset) -> dict[pathlib.Path, int]:
+def bad_lines(*parts: Dataset) -> dict[pathlib.Path, int]:
     """Return the number of malformed lines of each text file that has some."""
     logs = {rows.log for rows in parts if isinstance(rows, LogDataset)}
     files = [log for log in logs if isinstance(log, CriteoFile)]

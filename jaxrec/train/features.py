@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pyarrow as pa
 from rich.console import Console
@@ -21,17 +21,18 @@ from jaxrec.data import (
     learn_encoder,
     read_schema,
 )
-from jaxrec.data.column_types import CommonTypes, check_columns
-from jaxrec.data.column_values import are_ids, suspects, whole_floats
+from jaxrec.data.column_types import LABEL_NAMES, CommonTypes, check_columns
+from jaxrec.data.column_values import are_ids, number_labels, suspects, whole_floats
 from jaxrec.data.criteo.conversion import SUMMARY_FILE, read_summary
 from jaxrec.data.criteo.log import criteo_schema
 from jaxrec.data.criteo.parts import is_part
 from jaxrec.data.encoder import SCHEMA_FILE, EncodedGroups
 from jaxrec.data.files import ParquetFiles, has_pattern, parquet_files
+from jaxrec.data.generated import TABLE_ROWS
 from jaxrec.data.groups import GroupRange
 from jaxrec.data.learn import needs_pass
 from jaxrec.data.transforms import NUM_CATEGORICAL
-from jaxrec.train.config import FEATURES_DIRECTORY, DataConfig, ModelConfig, TrainConfig
+from jaxrec.train.config import FEATURES_DIRECTORY, DataConfig, TrainConfig
 from jaxrec.train.open_vocabularies import check_fixed, with_dynamic_columns
 from jaxrec.train.progress import counted
 
@@ -53,18 +54,43 @@ def saved_encoder(path: str | os.PathLike[str]) -> TableEncoder | None:
     return TableEncoder.load(features) if features.is_dir() else None
 
 
-def run_encoder(config: TrainConfig, console: Console) -> TableEncoder:
-    """Load the encoder of a resumed run, or learn a new run's encoder and print its schema."""
+def text_table_rows(config: TrainConfig) -> tuple[int, ...]:
+    """Return the number of rows of each table, for text in Criteo's format or a generated log."""
+    if config.data.path is None and not config.vocabulary.is_dynamic:
+        return TABLE_ROWS
+    return (config.data.table_rows,) * NUM_CATEGORICAL
+
+
+def text_encoder(config: TrainConfig) -> TableEncoder:
+    """Return the encoder of the columns of text in Criteo's format and of a generated log."""
+    is_dynamic = config.vocabulary.is_dynamic
+    schema = criteo_schema(text_table_rows(config), is_dynamic=is_dynamic)
+    return TableEncoder(schema, {}, {}, {})
+
+
+def run_encoder(
+    config: TrainConfig,
+    console: Console,
+    *,
+    check: Callable[[Schema], None] = lambda schema: None,
+    needs_label: bool = True,
+) -> TableEncoder:
+    """Load the encoder of a resumed run, or learn a new run's encoder and print its schema.
+
+    ``check`` gets the schema of a new run before anything is learned.
+    """
     data, resume, is_dynamic = config.data, config.resume, config.vocabulary.is_dynamic
     encoder = None if resume is None else saved_encoder(resume)
     if resume is None or encoder is None:
-        return learn_features(data, console, is_dynamic=is_dynamic, model=config.model)
+        return learn_features(
+            data, console, is_dynamic=is_dynamic, check=check, needs_label=needs_label
+        )
     schema = encoder.schema
     if data.schema is not None:
         schema = _with_vocabularies(read_schema(data.schema), data, is_dynamic)
     if (
         schema != encoder.schema
-        or data.label not in (None, schema.label)
+        or data.label not in ((), (*schema.labels,))
         or data.weight not in (None, schema.weight)
         or not {*schema.columns}.isdisjoint(data.exclude)
     ):
@@ -80,20 +106,20 @@ def learn_features(
     console: Console | None = None,
     *,
     is_dynamic: bool = False,
-    model: ModelConfig | None = None,
+    check: Callable[[Schema], None] = lambda schema: None,
+    needs_label: bool = True,
 ) -> TableEncoder:
     """Find the schema of a run's files, and learn its encoder from the training rows.
 
-    With ``is_dynamic`` columns get open vocabularies, which are not learned. The model's demands on
-    the columns are checked.
+    With ``is_dynamic`` columns get open vocabularies, which are not learned. ``check`` gets the
+    schema before anything is learned, and raises an error if a model cannot take it.
     """
     console = console or Console(quiet=True)
     schema = converted_schema(data, is_dynamic)
     is_converted = schema is not None
     if schema is None:
-        schema = _find_schema(data, console, is_dynamic)
-    if model is not None:
-        model.check_columns(schema)
+        schema = _find_schema(data, console, is_dynamic, needs_label)
+    check(schema)
     training, held_out = split_groups(data, schema)
     encoder = TableEncoder(schema, {}, {}, {})
     if is_converted:
@@ -127,9 +153,9 @@ def check_rows(encoder: TableEncoder, rows: GroupRange) -> None:
 
 def split_groups(data: DataConfig, schema: Schema) -> tuple[GroupRange, GroupRange]:
     """Return the training rows and the held-out rows of Parquet files, with a schema's columns."""
-    whole = _all_rows(_files(data.path).paths, schema)
+    whole = _all_rows(parquet_data(data.path).paths, schema)
     if data.eval_path is not None:
-        return whole, _all_rows(_files(data.eval_path).paths, schema)
+        return whole, _all_rows(parquet_data(data.eval_path).paths, schema)
     middle = whole.stop - held_out_rows(data, whole.stop)
     return dataclasses.replace(whole, stop=middle), dataclasses.replace(whole, start=middle)
 
@@ -158,7 +184,7 @@ def converted_schema(data: DataConfig, is_dynamic: bool = False) -> Schema | Non
     directory = data.path
     if data.schema is not None or directory is None or not directory.is_dir():
         return None
-    first = _files(directory).paths[0]
+    first = parquet_data(directory).paths[0]
     if not ((directory / SUMMARY_FILE).exists() or is_part(first)) or first.parent != directory:
         return None
     # Raw ids have no number of rows in the summary: the user chooses it.
@@ -171,9 +197,9 @@ def converted_schema(data: DataConfig, is_dynamic: bool = False) -> Schema | Non
     return criteo_schema(rows or (data.table_rows,) * NUM_CATEGORICAL, is_dynamic=is_dynamic)
 
 
-def _find_schema(data: DataConfig, console: Console, is_dynamic: bool) -> Schema:
+def _find_schema(data: DataConfig, console: Console, is_dynamic: bool, needs_label: bool) -> Schema:
     """Return the given schema, or infer one from the columns; all files must fit it."""
-    files = [_files(path) for path in (data.path, data.eval_path) if path is not None]
+    files = [parquet_data(path) for path in (data.path, data.eval_path) if path is not None]
     if data.schema is not None:
         schema = _with_vocabularies(read_schema(data.schema), data, is_dynamic)
         groups = [ParquetGroups(each.paths, schema.columns) for each in files]
@@ -186,7 +212,7 @@ def _find_schema(data: DataConfig, console: Console, is_dynamic: bool) -> Schema
     for path, each in columns.items():
         types.add(each, path)
     if data.schema is None:
-        schema = _inferred_schema(data, types, groups, console, is_dynamic)
+        schema = _inferred_schema(data, types, groups, console, is_dynamic, needs_label)
     for path, each in columns.items():
         check_columns(schema, each, path)
     return schema
@@ -198,17 +224,31 @@ def _inferred_schema(
     groups: Sequence[ParquetGroups],
     console: Console,
     is_dynamic: bool,
+    needs_label: bool,
 ) -> Schema:
     """Infer a schema from the types of the columns, and print the decisions."""
     columns = types.schema
-    others = {data.label, data.weight, *data.exclude}
+    others = {*data.label, data.weight, *data.exclude}
     # Pandas writes integers with missing values as floats, so that a column of whole floats may be
     # ids.
     whole = whole_floats(pa.schema([x for x in columns if x.name not in others]), groups)
     ids = are_ids(whole, types.mixed)
+    named = [name for name in LABEL_NAMES if name in columns.names and name not in others]
+    labels = data.label or named[:1]
+    numbers = {
+        "auto": lambda: number_labels(columns, labels, groups),
+        "binary": lambda: [],
+        "number": lambda: labels,
+    }[data.label_kind]()
     schema, left_out = infer_schema(
-        columns, data.label, weight=data.weight, exclude=data.exclude, ids=ids
+        columns,
+        labels if labels or not needs_label else None,
+        weight=data.weight,
+        exclude=data.exclude,
+        ids=ids,
+        numbers=numbers,
     )
+    schema = with_shared_tables(schema, data)
     schema = _with_vocabularies(schema, data, is_dynamic)
     console.print(
         f"the schema by the types of the columns; --schema takes another:\n{schema.to_yaml()}"
@@ -226,7 +266,19 @@ def _inferred_schema(
     return schema
 
 
-def _files(path: pathlib.Path | None) -> ParquetFiles:
+def with_shared_tables(schema: Schema, data: DataConfig) -> Schema:
+    """Give each column of --history the table of its column of --item, as far as there are both."""
+    pairs = dict(zip(data.history, data.item, strict=False))
+    columns = {
+        name: dataclasses.replace(column, table=pairs.get(name, column.table))
+        if pairs.get(name) in schema.categorical
+        else column
+        for name, column in schema.categorical.items()
+    }
+    return dataclasses.replace(schema, categorical=columns)
+
+
+def parquet_data(path: pathlib.Path | None) -> ParquetFiles:
     """Find the Parquet files of a path, or raise an error that says what to give."""
     if path is None:
         raise ConfigError("give the Parquet files with --data")

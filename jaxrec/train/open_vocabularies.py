@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from flax import nnx
 from rich.filesize import decimal
 
 from jaxrec.arguments import ConfigError
-from jaxrec.data import CategoricalColumn, Schema, TableEncoder
+from jaxrec.data import CategoricalColumn, ClickBatch, Schema
+from jaxrec.ragged.raw_ids import is_raw
 from jaxrec.tier import (
     Dynamic,
     Eviction,
+    ahead,
     default_row,
     distance_lfu,
     lfu,
@@ -23,7 +25,7 @@ from jaxrec.tier import (
 )
 from jaxrec.tier.model_statistics import statistics, totals
 from jaxrec.tier.planning.tier import tier_of
-from jaxrec.train.config import TrainConfig, VocabularyConfig
+from jaxrec.train.config import VocabularyConfig
 
 # Prefix of the names of a table's statistics in the history: "vocabulary/cat_0/hits".
 PREFIX = "vocabulary/"
@@ -50,16 +52,11 @@ def settings(config: VocabularyConfig) -> Dynamic:
     )
 
 
-def dynamic_features(
-    config: TrainConfig, encoder: TableEncoder | None, names: Iterable[str]
-) -> set[str]:
-    """Return the features with open vocabularies: the encoder's dynamic columns.
-
-    Without an encoder they are all of ``names``, or none.
-    """
-    if encoder is not None:
-        return set(encoder.schema.dynamic)
-    return set(names) if config.vocabulary.is_dynamic else set()
+def with_rows(model: nnx.Module, batch: ClickBatch) -> ClickBatch:
+    """Replace raw ids of a batch, if it has any, by their rows, without changing vocabularies."""
+    if is_raw(batch.features.values):
+        (batch,) = ahead(model, [batch], is_training=False)
+    return batch
 
 
 def with_dynamic_columns(schema: Schema, rows: int) -> Schema:

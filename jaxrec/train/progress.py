@@ -28,18 +28,12 @@ BAR_WIDTH = 20
 # Number of first steps, which compile, that do not count for the samples per second.
 WARM_UP_STEPS = 1
 
-SUMMARY_FILE = "summary.png"
-
 # Prefix of the names of held-out values in the history.
 HELD_OUT = "held_out_"
 
-# Curves of the plot: name in the history, title, and name in the results.
-CURVES = (
-    ("log_loss", "log loss (nats)", "log_loss"),
-    ("normalized_entropy", "normalized entropy", "normalized_entropy"),
-    ("auc", "AUC", "auc"),
-    ("samples_per_second", "samples/s", None),
-)
+# Name of the speed in the history, and number of curves of the plot beside it.
+_SPEED = "samples_per_second"
+_CURVES = 3
 
 _LOST = (
     "jaxrec train: the output is lost ({error}), and training goes on without it; stop it by "
@@ -48,7 +42,7 @@ _LOST = (
 
 
 class Progress:
-    """Shows the step, samples per second and the running normalized entropy (NE).
+    """Shows the step, samples per second and a running value, such as the normalized entropy.
 
     The run has ``num_steps`` steps, of which ``done`` were made before.
     """
@@ -77,7 +71,8 @@ class Progress:
             TimeRemainingColumn(table_column=_fixed(len("0:00:00"))),
             # A narrow terminal cuts this text.
             TextColumn(
-                "{task.fields[rate]}  {task.fields[ne]}  {task.fields[ids]}{task.fields[held_out]}",
+                "{task.fields[rate]}  {task.fields[value]}  {task.fields[ids]}"
+                "{task.fields[held_out]}",
                 table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
             ),
             expand=True,
@@ -85,7 +80,7 @@ class Progress:
             disable=not console.is_terminal,
         )
         self._task = self._bar.add_task(
-            "", total=num_steps, completed=done, rate="compiling", ne="", ids="", held_out=""
+            "", total=num_steps, completed=done, rate="compiling", value="", ids="", held_out=""
         )
 
     def __enter__(self) -> Progress:
@@ -120,21 +115,21 @@ class Progress:
         """Return whether it is time for the next `show`."""
         return self._clock() - self._shown > self._seconds
 
-    def show(self, step: int, ne: float, ids: str = "") -> None:
-        """Show the step, the running NE, and a text about the ids of open vocabularies."""
+    def show(self, step: int, value: str, ids: str = "") -> None:
+        """Show the step, a running value as text, and a text about ids of open vocabularies."""
         self._shown = self._clock()
         speed = self.samples_per_second
         rate = f"{speed:,.0f} samples/s" if speed else "compiling"
         if self._console.is_terminal:
             shown = f"{ids}  " if ids else ""
-            self._bar.update(self._task, completed=step, rate=rate, ne=f"NE {ne:.4f}", ids=shown)
+            self._bar.update(self._task, completed=step, rate=rate, value=value, ids=shown)
         else:
             shown = f", {ids}" if ids else ""
-            self._console.print(f"step {step} of {self._num_steps}, {rate}, NE {ne:.4f}{shown}")
+            self._console.print(f"step {step} of {self._num_steps}, {rate}, {value}{shown}")
 
-    def show_held_out(self, step: int, auc: float, ne: float) -> None:
-        """Show the values of a step on held-out rows."""
-        values = f"held out: AUC {auc:.4f}, NE {ne:.4f}"
+    def show_held_out(self, step: int, values: str) -> None:
+        """Show the values of a step on held-out rows, as text."""
+        values = f"held out: {values}"
         if self._console.is_terminal:
             self._bar.update(self._task, completed=step, held_out=values)
         else:
@@ -234,12 +229,22 @@ def read_history(path: pathlib.Path) -> dict[int, dict[str, float]]:
 
 def draw_summary(
     history: Mapping[int, Mapping[str, float]],
-    results: Mapping[str, float | None],
+    results: Mapping[str, Any],
+    titles: Mapping[str, str],
     path: pathlib.Path,
 ) -> None:
-    """Draw a run's curves, ``history[step][name]``, and its final held-out results as lines."""
+    """Draw a run's curves, ``history[step][name]``, and its final held-out results as lines.
+
+    ``titles`` are the titles of the values by name; the first three in the history are drawn.
+    """
     figure = require_matplotlib()(figsize=(10, 7), layout="constrained")
-    for axes, (name, title, result) in zip(figure.subplots(2, 2).flat, CURVES, strict=True):
+    names = {name for values in history.values() for name in values}
+    drawn = [name for name in titles if {name, f"{HELD_OUT}{name}"} & names][:_CURVES]
+    curves = {name: titles[name] for name in drawn} | {_SPEED: "samples/s"}
+    places = [*figure.subplots(2, 2).flat]
+    for axes in places[len(curves) :]:
+        axes.remove()
+    for axes, (name, title) in zip(places, curves.items(), strict=False):
         steps = [step for step, values in history.items() if name in values]
         # A curve of one point is invisible without a marker.
         marker = "o" if len(steps) == 1 else None
@@ -248,7 +253,7 @@ def draw_summary(
         seen = [step for step, values in history.items() if evaluated in values]
         if seen:
             axes.plot(seen, [history[step][evaluated] for step in seen], "C1.-")
-        held_out = None if result is None else results.get(result)
+        held_out = None if name == _SPEED else results.get(name)
         if held_out is not None:
             axes.axhline(held_out, color="C1", linestyle="--", label=f"held out: {held_out:.4f}")
         axes.set(title=title, xlabel="step")

@@ -303,6 +303,23 @@ class Trainer:
             plan=plan,
         )
 
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that sets the run back to its state at this moment.
+
+        It keeps a copy of the model, the optimizer and the state of the metrics on their devices.
+        Open vocabularies and caches (`jaxrec.tier`) need a checkpoint instead. Call the function
+        once.
+        """
+        parts, batches_used = (self.model, self.optimizer, self._metric_state), self._batches_used
+        # The next step donates the arrays, so that the copy must be its own.
+        copy = jax.tree.map(jnp.copy, nnx.state(parts))
+
+        def set_back() -> None:
+            nnx.update(parts, copy)
+            self._batches_used = batches_used
+
+        return set_back
+
     @losses_first()
     def train(self, batches: Iterable[Any], steps: int | None = None) -> int:
         """Train on batches in order.

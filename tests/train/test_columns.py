@@ -23,7 +23,6 @@ from jaxrec.data.statistics import ListLengths
 from jaxrec.metrics import auc
 from jaxrec.train import Trainer, checkpoint, load_model
 from jaxrec.train.checkpoint.tree import saved_tree
-from jaxrec.train.click_metrics import HeldOutEvaluation, click_loss
 from jaxrec.train.config import (
     FEATURES_DIRECTORY,
     DataConfig,
@@ -35,6 +34,9 @@ from jaxrec.train.datasets import run_batches, split_datasets
 from jaxrec.train.devices import Devices
 from jaxrec.train.features import learn_features
 from jaxrec.train.model import make_model, predict
+from jaxrec.train.models import model_kind
+from jaxrec.train.models.kind import HeldOutBatches
+from jaxrec.train.models.labels import click_loss
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = (ROOT / "docs/data.md").read_text()
@@ -267,7 +269,7 @@ def test_a_run_repeats_from_its_options(trained, tmp_path, monkeypatch, capsys):
     assert main(["train", "--resume=again"]) == 0
     said = capsys.readouterr().out
     assert "again is finished: 4 steps of 4 are made" in said
-    assert "--data.epochs" in said
+    assert "more epochs than 1: --epochs" in said
     assert pathlib.Path("again/results.json").read_bytes() == results
     for option in ("--exclude=city", "--weight=age"):
         assert main(["train", "--resume=again", option, "--data.epochs=2"]) == 2
@@ -288,7 +290,7 @@ def test_weights_weigh_loss_and_metrics(tmp_path, monkeypatch, capsys):
     assert encoder.schema.weight == "importance"
     _, held_out = split_datasets(config, encoder=encoder)
     model, _ = make_model(config, 10, encoder=encoder)
-    values = HeldOutEvaluation(model, held_out, batch_size=200)()
+    values = model_kind(config, encoder).evaluate(HeldOutBatches(model, held_out, 200))
     batch = encoder.batch(rows[200:])
     p = 1 / (1 + np.exp(-np.asarray(predict(model, batch), np.float64)))
     y, w = np.asarray(batch.labels), 1.0 + np.asarray(doubled)[200:]

@@ -79,8 +79,8 @@ def test_an_empty_file_says_nothing(tmp_path):
 
 WRONG_OPTIONS = {
     "unknown": (["--bogus", "1"], "unknown option --bogus; `jaxrec train --help`"),
-    "in-a-group": (["--batch-size", "3"], "--batch-size, did you mean --data.batch-size\\?"),
-    "underscores": (["--batch_size=3"], "--batch_size, did you mean --data.batch-size\\?"),
+    "in-a-group": (["--bad-rows", "skip"], "--bad-rows, did you mean --data.bad-rows\\?"),
+    "underscores": (["--bad_rows=skip"], "--bad_rows, did you mean --data.bad-rows\\?"),
     "misspelled": (["--data.epoch=3"], "--data.epoch, did you mean --data.epochs\\?"),
     "both": (["--epoch", "3"], "--epoch, did you mean --data.epochs\\?"),
     "in-two-groups": (["--learning-rates", "3"], "did you mean --optimizer.learning-rate"),

@@ -9,10 +9,11 @@ from jaxrec.data import Clicks, DataError, Shard
 from jaxrec.data.criteo.conversion import convert
 from jaxrec.data.criteo.parts import Conversion
 from jaxrec.data.transforms import table_ids
-from jaxrec.train.click_metrics import HeldOutEvaluation
 from jaxrec.train.config import DataConfig, ModelConfig, TrainConfig
 from jaxrec.train.datasets import LogDataset, split_datasets
 from jaxrec.train.model import make_model
+from jaxrec.train.models import model_kind
+from jaxrec.train.models.kind import HeldOutBatches
 from tests import golden
 from tests.data.criteo.test_log import KAGGLE
 
@@ -61,8 +62,9 @@ def test_rows_of_parquet_files(tmp_path, ids):
             next(iter(rows.batches(50))).features["cat_2"].values for rows in (train_rows, text)
         ]
         np.testing.assert_array_equal(np.sort(by_id[0][:45]), np.sort(by_id[1][:45]))
-    model, _ = make_model(dataclasses.replace(CONFIG, data=data), 10)
-    assert "best_auc" not in HeldOutEvaluation(model, held_out, batch_size=4)()
+    config = dataclasses.replace(CONFIG, data=data)
+    model, _ = make_model(config, 10)
+    assert "best_auc" not in model_kind(config).evaluate(HeldOutBatches(model, held_out, 4))
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 import jaxrec
-from jaxrec.train.click_metrics import click_loss
 from jaxrec.train.config import DataConfig, ModelConfig, TrainConfig
 from jaxrec.train.datasets import split_datasets
 from jaxrec.train.model import make_model, predict
+from jaxrec.train.models.labels import click_loss
 
 CONFIG = TrainConfig(
     data=DataConfig(generated_rows=256, generated_eval_rows=64, batch_size=64),

@@ -20,7 +20,7 @@ def shown(*, terminal):
         assert not progress.is_due()
         for step in (3, 4, 5):
             progress.advance(100)
-            progress.show(step, 0.75)
+            progress.show(step, "NE 0.7500")
     return progress, text.getvalue()
 
 
@@ -125,8 +125,8 @@ def test_a_narrow_terminal_keeps_bar_count_and_time_left(width):
     console = Console(file=text, force_terminal=True, width=width)
     with Progress(console, num_steps=2442, done=1204) as progress:
         progress.advance(2048)
-        progress.show(1205, 0.8123)
-        progress.show_held_out(1205, 0.8, 0.8)
+        progress.show(1205, "NE 0.8123")
+        progress.show_held_out(1205, "AUC 0.8000, NE 0.8000")
     *_, line = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.getvalue()).strip().splitlines()
     assert "1205/2442" in line
     assert line.count("━") >= 15
@@ -143,5 +143,5 @@ def test_a_bar_on_a_terminal():
 def test_lines_come_seconds_apart(progress, clock):
     clock.tick(LINE_SECONDS + 1)
     assert progress.is_due()
-    progress.show(1, 1.0)
+    progress.show(1, "NE 1.0000")
     assert not progress.is_due()

@@ -18,8 +18,9 @@ from rich.console import Console
 
 from jaxrec.arguments import ConfigError
 from jaxrec.data import DataError, SchemaError
-from jaxrec.train.config import DataConfig, ModelConfig
+from jaxrec.train.config import DataConfig, ModelConfig, TrainConfig
 from jaxrec.train.features import learn_features, split_groups
+from jaxrec.train.models import KINDS
 
 pytestmark = pytest.mark.every_case
 
@@ -179,9 +180,14 @@ def test_a_pattern_held_out_by_another(tmp_path):
 
 def test_a_model_that_cannot_take_the_columns_is_refused_before_anything_is_learned(tmp_path):
     path = write(tmp_path / "x", {"city": ["a"] * 20})
+
+    def learn(name):
+        config = TrainConfig(data=DataConfig(path=path), model=ModelConfig(name=name))
+        KINDS[name].learn(config, Console(quiet=True))
+
     with pytest.raises(ConfigError, match=r"and there is none; take --model.name dcn_v2 or --mod"):
-        learn_features(DataConfig(path=path), model=ModelConfig())
-    learn_features(DataConfig(path=path), model=ModelConfig(name="deepfm"))
+        learn("dlrm")
+    learn("deepfm")
 
 
 def test_suspects_are_said(tmp_path):

@@ -34,7 +34,6 @@ from jaxrec.train.checkpoint import CheckpointError
 from jaxrec.train.config import load_config
 from jaxrec.train.features import FEATURES_DIRECTORY, saved_encoder
 from jaxrec.train.model import CONFIG_FILE, make_model
-from jaxrec.train.model import Model as RunModel
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -183,7 +182,7 @@ def save_quantized_run(
     save_quantized(small, directory, step=step)
 
 
-def load_quantized(directory: str | os.PathLike[str]) -> RunModel:
+def load_quantized(directory: str | os.PathLike[str]) -> Any:
     """Load a model that ``jaxrec quantize`` wrote; its rows have the same bytes.
 
     The model is called as the run's: ``model(dense, features)``. Memory never holds its float

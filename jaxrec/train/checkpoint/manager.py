@@ -116,6 +116,11 @@ class CheckpointManager:
         """Directory of the checkpoints."""
         return self._directory
 
+    @property
+    def preservation_policy(self) -> PreservationPolicy:
+        """Rule that chooses the checkpoints to keep."""
+        return self._policy
+
     def save(
         self,
         model: nnx.Module,
@@ -221,10 +226,25 @@ class CheckpointManager:
         # Deletion waits for the new checkpoint, so that at any moment a complete one exists.
         kept = self._policy.preserved(metrics)
         for step in set(metrics) - kept - _bases(self._directory, kept):
-            # Renamed before its files are deleted: under its own name a checkpoint is whole at any
-            # moment.
-            leftover = self._directory / f"{step}{UNFINISHED}-removed"
-            shutil.rmtree((self._directory / str(step)).rename(leftover))
+            self._remove(step)
+
+    def remove_after(self, step: int) -> None:
+        """Delete the checkpoints of later steps, so that ``step`` is the newest.
+
+        Raises:
+            OSError: A checkpoint cannot be deleted, or the one that is being written fails.
+        """
+        self.wait_until_finished()
+        if jax.process_index() == 0:
+            for later in all_steps(self._directory):
+                if later > step:
+                    self._remove(later)
+
+    def _remove(self, step: int) -> None:
+        # Renamed before its files are deleted: under its own name a checkpoint is whole at any
+        # moment.
+        leftover = self._directory / f"{step}{UNFINISHED}-removed"
+        shutil.rmtree((self._directory / str(step)).rename(leftover))
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, and end the threads that write."""

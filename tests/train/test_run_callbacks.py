@@ -10,17 +10,21 @@ from rich.console import Console
 from jaxrec.metrics import auc
 from jaxrec.train import NotFiniteError, Trainer, checkpoint
 from jaxrec.train.checkpoint.tree import saved_tree
-from jaxrec.train.click_metrics import HeldOutEvaluation, RunningMetrics, click_loss
 from jaxrec.train.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jaxrec.train.datasets import LogDataset, run_batches, split_datasets
 from jaxrec.train.model import make_model
+from jaxrec.train.models import model_kind
+from jaxrec.train.models.kind import HeldOutBatches
+from jaxrec.train.models.labels import click_loss
 from jaxrec.train.progress import Progress
+from jaxrec.train.run_callbacks import HeldOutEvaluation, RunningMetrics
 
 BATCH = 64
 CONFIG = TrainConfig(
     data=DataConfig(batch_size=BATCH, generated_rows=300, generated_eval_rows=100, epochs=2),
     model=ModelConfig(embedding_dim=4, bottom_layer_sizes=(), top_layer_sizes=(8,)),
 )
+KIND = model_kind(CONFIG)
 
 
 def run(model, optimizer, rows, *, steps=None, loss=click_loss, callbacks=()):
@@ -93,7 +97,7 @@ def test_loss_that_is_no_number():
 def test_evaluation_counts_each_row_once():
     _, held_out = split_datasets(CONFIG)
     model, _ = make_model(CONFIG, 10)
-    values = HeldOutEvaluation(model, held_out, batch_size=BATCH)()
+    values = HeldOutEvaluation(KIND, HeldOutBatches(model, held_out, BATCH))()
     (clicks,) = held_out.log.chunks(held_out.start, held_out.stop)
     batch = next(held_out.batches(len(clicks)))
     logits = np.asarray(model(batch.dense, batch.features), np.float64)
@@ -111,7 +115,8 @@ def test_evaluation_counts_each_row_once():
 def test_evaluation_can_be_stopped():
     _, held_out = split_datasets(CONFIG)
     model, _ = make_model(CONFIG, 10)
-    evaluation = HeldOutEvaluation(model, held_out, batch_size=BATCH, stop=lambda: True)
+    batches = HeldOutBatches(model, held_out, BATCH, stop=lambda: True)
+    evaluation = HeldOutEvaluation(KIND, batches)
     assert evaluation() is None
     assert evaluation.values_at(3) is None
 
@@ -122,9 +127,8 @@ def test_evaluation_in_training():
     model, optimizer = make_model(CONFIG, 10)
     reported = []
     evaluation = HeldOutEvaluation(
-        model,
-        held_out,
-        batch_size=BATCH,
+        KIND,
+        HeldOutBatches(model, held_out, BATCH),
         every=3,
         report=lambda step, values: reported.append((step, values)),
     )
@@ -142,7 +146,9 @@ def test_running_metrics():
     recorded = []
     progress = Progress(Console(quiet=True), num_steps=10)
     record = lambda step, compute: recorded.append((step, compute()))  # noqa: E731
-    run(model, optimizer, rows, steps=7, callbacks=[RunningMetrics(progress, record, every=3)])
+    run(
+        model, optimizer, rows, steps=7, callbacks=[RunningMetrics(KIND, progress, record, every=3)]
+    )
     assert [step for step, _ in recorded] == [3, 6, 7]
     assert {"auc", "log_loss", "normalized_entropy"} <= set(recorded[-1][1])
 

@@ -1,0 +1,296 @@
+"""Two towers: vectors of users and of items, whose dot product finds the item of a row."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow as pa
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxrec.arguments import ConfigError
+from jaxrec.data import ClickBatch, Schema, Shard, Vocabulary
+from jaxrec.data.encoder import EncodedGroups
+from jaxrec.embed import EmbeddingBagCollection
+from jaxrec.embed.config import TableConfig
+from jaxrec.mesh.agree import of_all_processes
+from jaxrec.nn import MLP, in_batch_softmax_loss
+from jaxrec.nn.click_model import num_columns, with_dense
+from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.train.config import TrainConfig
+from jaxrec.train.datasets import Dataset, ParquetDataset, split_datasets
+from jaxrec.train.models.kind import HeldOutBatches
+from jaxrec.train.models.ranking import RankingModel, full_ranks, rank_values
+
+TEMPERATURE = 0.1
+
+# Takes the place of the logarithm of a padding's share of the data, so that no query meets it.
+_NEVER = 1e4
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class ItemBatch(ClickBatch):
+    """A batch of rows, and the row index of each one's item, ``[batch]`` int32; 0 for padding."""
+
+    items: Int[Array | np.ndarray, " batch"]
+
+
+class Tower(nnx.Module):
+    """Tables and layers that compute vectors of length 1 from some columns of a batch.
+
+    ``places`` are the places of the tower's numbers among the dense features.
+    """
+
+    def __init__(
+        self,
+        embeddings: EmbeddingBagCollection,
+        places: Sequence[int],
+        layer_sizes: Sequence[int],
+        *,
+        dtype: str | None,
+        rngs: nnx.Rngs,
+    ):
+        self.embeddings = embeddings
+        self.places = tuple(places)
+        self.dtype = dtype
+        columns = num_columns(embeddings) + len(places)
+        self.layers = MLP(columns, layer_sizes, activation_on_last=False, dtype=dtype, rngs=rngs)
+
+    def __call__(self, dense: Any, features: KeyedJaggedArray) -> Float[Array, "batch dim"]:
+        """Return the vectors of a batch, ``[batch, dim]`` float32."""
+        pooled = jnp.asarray(self.embeddings(features).values)
+        numbers = jnp.asarray(dense)[:, list(self.places)] if self.places else None
+        inputs = with_dense(pooled, numbers, len(self.places), self.dtype)
+        vectors = self.layers(inputs).astype(jnp.float32)
+        # The square root of 0 has no gradient.
+        squares = (vectors * vectors).sum(axis=1, keepdims=True)
+        return vectors * jax.lax.rsqrt(jnp.maximum(squares, 1e-12))
+
+
+class Towers(nnx.Module):
+    """A tower for queries and one for items."""
+
+    def __init__(self, query: Tower, candidate: Tower):
+        self.query = query
+        self.candidate = candidate
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ItemDataset:
+    """Rows of Parquet files, in batches that have the row index of each row's item."""
+
+    rows: ParquetDataset
+    item: str
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def num_batches(self, batch_size: int) -> int:
+        return self.rows.num_batches(batch_size)
+
+    def batches(
+        self, batch_size: int, first: int = 0, epoch: int = 0
+    ) -> Generator[ItemBatch, None, None]:
+        for batch in self.rows.batches(batch_size, first, epoch):
+            yield with_items(batch, self.item)
+
+    def catalog(self) -> pa.Table:
+        """Return one encoded row of each item that the rows have, of all processes' rows."""
+        seen: set[int] = set()
+        parts = []
+        groups = EncodedGroups(self.rows.groups, self.rows.encoder)
+        for group in range(len(groups.sizes)):
+            table = groups.read(group)
+            ids = np.asarray(table[self.item])
+            values, places = np.unique(ids, return_index=True)
+            is_new = [value not in seen for value in values.tolist()]
+            seen.update(values.tolist())
+            parts.append(table.take(pa.array(places[is_new])))
+        return pa.concat_tables(parts)
+
+
+def with_items(batch: ClickBatch, item: str) -> ItemBatch:
+    """Add the row index of each sample's item to a host batch."""
+    column = batch.features[item]
+    lengths = np.asarray(column.lengths)
+    items = np.zeros(len(lengths), np.int32)
+    items[lengths > 0] = np.asarray(column.values)[: lengths.sum()]
+    fields = {x.name: getattr(batch, x.name) for x in dataclasses.fields(batch)}
+    return ItemBatch(**fields, items=items)
+
+
+class TwoTowerKind(RankingModel):
+    """Two towers over the columns of a row: those of --item, and all others."""
+
+    name = "two_tower"
+    needs_label = False
+
+    @classmethod
+    def check(cls, config: TrainConfig, schema: Schema) -> None:
+        item = config.data.item
+        if not item:
+            raise ConfigError(
+                "model.name two_tower has a tower for items; name their columns, the id first, "
+                "such as --item item category"
+            )
+        for name in item:
+            if name not in (*schema.dense, *schema.categorical):
+                raise ConfigError(
+                    f"there is no feature {name!r} for the tower of items; the features are "
+                    f"{', '.join([*schema.dense, *schema.categorical])}"
+                )
+        if item[0] not in schema.categorical:
+            raise ConfigError(
+                f"{item[0]!r}, the first column of --item, is the id of the item, and must be "
+                "categorical"
+            )
+        if schema.dynamic:
+            raise ConfigError(
+                "model.name two_tower ranks all items of a vocabulary that is learned before "
+                "training; leave --vocabulary dynamic out"
+            )
+        if not {*schema.categorical} - {*item}:
+            raise ConfigError(
+                "all categorical columns are named by --item, and none is left for the tower of "
+                "users; name fewer"
+            )
+        if any(label.kind != "binary" for label in schema.labels.values()):
+            raise ConfigError(
+                f"model.name two_tower learns from rows whose label is 1, and {schema.label!r} is "
+                "a number; make a column of 0 and 1 of it, or leave it out with --exclude"
+            )
+
+    @property
+    def _item(self) -> str:
+        return self.config.data.item[0]
+
+    def _columns(self, *, of_items: bool) -> list[str]:
+        """Return the categorical columns of one tower."""
+        names = self.encoder.schema.categorical
+        return [name for name in names if (name in self.config.data.item) == of_items]
+
+    def tables(self) -> list[TableConfig]:
+        return [
+            table
+            for of_items in (False, True)
+            for table in self.tables_of(self._columns(of_items=of_items))
+        ]
+
+    def make(self, num_steps: int, rngs: nnx.Rngs) -> Towers:
+        if self._item in self.encoder.lengths:
+            raise ConfigError(f"column {self._item!r} has lists; the id of an item is one value")
+
+        def tower(of_items: bool) -> Tower:
+            dense = self.encoder.schema.dense
+            places = [
+                place
+                for place, name in enumerate(dense)
+                if (name in self.config.data.item) == of_items
+            ]
+            sizes = (*self.config.model.top_layer_sizes, 2 * self.config.model.embedding_dim)
+            tables = self.tables_of(self._columns(of_items=of_items))
+            return Tower(
+                self.collection(tables, num_steps, rngs), places, sizes, dtype=self.dtype, rngs=rngs
+            )
+
+        return Towers(tower(False), tower(True))
+
+    def datasets(self, shard: Shard) -> tuple[Dataset, Dataset]:
+        training, held_out = split_datasets(self.config, shard, self.encoder)
+        if not (isinstance(training, ParquetDataset) and isinstance(held_out, ParquetDataset)):
+            raise ConfigError("model.name two_tower reads Parquet files; give them with --data")
+        return ItemDataset(training, self._item), ItemDataset(held_out, self._item)
+
+    @functools.cached_property
+    def _log_shares(self) -> Float[np.ndarray, " rows"] | None:
+        """Logarithm of each item's share of the training rows; None: unknown."""
+        vocabulary = self.encoder.vocabularies.get(self._item)
+        if not isinstance(vocabulary, Vocabulary):
+            return None
+        counts = np.ones(vocabulary.num_embeddings)
+        counts[vocabulary.num_unknown :] = vocabulary.counts
+        return np.log(counts / counts.sum()).astype(np.float32)
+
+    def _weights(self, batch: ItemBatch) -> Float[Array, " batch"]:
+        """Return the weights of the rows whose label is 1, and 0 for others."""
+        labels = jnp.asarray(batch.labels).reshape(batch.weights.shape[0], -1)
+        return jnp.asarray(batch.weights) * labels.prod(axis=1)
+
+    def loss(self, model: Any, batch: Any) -> tuple[Float[Array, ""], Mapping[str, Array]]:
+        weights, items = self._weights(batch), jnp.asarray(batch.items)
+        shares = self._log_shares
+        log_q = jnp.zeros(len(items)) if shares is None else jnp.asarray(shares)[items]
+        losses = in_batch_softmax_loss(
+            model.query(batch.dense, batch.features),
+            model.candidate(batch.dense, batch.features),
+            ids=items,
+            log_q=jnp.where(weights > 0, log_q, _NEVER),
+            temperature=TEMPERATURE,
+        )
+        total, loss = weights.sum(), (weights * losses).sum()
+        samples = (jnp.asarray(batch.weights) > 0).sum().astype(jnp.float32)
+        sums = jnp.stack([samples, loss, total])
+        return loss / jnp.where(total > 0, total, 1), {"sums": sums}
+
+    def _query(self, model: Any, batch: Any) -> tuple[Float[Array, ""], Mapping[str, Array]]:
+        vectors = model.query(batch.dense, batch.features)
+        outputs = {"vectors": vectors, "items": batch.items, "weights": self._weights(batch)}
+        return jnp.zeros(()), outputs
+
+    def _candidate(self, model: Any, batch: Any) -> tuple[Float[Array, ""], Mapping[str, Array]]:
+        outputs = {"vectors": model.candidate(batch.dense, batch.features), "items": batch.items}
+        return jnp.zeros(()), outputs | {"weights": batch.weights}
+
+    def evaluate(self, held_out: HeldOutBatches) -> dict[str, float]:
+        """Rank the item of each held-out row whose label is 1 among all items of the training rows.
+
+        An item that the training rows do not have counts as not found.
+        """
+        dataset = held_out.dataset
+        assert isinstance(dataset, ItemDataset)
+        catalog = self._catalog_batches(dataset, held_out.batch_size)
+        items = _gathered(held_out.outputs(self._candidate, catalog))
+        queries = _gathered(held_out.outputs(self._query))
+        places = np.full(self.encoder.table_rows[self._item], -1)
+        places[items["items"]] = np.arange(len(items["items"]))
+        wanted = places[queries["items"]]
+        ranks = full_ranks(queries["vectors"], items["vectors"], wanted)
+        return rank_values(ranks, queries["weights"].astype(np.float64))
+
+    @functools.cached_property
+    def _catalog(self) -> pa.Table:
+        training, _ = self.datasets(Shard())
+        assert isinstance(training, ItemDataset)
+        table = training.catalog()
+        vocabulary = self.encoder.vocabularies.get(self._item)
+        if not isinstance(vocabulary, Vocabulary):
+            return table
+        # The rows of unknown items stand for no item.
+        is_known = np.asarray(table[self._item]) >= vocabulary.num_unknown
+        return table.filter(pa.array(is_known))
+
+    def _catalog_batches(self, dataset: ItemDataset, batch_size: int) -> Iterator[ItemBatch]:
+        shard = dataset.rows.shard
+        each = batch_size // shard.count
+        # Each process computes the vectors of its part of the items, in equally many batches.
+        for start in range(0, len(self._catalog), batch_size):
+            part = self._catalog.slice(start + shard.index * each, each)
+            yield with_items(self.encoder.pack(part, each), self._item)
+
+
+def _gathered(batches: Iterator[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Return the outputs of all processes' samples whose weight is above 0."""
+    parts = [*batches]
+    columns = {
+        name: of_all_processes(np.concatenate([x[name] for x in parts])) for name in parts[0]
+    }
+    columns = {name: value.reshape(-1, *value.shape[2:]) for name, value in columns.items()}
+    is_real = columns["weights"] > 0
+    return {name: value[is_real] for name, value in columns.items()}

@@ -1,0 +1,136 @@
+"""Results of a run of `jaxrec train`: the file ``results.json``, a picture, and a report."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import pathlib
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from jaxrec.arguments import ConfigError
+from jaxrec.train.checkpoint import PreservationPolicy
+from jaxrec.train.config import TrainConfig
+from jaxrec.train.models.kind import Measure
+from jaxrec.train.progress import draw_summary, read_history
+
+RESULTS_FILE = "results.json"
+HISTORY_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.png"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFacts:
+    """Facts of a run that has ended.
+
+    Attributes:
+        rows: Number of training rows.
+        held_out_rows: Number of held-out rows.
+        steps: Number of steps that were made.
+        best_step: Step of the best checkpoint; None: checkpoints were not compared.
+        seconds: Seconds from the first step of this process to the last, with evaluations.
+        samples_per_second: Speed of the steps, without compiling and evaluations.
+    """
+
+    rows: int
+    held_out_rows: int
+    steps: int
+    best_step: int | None
+    seconds: float
+    samples_per_second: float
+
+
+def run_results(
+    config: TrainConfig, measures: Sequence[Measure], values: Mapping[str, float], facts: RunFacts
+) -> dict[str, Any]:
+    """Return the content of ``results.json``: the held-out values first, then the run's facts."""
+    measured = {measure.name: values[measure.name] for measure in measures}
+    # null, where the true probabilities are unknown.
+    best = {"best_auc": values.get("best_auc")} if "auc" in measured else {}
+    return {
+        **measured,
+        **best,
+        **values,
+        **dataclasses.asdict(facts),
+        "model": config.model.name,
+        "data": None if config.data.path is None else str(config.data.path),
+        "epochs": config.data.epochs,
+        "batch_size": config.data.batch_size,
+        "patience": config.patience,
+        "seed": config.seed,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in ("jaxrec", "jax", "flax")},
+        },
+    }
+
+
+def write_results(
+    results: Mapping[str, Any],
+    measures: Sequence[Measure],
+    output: pathlib.Path,
+    console: Console,
+) -> None:
+    """Write the results' file and the picture of a run's curves to its directory."""
+    (output / RESULTS_FILE).write_text(json.dumps(results, indent=2) + "\n")
+    titles = {measure.name: measure.title for measure in measures}
+    try:
+        draw_summary(read_history(output / HISTORY_FILE), results, titles, output / SUMMARY_FILE)
+    except ImportError as error:
+        console.print(str(error))
+
+
+def has_stopped_early(output: pathlib.Path, config: TrainConfig) -> bool:
+    """Return whether a run ended by the same patience, within the same number of epochs."""
+    if not config.patience:
+        return False
+    try:
+        before = json.loads((output / RESULTS_FILE).read_text())
+    except (OSError, ValueError):
+        return False
+    return (before.get("patience"), before.get("epochs")) == (config.patience, config.data.epochs)
+
+
+def report(
+    console: Console, measures: Sequence[Measure], results: Mapping[str, Any], rows: int
+) -> None:
+    """Print the values of an evaluation on held-out rows."""
+    # A run of one step has no rate: its time is that of compiling.
+    rate = results.get("samples_per_second")
+    trained = f"; trained at {rate:,.0f} samples/s" if rate else ""
+    console.print(f"on {rows:,} held-out rows{trained}:")
+    width = max(len("calibration"), *(len(measure.title) for measure in measures))
+    for measure in measures:
+        best = results.get(f"best_{measure.name}")
+        reachable = "" if best is None else f"  (best reachable {best:.4f})"
+        value = f"{results[measure.name]:.4f}{measure.unit}"
+        console.print(f"  {measure.title:{width}}  {value}{reachable}")
+
+
+def best_measure(best_by: str | None, measures: Sequence[Measure]) -> Measure:
+    """Return the measure by which a checkpoint is the best; ``best_by`` None is the first."""
+    named = {measure.name: measure for measure in measures if measure.best is not None}
+    if best_by is None:
+        return next(iter(named.values()))
+    if best_by not in named:
+        raise ConfigError(
+            f"checkpoint.best-by {best_by} is not a value of this model; its values are "
+            f"{', '.join(named)}"
+        )
+    return named[best_by]
+
+
+def preservation_policy(config: TrainConfig, measures: Sequence[Measure]) -> PreservationPolicy:
+    """Return the rule that keeps a run's checkpoints; with patience it keeps the best one."""
+    measure = best_measure(config.checkpoint.best_by, measures)
+    best = config.checkpoint.keep_best
+    return PreservationPolicy(
+        latest=config.checkpoint.keep_last,
+        best=max(best, 1) if config.patience else best,
+        metric=measure.name,
+        mode=measure.best or "min",
+    )
