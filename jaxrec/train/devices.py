@@ -20,6 +20,7 @@ from jaxrec.plan import Planner, ShardingPlan, Topology
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.capacity import capacity_for
 from jaxrec.train.placed_batches import put_batch
+from jaxrec.train.requests import RequestBatch
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -50,7 +51,11 @@ class Devices:
         """Put a host batch on the devices; each of several processes puts its own part."""
         if self.mesh is None:
             return put_batch(batch)
-        return shard_batch(batch, self.mesh, capacities=self._capacities(self.mesh, batch.features))
+        if isinstance(batch, RequestBatch):
+            capacities: dict[str, int] | None = batch.capacities_of(len(self.mesh.local_devices))
+        else:
+            capacities = self._capacities(self.mesh, batch.features)
+        return shard_batch(batch, self.mesh, capacities=capacities)
 
     def _capacities(self, mesh: Mesh, features: KeyedJaggedArray) -> dict[str, int] | None:
         """Return each key's capacity on one device; None: the packer of the batch chooses it."""

@@ -238,7 +238,7 @@ class SequenceBatches:
         batch = int(index) - (self._ends[epoch - 1] if epoch else 0)
         plan = self._epoch(epoch)
         if batch >= plan.ends[-1]:
-            return self._empty()
+            return self.padding()
         window = int(np.searchsorted(plan.ends, batch, side="right")) - 1
         read = functools.partial(self._read, epoch, window)
         rows, chosen = self._windows.get((epoch, window), read)
@@ -262,7 +262,7 @@ class SequenceBatches:
             dealt.append(np.where(part < 0, -1, order[own][part]))
         return rows, np.concatenate(dealt)
 
-    def _empty(self) -> KeyedJaggedArray:
+    def padding(self) -> KeyedJaggedArray:
         """Return a batch of padding, in the shape of all."""
         rows = np.full(self.shape.devices * self.shape.rows, -1)
         nothing = SequenceRows.empty(self.groups.sequences)
