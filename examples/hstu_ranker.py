@@ -1,11 +1,10 @@
-"""HSTU ranker: which of several candidates will a user click, given what came before, in order?
+"""HSTU ranker: which of several tracks will a user play, given what they heard before, and when?
 
-Histories are generated. Each item has a genre, and a user clicks mostly on candidates of the genre
-that follows that of the newest event: genre 3 after genre 2. So the clicks depend on the order of a
-history, and a model of the bag of its items cannot know them. Attention is semi-local: in each
-layer a token sees the event before it. Noise bounds every model's AUC; the best possible one is
-printed beside the ranker's. At the end histories are encoded once and their candidates scored
-against the cache, with the scores of one pass.
+The log is generated (`jaxrec.data.GeneratedEvents`). A user plays mostly tracks of one genre: the
+one after that of the newest event, or the same one if that event is long ago. So plays depend on
+the order and on the times of a history. The best possible AUC is printed beside the ranker's, and
+the best ones of models that do not know the order, or the times. At the end histories are encoded
+once and their candidates scored against the cache, with the scores of one pass.
 
     python examples/hstu_ranker.py
 """
@@ -22,22 +21,21 @@ import tyro
 from flax import nnx
 
 import jaxrec
+from jaxrec.data import GeneratedEvents
 from jaxrec.metrics import auc
 from jaxrec.nn import HSTURanker, RankerFeatures, Task
 from jaxrec.train import compile_step
 
-CLICK = 1  # bit of an action
-GENRES = 4
+PLAYED = 1  # bit of an action
+HELD_OUT = 20  # batches
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     steps: int = 300
     batch_size: int = 128
-    num_items: int = 40
+    num_items: int = 100
     max_history: int = 20
-    candidates: int = 4
-    """Candidates of each user."""
     dim: int = 32
     num_layers: int = 2
     window: int = 1
@@ -46,23 +44,33 @@ class Settings:
     seed: int = 0
 
 
-def make_model(settings: Settings) -> HSTURanker:
+def make_log(settings: Settings) -> GeneratedEvents:
+    """Users for training, and later ones for evaluation."""
+    return GeneratedEvents(
+        num_users=(settings.steps + HELD_OUT) * settings.batch_size,
+        seed=settings.seed,
+        num_items=settings.num_items,
+        max_history=settings.max_history,
+    )
+
+
+def make_model(settings: Settings, log: GeneratedEvents) -> HSTURanker:
     rngs = nnx.Rngs(settings.seed)
     table = jaxrec.EmbeddingConfig(
-        "item", settings.num_items, settings.dim, feature_names=("history", "candidate")
+        "item", log.num_items, settings.dim, feature_names=("history", "candidate")
     )
     return HSTURanker(
         jaxrec.EmbeddingCollection([table], optimizer=jaxrec.optim.adam(3e-3), rngs=rngs),
         RankerFeatures(
             {"history": "candidate"}, times=("time", "now"), actions=("action", "label")
         ),
-        [Task("click", bit=CLICK)],
+        [Task("played", bit=PLAYED)],
         dim=settings.dim,
         num_layers=settings.num_layers,
         num_heads=2,
-        max_length=settings.max_history + settings.candidates,
+        max_length=log.max_history + log.num_candidates,
         max_attention_length=settings.window,
-        num_positions=settings.max_history + 2,
+        num_positions=log.max_history + 2,
         num_times=64,
         token_hidden_dim=32,
         item_hidden_dim=32,
@@ -72,39 +80,9 @@ def make_model(settings: Settings) -> HSTURanker:
     )
 
 
-def draw_batch(settings: Settings, step: int) -> tuple[jaxrec.KeyedJaggedArray, np.ndarray]:
-    """A batch, and the true probability of a click on each candidate."""
-    rng, size = np.random.default_rng([settings.seed, step]), settings.batch_size
-    lengths = rng.integers(1, settings.max_history + 1, size)
-    history = [rng.integers(0, settings.num_items, length) for length in lengths]
-    wanted = np.array([(row[-1] + 1) % GENRES for row in history])
-    # Every second candidate has the genre that the user wants now.
-    fits = rng.random((size, settings.candidates)) < 0.5
-    genre = np.where(fits, wanted[:, None], rng.integers(0, GENRES, fits.shape))
-    item = rng.integers(0, settings.num_items // GENRES, fits.shape) * GENRES + genre
-    probability = np.where(genre == wanted[:, None], 0.85, 0.15)
-    times = [1_000_000 + np.cumsum(rng.integers(1, 9000, length + 1)) for length in lengths]
-    batch = jaxrec.KeyedJaggedArray.from_lists(
-        {
-            "history": history,
-            "time": [row[:-1] for row in times],
-            "action": [rng.integers(0, 2, length) for length in lengths],
-            "candidate": item,
-            "now": [[row[-1]] * settings.candidates for row in times],
-            "label": (rng.random(fits.shape) < probability).astype(int) * CLICK,
-        },
-        capacities=capacities(settings),
-    )
-    return batch, probability.ravel()
-
-
-def capacities(settings: Settings) -> dict[str, int]:
-    """One capacity for all batches, so that one program serves them."""
-    events = settings.batch_size * settings.max_history
-    targets = settings.batch_size * settings.candidates
-    return dict.fromkeys(("history", "time", "action"), events) | dict.fromkeys(
-        ("candidate", "now", "label"), targets
-    )
+def draw_batch(settings: Settings, log: GeneratedEvents, step: int) -> jaxrec.KeyedJaggedArray:
+    first = step * settings.batch_size
+    return log.requests(first, first + settings.batch_size).batch(log.max_history)
 
 
 def train_step(model, optimizer, batch):
@@ -115,46 +93,47 @@ def train_step(model, optimizer, batch):
     return loss
 
 
-def evaluate(settings: Settings, model: HSTURanker) -> dict[str, float]:
+def evaluate(settings: Settings, log: GeneratedEvents, model: HSTURanker) -> float:
+    """AUC of users after those of the training."""
     predict = nnx.jit(lambda model, batch: model(batch)[:, 0])
     model.eval()
-    labels, scores, best = [], [], []
-    for step in range(20):
-        batch, probability = draw_batch(settings, 10**6 + step)
-        labels.append(np.asarray(batch["label"].values) > 0)
-        scores.append(np.asarray(predict(model, jax.device_put(batch))))
-        best.append(probability)
-    label = np.concatenate(labels)
-    return {
-        "AUC": float(auc(np.concatenate(scores), label)),
-        "best possible AUC": float(auc(np.concatenate(best), label)),
-    }
+    batches = [draw_batch(settings, log, settings.steps + i) for i in range(HELD_OUT)]
+    scores = [np.asarray(predict(model, batch)) for batch in batches]
+    labels = [batch["label"].values & PLAYED for batch in batches]
+    return auc(np.concatenate(scores), np.concatenate(labels))
 
 
-def serve(settings: Settings, model: HSTURanker) -> float:
+def serve(settings: Settings, log: GeneratedEvents, model: HSTURanker) -> float:
     """Encode histories once, score their candidates; return the difference to one pass."""
-    batch = jax.device_put(draw_batch(settings, 2 * 10**6)[0])
+    batch = jax.device_put(draw_batch(settings, log, settings.steps))
     history, targets = (
         batch.select(keys) for keys in (["history", "time", "action"], ["candidate", "now"])
     )
     request_times = batch["now"].values.reshape(settings.batch_size, -1)[:, -1]
     encode = nnx.jit(lambda model, *args: model.encode(args[0], request_times=args[1]))
-    score = nnx.jit(lambda model, *args: model.score(*args, longest=settings.candidates))
+    score = nnx.jit(lambda model, *args: model.score(*args, longest=log.num_candidates))
     whole = nnx.jit(lambda model, batch: model(batch))(model, batch)
     cache = encode(model, history, request_times)
     return float(abs(score(model, cache, targets) - whole).max())
 
 
 def main(settings: Settings) -> dict[str, float]:
-    model = make_model(settings)
+    log = make_log(settings)
+    model = make_model(settings, log)
     optimizer = jaxrec.Optimizer(model, optax.adam(settings.learning_rate))
     step, begun, losses = compile_step(train_step, model, optimizer), time.perf_counter(), []
     for count in range(settings.steps):
-        losses.append(float(step(draw_batch(settings, count)[0])))
+        losses.append(float(step(draw_batch(settings, log, count))))
         if (count + 1) % 100 == 0:
             recent = np.mean(losses[-100:])
             print(f"step {count + 1}: loss {recent:.4f}, {time.perf_counter() - begun:.0f} s")
-    found = evaluate(settings, model) | {"difference with a cache": serve(settings, model)}
+    found = {
+        "AUC": evaluate(settings, log, model),
+        "best possible AUC": log.best_auc,
+        "without the order": log.order_blind_auc,
+        "without times": log.time_blind_auc,
+        "difference with a cache": serve(settings, log, model),
+    }
     print(", ".join(f"{name} {value:.4g}" for name, value in found.items()))
     return found
 

@@ -182,20 +182,21 @@ class GeneratedEvents:
     genre ``w`` is played with a probability of 0.9, another candidate with 0.1.
 
     Items follow one power law, and all draws are independent: items, gaps between events, whether
-    the history's events were played, and candidates. Three results follow. In each, the AUC of all
-    models that know the same is at most that of the probability given what they know, since no
-    ranking has more true positives at any rate of false ones (Neyman and Pearson 1933, "On the
-    problem of the most efficient tests of statistical hypotheses").
+    the history's events were played, and candidates. Three results follow. In each, a model cannot
+    have a higher AUC than the probability of a play given what the model knows: ranking by it has
+    the most true positives at any rate of false ones (Neyman and Pearson 1933, "On the problem of
+    the most efficient tests of statistical hypotheses").
 
-    * **Best.** A model that knows all ranks by 0.9 and 0.1. `best_auc` is its AUC.
+    * **Best.** With all that is known before the request, the probability is 0.9 or 0.1.
+      `best_auc` is its AUC.
     * **Order-blind.** Independent draws from one law are exchangeable: given the bag of a history's
-      events, each is equally likely to be the newest one. A model of the bag, whatever it knows of
-      plays, gaps and candidates besides, ranks at best by ``0.1 + 0.8 m / n``, where ``m`` of the
-      ``n`` items have the genre ``g(candidate) - s``. `order_blind_auc` is its AUC. It is below
-      the best, since ``m / n`` is 0 or 1 only by chance.
-    * **Time-blind.** A model that knows the order, but no times, ranks at best by ``0.1 + 0.8 p``,
-      where ``p`` is the probability of a gap that makes ``w`` the candidate's genre.
-      `time_blind_auc` is its AUC.
+      items, each of them is equally likely to be the newest. So a model of the bag ranks at best by
+      ``0.1 + 0.8 m / n``, where ``m`` of the ``n`` items have the genre ``g(candidate) - s``. Plays,
+      and times apart from their items, tell it nothing more than ``s``. `order_blind_auc` is its
+      AUC. It is below the best if histories have more than one event.
+    * **Time-blind.** A model that knows the order of the items, but no times, ranks at best by
+      ``0.1 + 0.8 p``, where ``p`` is the probability of a gap after which the user wants the
+      candidate's genre: 0.5 or 0. `time_blind_auc` is its AUC.
 
     The three are expectations over all users, computed without drawing any.
 
