@@ -19,6 +19,7 @@ from jaxrec.data.sequences.requests import (
     Requests,
     SequenceCounts,
     SequenceRows,
+    TimeWindow,
 )
 from jaxrec.data.sequences.schema import SequenceSchema
 from jaxrec.data.shuffled import (
@@ -52,6 +53,9 @@ class SequenceGroups(Protocol):
 
     @property
     def sizes(self) -> tuple[int, ...]: ...
+
+    def within(self, window: TimeWindow) -> SequenceGroups:
+        """Return the requests of the candidates in a window of time."""
 
     def times(self, group: int) -> Int[np.ndarray, " candidates"]:
         """Return the times of a group's candidates, whatever the window."""

@@ -27,6 +27,7 @@ from jaxrec.data.sequences.requests import (
     RequestLimits,
     Requests,
     SequenceRows,
+    TimeWindow,
     context_features,
     cut_requests,
 )
@@ -77,6 +78,11 @@ class EventGroups:
     def sizes(self) -> tuple[int, ...]:
         """Number of rows, and so of users, of each group."""
         return self.groups.sizes
+
+    def within(self, window: TimeWindow) -> EventGroups:
+        """Return the requests of the candidates in a window of time."""
+        limits = dataclasses.replace(self.limits, window=window)
+        return dataclasses.replace(self, limits=limits)
 
     def times(self, group: int) -> Int[np.ndarray, " candidates"]:
         """Return the times of a group's candidates."""

@@ -23,6 +23,7 @@ from jaxrec.data.sequences.requests import (
     RequestLimits,
     Requests,
     SequenceRows,
+    TimeWindow,
     context_features,
     cut_requests,
 )
@@ -68,6 +69,11 @@ class RequestGroups:
     def sizes(self) -> tuple[int, ...]:
         """Number of rows of each group."""
         return self.groups.sizes
+
+    def within(self, window: TimeWindow) -> RequestGroups:
+        """Return the requests of the candidates in a window of time."""
+        limits = dataclasses.replace(self.limits, window=window)
+        return dataclasses.replace(self, limits=limits)
 
     def times(self, group: int) -> Int[np.ndarray, " candidates"]:
         """Return the times of a group's candidates.

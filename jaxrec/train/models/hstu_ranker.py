@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import pathlib
 from collections.abc import Mapping
@@ -131,10 +130,7 @@ class HSTURankerKind(RowModel):
             held_out = batches(self._groups(config.data.eval_path), None)
             training = (batches(groups, config.seed, config.data.epochs),)
             return RequestDataset(training), RequestDataset((held_out,))
-        *windows, last = [
-            dataclasses.replace(groups, limits=dataclasses.replace(groups.limits, window=window))
-            for window in split_windows(groups, config)
-        ]
+        *windows, last = map(groups.within, split_windows(groups, config))
         return (
             RequestDataset(tuple(batches(x, config.seed, config.data.epochs) for x in windows)),
             RequestDataset((batches(last, None),)),

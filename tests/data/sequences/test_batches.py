@@ -154,8 +154,7 @@ def test_windows_of_time_share_the_candidates(table, groups):
     assert (first, last) == (min(times), max(times))
     found = collections.Counter()
     for window in TimeWindow.split(first, last, 3):
-        limits = RequestLimits(30, candidates=4, window=window)
-        source = source_of(RequestGroups(groups.groups, SCHEMA, limits))
+        source = source_of(groups.within(window))
         batches = list(source.from_batch())
         stamps = [t for batch in batches for row in batch.to_lists()["candidate_time"] for t in row]
         assert window.contains(np.array(stamps)).all()
