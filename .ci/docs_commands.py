@@ -77,6 +77,7 @@ COMMANDS = (
     ),
     ("python examples/deepfm_movielens.py --data ml-100k", "--epochs 1 --seeds 0"),
     ("python -m benchmarks.pipeline", "--text-megabytes 2 --steps 5 --repeats 1 --batch 256"),
+    ("python -m benchmarks.sequences", "--users 50"),
     ("python -m benchmarks.hstu", "--length 64 --timed-length 32 --rows 2 --seconds 0.01"),
     ("python -m benchmarks.quantize_memory", "--tables 2 --rows 1000"),
     (

@@ -89,6 +89,13 @@ SHOWN = {
         names["unused"] == [] and (names["model"].embeddings.table("t_user") == 1).all()
     ),
     "sequences: Train a ranker": falls,
+    "sequences: Read requests from Parquet": lambda names: (
+        falls(names) and names["same"] and names["source"].counts.candidates == 3
+    ),
+    "sequences: Read a log of events": lambda names: names["candidates"] > 800,
+    "sequences: Train on one window of time, evaluate on the next": lambda names: (
+        len(names["counts"]) == 3 and sum(names["counts"]) == 600
+    ),
     "sequences: Train on long histories": lambda names: (
         names["kept"][0] in (24, 200) and names["loss"] > 0
     ),

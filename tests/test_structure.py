@@ -28,6 +28,13 @@ TESTED_BY = {
     ),
     "test_init": ("_public",),
     "data/criteo/test_exports": ("data/arrays",),
+    "data/sequences/test_events": ("data/sequences/event_groups",),
+    "data/sequences/test_requests": (
+        "data/sequences/lists",
+        "data/sequences/ranges",
+        "data/sequences/request_groups",
+        "data/sequences/schema",
+    ),
     "data/test_column_types": ("data/column_values",),
     "data/test_encoder": ("data/statistics",),
     "data/test_files": ("data/parquet",),

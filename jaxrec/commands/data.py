@@ -1,4 +1,4 @@
-"""The command ``jaxrec data``, which converts click logs between formats."""
+"""The command ``jaxrec data``, which converts logs between formats."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from jaxrec.data.criteo.parts import Conversion
 from jaxrec.data.criteo.text import BadLine
 from jaxrec.data.files import DataError
 from jaxrec.data.multi_hot import MLPERF_SIZES, MLPERF_TABLE_ROWS, MultiHot
+from jaxrec.data.parquet import ParquetGroups
+from jaxrec.data.sequences.histories import write_histories
 from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL
 
 USAGE_ERRORS = (ConfigError,)
@@ -45,6 +47,10 @@ INPUT is a file or a directory of files, OUTPUT the directory of the Parquet fil
   records    these Parquet files to one file of MLPerf's binary records
 
 INPUT is the directory of the Parquet files, OUTPUT a directory, or for records a file.
+
+  histories  Parquet files with a row for each event to Parquet files with a row for each user
+
+INPUT is a file, a directory or a pattern in quotes, OUTPUT a new directory.
 `jaxrec data FORMAT --help` lists options."""
 
 
@@ -110,6 +116,23 @@ class RecordOptions:
     """Directory of the Parquet files of jaxrec data criteo, with ids hash or contiguous."""
     output: Annotated[pathlib.Path, tyro.conf.Positional, required("OUTPUT")] = NOT_GIVEN
     """The file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HistoriesOptions:
+    """Group a log with a row for each event into Parquet files with a row for each user, whose
+    lists have the user's events in the order of time."""
+
+    input: Annotated[pathlib.Path, tyro.conf.Positional, required("INPUT")] = NOT_GIVEN
+    """Parquet file, directory of Parquet files or pattern in quotes, 'parts/*.parquet'."""
+    output: Annotated[pathlib.Path, tyro.conf.Positional, required("OUTPUT")] = NOT_GIVEN
+    """New directory of the Parquet files."""
+    user: str = "uid"
+    """Column of the users."""
+    time: str = "timestamp"
+    """Column of the times."""
+    columns: tuple[str, ...] = ()
+    """Other columns to keep; by default all."""
 
 
 def run(options: Sequence[str]) -> int:
@@ -214,10 +237,24 @@ def _criteo(options: CriteoOptions) -> None:
     )
 
 
+def _histories(options: HistoriesOptions) -> None:
+    if NOT_GIVEN in (options.input, options.output):
+        raise ConfigError("give the log and the directory of the Parquet files: INPUT OUTPUT")
+    keys = (options.user, options.time)
+    columns = tuple(dict.fromkeys((*keys, *options.columns))) if options.columns else None
+    log = ParquetGroups.of_directory(options.input, columns)
+    counts = write_histories(log, options.output, user=options.user, time=options.time)
+    print(
+        f"{counts.events:,} events of {counts.users:,} users in {options.output}; the longest "
+        f"history has {counts.longest:,}"
+    )
+
+
 # By format the options with their defaults, and the function that writes the files.
 _FORMATS: dict[str, tuple[Any, Callable[[Any], None]]] = {
     "criteo": (CriteoOptions(), _criteo),
     "npy": (NpyOptions(), _npy),
     "multi-hot": (MultiHotOptions(), _multi_hot),
     "records": (RecordOptions(), _records),
+    "histories": (HistoriesOptions(), _histories),
 }

@@ -6,10 +6,11 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import functools
 import pathlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +49,7 @@ from jaxrec.train.results import (
     HISTORY_FILE,
     RESULTS_FILE,
     RunFacts,
+    evaluated,
     has_stopped_early,
     preservation_policy,
     report,
@@ -226,6 +228,11 @@ class _Run:
         """Options of the run."""
         return self.kind.config
 
+    @functools.cached_property
+    def _others(self) -> Mapping[int, Dataset]:
+        """Rows besides the held-out ones to evaluate on, by step."""
+        return self.kind.evaluations(self.rows, self.held_out)
+
     def evaluate(self) -> int:
         """Evaluate the model; return the exit code."""
         if (values := self._evaluation()()) is not None:
@@ -273,6 +280,13 @@ class _Run:
         )
         measures = self.kind.measures
         results = run_results(config, measures, values, facts)
+        if others := self._others:
+            results["windows"] = evaluated(others, measures, self.output)
+            for each in results["windows"]:
+                console.print(
+                    f"after step {each['step']:,}, on the next window: "
+                    + shown_values(measures, each, 2)
+                )
         if jax.process_index() == 0:
             write_results(results, measures, self.output, console)
         if stopping is not None:
@@ -332,10 +346,12 @@ class _Run:
             record(step, {f"{HELD_OUT}{name}": value for name, value in values.items()})
             progress.show_held_out(step, shown_values(self.kind.measures, values, 2))
 
+        is_reported = config.evaluate_every or policy.best or self._others
         evaluation = self._evaluation(
             every=config.evaluate_every or None,
             # If the only evaluation is at the end, its values are printed with the results.
-            report=report_values if config.evaluate_every or policy.best else None,
+            report=report_values if is_reported else None,
+            others=self._others,
             paused=progress.paused,
         )
 

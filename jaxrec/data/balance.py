@@ -8,7 +8,11 @@ from numpy.typing import ArrayLike
 
 
 def sequence_work(
-    lengths: ArrayLike, *, attention_dim: int, dense_flops: float
+    lengths: ArrayLike,
+    *,
+    attention_dim: int,
+    dense_flops: float,
+    num_targets: ArrayLike | None = None,
 ) -> Float[np.ndarray, " rows"]:
     """Return the floating-point operations of each row in a layer of causal attention.
 
@@ -22,9 +26,11 @@ def sequence_work(
         attention_dim: Columns of the queries of all heads together.
         dense_flops: Operations of the layer's matrix products for one token, such as
             ``2 * parameters``.
+        num_targets: ``[rows]`` number of targets among the tokens, which do not see each other;
+            None: none.
 
     Raises:
-        ValueError: A length is negative.
+        ValueError: A length is negative, or a row has more targets than tokens.
 
     Example:
         >>> sequence_work([0, 1, 10], attention_dim=2, dense_flops=100).tolist()
@@ -33,7 +39,13 @@ def sequence_work(
     tokens = np.asarray(lengths, np.float64)
     if tokens.size and tokens.min() < 0:
         raise ValueError(f"a row has {int(tokens.min())} tokens; lengths are 0 or more")
-    return tokens * (tokens + 1) / 2 * 4 * attention_dim + tokens * dense_flops
+    pairs = tokens * (tokens + 1) / 2
+    if num_targets is not None:
+        targets = np.asarray(num_targets, np.float64)
+        if targets.shape != tokens.shape or (targets < 0).any() or (targets > tokens).any():
+            raise ValueError("num_targets are a number for each row, from 0 to the row's tokens")
+        pairs = pairs - targets * (targets - 1) / 2
+    return pairs * 4 * attention_dim + tokens * dense_flops
 
 
 def balanced_order(

@@ -171,7 +171,7 @@ def flat_values(
     if is_list(array.type):
         lengths = pc.list_value_length(array).fill_null(0).to_numpy().astype(np.int64)
         array, problem = array.flatten(), "a value of the list is null; drop it or fill it"
-    error = _errors(lengths, location)
+    error = value_errors(lengths, location)
     flat = as_integers(array, error)
     # A null beside other values of a list is refused always: an empty bag cannot stand for it.
     if flat.null_count and (lengths is not None or options.missing == "error"):
@@ -179,7 +179,7 @@ def flat_values(
     return flat, lengths
 
 
-def _errors(lengths: Int[np.ndarray, " rows"] | None, location: Location) -> ValueErrors:
+def value_errors(lengths: Int[np.ndarray, " rows"] | None, location: Location) -> ValueErrors:
     """Return a function that makes the error of a value of a column of lists, or of plain values.
 
     ``lengths`` has the length of each list ``[rows]``; the error names the list's row.
@@ -253,7 +253,7 @@ def encode_categorical(
         if isinstance(vocabulary, Vocabulary):
             rows = pa.array(vocabulary(flat))
         else:
-            rows = _rows(flat, options, _errors(lengths, location))
+            rows = _rows(flat, options, value_errors(lengths, location))
             if options.encoding == "frozen":
                 if vocabulary is None:
                     raise ValueError("encoding frozen is of exported models alone; take dynamic")

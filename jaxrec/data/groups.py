@@ -44,6 +44,14 @@ class LocatedGroups(RowGroups, Protocol):
         """Return the file of a group and the number of the group's first row in the file."""
 
 
+@runtime_checkable
+class ColumnGroups(LocatedGroups, Protocol):
+    """Row groups of which some columns can be read."""
+
+    def read(self, group: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """Read the rows of a group, with some of its columns or all."""
+
+
 class OpenFile(Protocol):
     """An open file of some format.
 
@@ -123,8 +131,7 @@ class FileGroups(abc.ABC):
                 columns = columns.append(pa.field(name, self._key_types[name]))
             for name in self.columns or ():
                 if name not in columns.names:
-                    known = ", ".join(columns.names)
-                    raise DataError(f"{source} has no column {name!r}; its columns are {known}")
+                    raise missing_column(source, name, columns.names)
             files.append((path, columns, sizes))
         return tuple(files)
 
@@ -154,6 +161,9 @@ class FileGroups(abc.ABC):
         """Read the rows of a group, with some of its columns or all."""
         path, number, _, rows = self._locations[group]
         columns = self.columns if columns is None else columns
+        names = self.schemas[path].names
+        if missing := [name for name in columns or () if name not in names]:
+            raise missing_column(path, missing[0], names)
         # Opened for each group: threads read groups at the same time, and one open file has one
         # position.
         try:
@@ -173,6 +183,49 @@ class FileGroups(abc.ABC):
     def location(self, group: int) -> tuple[pathlib.Path, int]:
         path, _, first, _ = self._locations[group]
         return self._sources[path], first
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TableGroups:
+    """The rows of a table in memory, in groups.
+
+    Attributes:
+        table: The table.
+        rows: Number of rows of a group.
+
+    Raises:
+        DataError: Reading a column that the table lacks raises it.
+        ValueError: ``rows`` is below 1.
+
+    Example:
+        >>> groups = TableGroups(pa.table({"id": [1, 2, 3]}), rows=2)
+        >>> groups.sizes, groups.read(1)["id"].to_pylist()
+        ((2, 1), [3])
+    """
+
+    table: pa.Table
+    rows: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ValueError(f"rows is 1 or more, got {self.rows}")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of rows of each group."""
+        full, rest = divmod(len(self.table), self.rows)
+        return (self.rows,) * full + ((rest,) if rest else ())
+
+    def read(self, group: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """Return the rows of a group, with some of its columns or all."""
+        names = self.table.column_names
+        if missing := [name for name in columns or () if name not in names]:
+            raise missing_column("the table", missing[0], names)
+        rows = self.table.slice(group * self.rows, self.rows)
+        return rows if columns is None else rows.select(list(columns))
+
+    def location(self, group: int) -> tuple[pathlib.Path, int]:
+        return pathlib.Path("the table"), group * self.rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,3 +266,8 @@ class GroupRange:
         number, low, _ = self._cuts[group]
         path, first = self.groups.location(number)
         return path, first + low
+
+
+def missing_column(path: str | os.PathLike[str], column: str, columns: Sequence[str]) -> DataError:
+    """Return the error of a file that lacks a column."""
+    return DataError(f"{path} has no column {column!r}; its columns are {', '.join(columns)}")

@@ -107,6 +107,13 @@ def movielens_ratings(path: str | os.PathLike[str]) -> pa.Table:
     return table
 
 
+def has_ratings(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is, by its name or those of its files, one of `movielens_ratings`."""
+    path = pathlib.Path(path)
+    names = [file.name for file in path.iterdir()] if path.is_dir() else [path.name]
+    return any(name.endswith(layout.name) for layout in _RATING_FORMATS for name in names)
+
+
 def _find(
     path: pathlib.Path, formats: Sequence[_Format], missing: str
 ) -> tuple[pathlib.Path, _Format]:

@@ -7,12 +7,13 @@ import concurrent.futures
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from jaxtyping import Int
 
 from jaxrec.data.files import DataError
 from jaxrec.data.groups import RowGroups
@@ -49,6 +50,41 @@ class Shard:
             [(0, 17), (17, 34), (34, 50)]
         """
         return -(-self.index * rows // self.count), -(-(self.index + 1) * rows // self.count)
+
+
+def deal_groups(sizes: Sequence[int], processes: int) -> tuple[tuple[int, ...], ...]:
+    """Deal row groups to processes; return the numbers of each one's groups, ascending."""
+    if processes == 1:
+        return (tuple(range(len(sizes))),)
+    dealt: list[list[int]] = [[] for _ in range(processes)]
+    totals = [0] * processes
+    # The largest group first, to the process with the least so far: small groups then even out
+    # what the large ones left uneven.
+    for group in sorted(range(len(sizes)), key=lambda g: -sizes[g]):
+        receiver = totals.index(min(totals))
+        dealt[receiver].append(group)
+        totals[receiver] += sizes[group]
+    return tuple(tuple(sorted(groups)) for groups in dealt)
+
+
+def group_windows(
+    groups: Sequence[int], window: int, seed: int | None, epoch: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the row groups of each window of an epoch; with a seed in an order of the epoch's."""
+    order = np.array(groups, np.int64)
+    if seed is not None:
+        order = np.random.default_rng([seed, epoch]).permutation(order)
+    return tuple(
+        tuple(order[start : start + window].tolist()) for start in range(0, len(order), window)
+    )
+
+
+def row_order(rows: int, seed: int | None, epoch: int, window: int) -> Int[np.ndarray, " rows"]:
+    """Return the order of the rows of a window of row groups; without a seed they stay in order."""
+    if seed is None:
+        return np.arange(rows)
+    # Each window seeds a generator, so that a resumed run reads its window and none before.
+    return np.random.default_rng([seed, epoch, window]).permutation(rows)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,8 +135,8 @@ class BatchSource(Generic[Batch]):
     shard: Shard = Shard()
     window: int = 8
     drop_remainder: bool | None = None
-    _windows: _WindowCache = dataclasses.field(
-        default_factory=lambda: _WindowCache(), init=False, repr=False
+    _windows: WindowCache = dataclasses.field(
+        default_factory=lambda: WindowCache(), init=False, repr=False
     )
 
     def __post_init__(self) -> None:
@@ -137,28 +173,13 @@ class BatchSource(Generic[Batch]):
     @functools.cached_property
     def _dealt(self) -> tuple[tuple[int, ...], ...]:
         """Numbers of each process's row groups, ascending."""
-        if self.shard.count == 1:
-            return (tuple(range(len(self.groups.sizes))),)
-        dealt: list[list[int]] = [[] for _ in range(self.shard.count)]
-        rows = [0] * self.shard.count
-        # The largest group first, to the process with the fewest rows: small groups then even out
-        # what the large ones left uneven.
-        for group in sorted(range(len(self.groups.sizes)), key=lambda g: -self.groups.sizes[g]):
-            receiver = rows.index(min(rows))
-            dealt[receiver].append(group)
-            rows[receiver] += self.groups.sizes[group]
-        return tuple(tuple(sorted(groups)) for groups in dealt)
+        return deal_groups(self.groups.sizes, self.shard.count)
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - as long-lived as a run
     def _order(self, epoch: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
         """Return the row groups of each window of an epoch, and the row at which each ends."""
-        groups = np.array(self._dealt[self.shard.index])
-        if self.seed is not None:
-            groups = np.random.default_rng([self.seed, epoch]).permutation(groups)
-        windows = tuple(
-            tuple(groups[start : start + self.window].tolist())
-            for start in range(0, len(groups), self.window)
-        )
+        own = self._dealt[self.shard.index]
+        windows = group_windows(own, self.window, self.seed, epoch)
         sizes = [sum(self.groups.sizes[g] for g in window) for window in windows]
         return windows, tuple(np.cumsum(sizes).tolist())
 
@@ -188,8 +209,7 @@ class BatchSource(Generic[Batch]):
         rows = pa.concat_tables([self.groups.read(group) for group in groups])
         if self.seed is None:
             return rows
-        # Each window seeds a generator, so that a resumed run reads its window and none before.
-        order = np.random.default_rng([self.seed, epoch, window]).permutation(len(rows))
+        order = row_order(len(rows), self.seed, epoch, window)
         return pc.take(rows, pa.array(order), boundscheck=False)
 
     def from_batch(self, start: int = 0, *, threads: int = 2, prefetch: int = 4) -> Iterator[Batch]:
@@ -208,25 +228,36 @@ class BatchSource(Generic[Batch]):
         Raises:
             ImportError: Grain is not installed.
         """
-        try:
-            import grain
-        except ImportError:
-            raise ImportError("a Grain dataset needs it: pip install 'jaxrec[data]'") from None
-        batches = grain.MapDataset.source(self)[start:]
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
-        return batches.to_iter_dataset(options)
+        return grain_dataset(self, start, threads, prefetch)
 
 
-class _WindowCache:
+def grain_dataset(source: Any, start: int, threads: int, prefetch: int) -> Any:
+    """Return a source of batches from ``start`` on as a Grain dataset.
+
+    Raises:
+        ImportError: Grain is not installed.
+    """
+    try:
+        import grain
+    except ImportError:
+        raise ImportError("a Grain dataset needs it: pip install 'jaxrec[data]'") from None
+    batches = grain.MapDataset.source(source)[start:]
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
+    return batches.to_iter_dataset(options)
+
+
+class WindowCache:
     """Cache of the windows of rows that were used last; threads share one read of a window."""
+
+    # Rows are tables here, and `SequenceRows` in jaxrec.data.sequences.
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._windows: collections.OrderedDict[
-            tuple[int, int], concurrent.futures.Future[pa.Table]
-        ] = collections.OrderedDict()
+        self._windows: collections.OrderedDict[tuple[int, int], concurrent.futures.Future[Any]] = (
+            collections.OrderedDict()
+        )
 
-    def get(self, key: tuple[int, int], read: Callable[[], pa.Table]) -> pa.Table:
+    def get(self, key: tuple[int, int], read: Callable[[], Any]) -> Any:
         with self._lock:
             # The thread that comes first reads; others wait for its future, outside of the lock.
             future = self._windows.get(key)
@@ -247,6 +278,6 @@ class _WindowCache:
                 future.set_exception(error)
         return future.result()
 
-    def __reduce__(self) -> tuple[type[_WindowCache], tuple[()]]:
+    def __reduce__(self) -> tuple[type[WindowCache], tuple[()]]:
         # Grain's workers pickle the source: locks cannot be pickled, and rows need not be.
-        return _WindowCache, ()
+        return WindowCache, ()

@@ -24,7 +24,17 @@ FEATURES_DIRECTORY = "features"
 
 # Names of the kinds of model, the keys of `jaxrec.train.models.KINDS`.
 ModelName = Literal[
-    "dlrm", "dcn_v2", "deepfm", "wide_deep", "din", "mmoe", "ple", "two_tower", "sasrec", "bert4rec"
+    "dlrm",
+    "dcn_v2",
+    "deepfm",
+    "wide_deep",
+    "din",
+    "mmoe",
+    "ple",
+    "two_tower",
+    "sasrec",
+    "bert4rec",
+    "hstu_ranker",
 ]
 
 # First line of the options file of a run.
@@ -212,6 +222,38 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RankerConfig:
+    """Requests and layers of --model hstu_ranker."""
+
+    history: int = 200
+    """Largest number of events of a request, the newest ones."""
+    candidates: int = 8
+    """Largest number of candidates of a request; a longer list becomes several requests."""
+    dim: int = 32
+    """Number of columns of a token."""
+    layers: int = 2
+    """Number of layers."""
+    heads: int = 2
+    """Number of heads of a layer."""
+    window: int = 0
+    """Number of events before it that a token sees in a layer; 0: all."""
+    dropout: float = 0.0
+    """Share of a layer's result that is dropped in training."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "history", "candidates", "dim", "layers", "heads")
+        if self.dim % self.heads:
+            raise ConfigError(
+                f"ranker.dim is {self.dim}, which does not divide by {self.heads} heads"
+            )
+        if self.window < 0 or not 0 <= self.dropout < 1:
+            raise ConfigError(
+                "ranker.window must be 0 or more and ranker.dropout from 0 to below 1, got "
+                f"{self.window} and {self.dropout}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     """Adam for dense layers, row-wise Adagrad for tables; both rates decay linearly to 0."""
 
@@ -280,6 +322,7 @@ class TrainConfig:
 
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
+    ranker: RankerConfig = RankerConfig()
     vocabulary: VocabularyConfig = VocabularyConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -297,6 +340,9 @@ class TrainConfig:
     patience: int = 0
     """Number of evaluations in a row without a better value (checkpoint.best-by) after which
     training stops; the model of the best one is kept. 0: training goes on to the end."""
+    windows: int = 0
+    """Number of windows of time, of equal length, for --model hstu_ranker: train on one after the
+    other, and evaluate on the next before it is trained on. 0: the last candidates are held out."""
     record_every: int | None = None
     """Number of steps between two lines of metrics.jsonl, besides the last step; by default 100, or
     a twentieth of a shorter run."""
@@ -326,6 +372,13 @@ class TrainConfig:
         for name in ("evaluate_every", "patience"):
             if (value := getattr(self, name)) < 0:
                 raise ConfigError(f"{name.replace('_', '-')} must be 0 or more, got {value}")
+        if self.windows and (self.model.name != "hstu_ranker" or self.windows < 2):
+            raise ConfigError("windows are 2 or more, and for --model hstu_ranker")
+        if self.windows and (self.data.epochs > 1 or self.data.eval_path is not None):
+            raise ConfigError(
+                "each window is evaluated before it is trained on; leave --epochs and "
+                "--data.eval-path out, or --windows"
+            )
         if self.seed < 0:
             raise ConfigError(f"seed must be 0 or more, got {self.seed}")
 

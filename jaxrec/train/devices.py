@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrec.arguments import ConfigError
-from jaxrec.data import ClickBatch, DataError, TableEncoder
+from jaxrec.data import DataError, TableEncoder
 from jaxrec.embed.config import TableConfig
 from jaxrec.mesh import shard, shard_batch
 from jaxrec.mesh.dense import DenseName
@@ -20,6 +20,7 @@ from jaxrec.plan import Planner, ShardingPlan, Topology
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.capacity import capacity_for
 from jaxrec.train.placed_batches import put_batch
+from jaxrec.train.requests import RequestBatch
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -46,11 +47,15 @@ class Devices:
             return make()
         return shard(make, self.plan, self.mesh, dense=self.dense)
 
-    def put_batch(self, batch: ClickBatch) -> ClickBatch:
+    def put_batch(self, batch: Any) -> Any:
         """Put a host batch on the devices; each of several processes puts its own part."""
         if self.mesh is None:
             return put_batch(batch)
-        return shard_batch(batch, self.mesh, capacities=self._capacities(self.mesh, batch.features))
+        if isinstance(batch, RequestBatch):
+            capacities: dict[str, int] | None = batch.capacities_of(len(self.mesh.local_devices))
+        else:
+            capacities = self._capacities(self.mesh, batch.features)
+        return shard_batch(batch, self.mesh, capacities=capacities)
 
     def _capacities(self, mesh: Mesh, features: KeyedJaggedArray) -> dict[str, int] | None:
         """Return each key's capacity on one device; None: the packer of the batch chooses it."""

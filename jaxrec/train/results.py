@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import pathlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +16,7 @@ from jaxrec.arguments import ConfigError
 from jaxrec.train.checkpoint import PreservationPolicy
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.models.kind import LOSS, Measure
-from jaxrec.train.progress import draw_summary, read_history
+from jaxrec.train.progress import HELD_OUT, draw_summary, read_history
 
 RESULTS_FILE = "results.json"
 HISTORY_FILE = "metrics.jsonl"
@@ -67,6 +67,19 @@ def run_results(
             **{name: importlib.metadata.version(name) for name in ("jaxrec", "jax", "flax")},
         },
     }
+
+
+def evaluated(
+    steps: Iterable[int], measures: Sequence[Measure], output: pathlib.Path
+) -> list[dict[str, float]]:
+    """Return the held-out values after some steps of a run, from its history."""
+    history = read_history(output / HISTORY_FILE)
+    names = [measure.name for measure in measures]
+    return [
+        {"step": step, **{x: values[HELD_OUT + x] for x in names if HELD_OUT + x in values}}
+        for step in steps
+        if (values := history.get(step, {}))
+    ]
 
 
 def write_results(

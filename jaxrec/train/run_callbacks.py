@@ -13,6 +13,7 @@ import numpy as np
 from jaxrec.mesh.agree import of_all_processes, on_host
 from jaxrec.metrics.writers import BackgroundWriter
 from jaxrec.train.callbacks import SaveCheckpoints
+from jaxrec.train.datasets import Dataset
 from jaxrec.train.early_stopping import EarlyStopping
 from jaxrec.train.interrupt import Interrupt
 from jaxrec.train.models.kind import (
@@ -104,8 +105,9 @@ def shown_values(measures: Sequence[Measure], values: dict[str, float], count: i
 class HeldOutEvaluation(Callback):
     """Evaluates a model on held-out rows, every ``every`` steps (None: never) and on demand.
 
-    ``report(step, values)`` gets the result of an evaluation. ``paused()`` returns a context for an
-    evaluation, such as `Progress.paused`.
+    After the steps of ``others`` it evaluates on other rows. ``report(step, values)`` gets the
+    result of an evaluation. ``paused()`` returns a context for an evaluation, such as
+    `Progress.paused`.
     """
 
     kind: ModelKind
@@ -113,18 +115,21 @@ class HeldOutEvaluation(Callback):
     every: int | None = None
     report: Callable[[int, dict[str, float]], None] | None = None
     paused: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    others: Mapping[int, Dataset] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._values: dict[int, dict[str, float]] = {}
+        self._rows = self.held_out.dataset
 
     def on_step_dispatched(self, trainer: Trainer, step: int) -> None:
-        if self.every is not None and step % self.every == 0:
+        if step in self.others or (self.every is not None and step % self.every == 0):
             trainer.wait()
             self.values_at(step)
 
     def values_at(self, step: int) -> dict[str, float] | None:
         """Return the values of `__call__` at a step, computed once; None if it was stopped."""
         if step not in self._values:
+            self.held_out.dataset = self.others.get(step, self._rows)
             with self.paused():
                 values = self()
             if values is None:

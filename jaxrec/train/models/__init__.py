@@ -12,6 +12,7 @@ from jaxrec.train.models.dcn_v2 import DCNv2Kind
 from jaxrec.train.models.deepfm import DeepFMKind
 from jaxrec.train.models.din import DINKind
 from jaxrec.train.models.dlrm import DLRMKind
+from jaxrec.train.models.hstu_ranker import HSTURankerKind
 from jaxrec.train.models.kind import ModelKind
 from jaxrec.train.models.multitask import MMoEKind, PLEKind
 from jaxrec.train.models.sequences import BERT4RecKind, SASRecKind
@@ -31,6 +32,7 @@ KINDS: dict[str, type[ModelKind]] = {
         TwoTowerKind,
         SASRecKind,
         BERT4RecKind,
+        HSTURankerKind,
     )
 }
 

@@ -104,6 +104,7 @@ class ModelKind(abc.ABC):
         loss             the loss of a batch, and the outputs for metrics
         running_values   metrics of training from the outputs of the last steps
         evaluate         metrics of the held-out rows
+        evaluations      other rows to evaluate on, by step
         predictions      outputs of the exported model
 
     The methods are called in this order. One object serves a run: `make` is called on the devices
@@ -189,6 +190,13 @@ class ModelKind(abc.ABC):
     @abc.abstractmethod
     def evaluate(self, held_out: HeldOutBatches) -> dict[str, float]:
         """Evaluate the model on held-out rows; return the values of `measures` by name."""
+
+    def evaluations(self, rows: Dataset, held_out: Dataset) -> Mapping[int, Dataset]:
+        """Return the rows to evaluate on after some steps, by step; they are trained on later.
+
+        ``rows`` and ``held_out`` are those of `datasets`. The values are part of the results.
+        """
+        return {}
 
     def predictions(self, model: Any, dense: Any, features: Any) -> dict[str, Array]:
         """Return the outputs of the exported model, ``[batch, ...]`` by name.

@@ -1,0 +1,1 @@
+"""Histories and candidates of rankers: schemas, requests, and batches by number of tokens."""

@@ -1,0 +1,292 @@
+"""Requests, the rows of a ranker's batch: their limits, their ranges, and batches made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Int, Int32
+
+from jaxrec.data.sequences.lists import FlatColumn
+from jaxrec.data.sequences.ranges import Ranges, chunks
+from jaxrec.data.sequences.schema import SequenceSchema
+from jaxrec.ragged import KeyedJaggedArray
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeWindow:
+    """The times from ``start`` to before ``stop``, in seconds; None: without that limit.
+
+    Example:
+        >>> TimeWindow.split(0, 99, 2)
+        (TimeWindow(start=0, stop=50), TimeWindow(start=50, stop=100))
+    """
+
+    start: int | None = None
+    stop: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.start is not None and self.stop is not None and self.start >= self.stop:
+            raise ValueError(f"a window starts before it stops; got {self.start} and {self.stop}")
+
+    @property
+    def is_unlimited(self) -> bool:
+        return self.start is None and self.stop is None
+
+    def contains(self, times: Int[np.ndarray, " times"]) -> Bool[np.ndarray, " times"]:
+        """Return whether each time is in the window."""
+        within = np.ones(len(times), bool)
+        if self.start is not None:
+            within &= times >= self.start
+        if self.stop is not None:
+            within &= times < self.stop
+        return within
+
+    @classmethod
+    def split(cls, first: int, last: int, count: int) -> tuple[TimeWindow, ...]:
+        """Cut the times from ``first`` to ``last``, both included, into windows of equal length.
+
+        Raises:
+            ValueError: There are fewer seconds than windows.
+        """
+        if not 1 <= count <= last - first + 1:
+            raise ValueError(f"the times {first} to {last} do not make {count} windows")
+        edges = [first + -(-(last + 1 - first) * n // count) for n in range(count + 1)]
+        return tuple(cls(*edges[n : n + 2]) for n in range(count))
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestLimits:
+    """What a request holds at most, and which candidates make requests.
+
+    A list of candidates beyond a limit becomes several requests of the same history, so that no
+    candidate is lost.
+
+    Attributes:
+        history: Number of events, the newest ones.
+        candidates: Number of candidates.
+        seconds: A request does not cross a multiple of this many seconds; None: it may.
+        min_history: Candidates after fewer events are left out, and counted (`SequenceCounts`).
+        window: Candidates at other times are left out, and counted.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+
+    history: int
+    candidates: int = 64
+    seconds: int | None = None
+    min_history: int = 0
+    window: TimeWindow = TimeWindow()
+
+    def __post_init__(self) -> None:
+        for name, least in (("history", 1), ("candidates", 1), ("min_history", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {least} or more, got {getattr(self, name)}")
+        if self.seconds is not None and self.seconds < 1:
+            raise ValueError(f"seconds is 1 or more, got {self.seconds}")
+
+    @property
+    def needs_times(self) -> bool:
+        """Whether the times of candidates decide about requests."""
+        return self.seconds is not None or not self.window.is_unlimited
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceCounts:
+    """How many candidates and events a data set has, and what the limits left out.
+
+    Attributes:
+        rows: Rows of the files.
+        requests: Requests made of them.
+        candidates: Candidates of the requests.
+        events: Events of the requests' histories; an event counts once in each.
+        outside_window: Candidates outside of the window of time.
+        short_history: Candidates after fewer events than ``min_history``.
+        cut_events: Events that were older than the newest ones of a request.
+    """
+
+    rows: int = 0
+    requests: int = 0
+    candidates: int = 0
+    events: int = 0
+    outside_window: int = 0
+    short_history: int = 0
+    cut_events: int = 0
+
+    def __add__(self, other: SequenceCounts) -> SequenceCounts:
+        names = [field.name for field in dataclasses.fields(self)]
+        return SequenceCounts(**{n: getattr(self, n) + getattr(other, n) for n in names})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Requests:
+    """Requests as ranges of flat arrays of events and candidates.
+
+    Attributes:
+        sources: ``[requests]`` int64, the row that a request comes from.
+        history: Ranges of events, in the order of time.
+        candidates: Ranges of candidates.
+        counts: What was left out.
+    """
+
+    sources: Int[np.ndarray, " requests"]
+    history: Ranges
+    candidates: Ranges
+    counts: SequenceCounts
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+
+def cut_requests(
+    limits: RequestLimits,
+    rows: Int[np.ndarray, " candidates"],
+    history: Ranges,
+    times: Int[np.ndarray, " candidates"] | None,
+) -> tuple[Requests, Int[np.ndarray, " kept"]]:
+    """Cut the candidates of rows into requests.
+
+    Args:
+        limits: Which candidates a request takes.
+        rows: ``[candidates]``, row of each candidate, ascending.
+        history: The events before each candidate.
+        times: ``[candidates]`` seconds; needed by ``limits.seconds`` and ``limits.window``.
+
+    Returns:
+        The requests, whose ranges of candidates count the kept ones alone, and the positions of
+        the kept candidates. A request's history is that of its first candidate.
+    """
+    within = np.ones(len(rows), bool) if times is None else limits.window.contains(times)
+    is_long = history.lengths >= limits.min_history
+    kept = np.flatnonzero(within & is_long)
+    spans = None
+    if limits.seconds is not None and times is not None:
+        spans = times[kept] // limits.seconds
+    candidates = chunks(rows[kept], limits.candidates, spans)
+    first = kept[candidates.starts]
+    before = history[first]
+    own = before.newest(limits.history)
+    counts = SequenceCounts(
+        requests=len(first),
+        candidates=len(kept),
+        events=int(own.lengths.sum()),
+        outside_window=int(len(rows) - within.sum()),
+        short_history=int((within & ~is_long).sum()),
+        cut_events=int((before.lengths - own.lengths).sum()),
+    )
+    return Requests(rows[first], own, candidates, counts), kept
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Features:
+    """Features that have one length in each request, such as those of the history.
+
+    Attributes:
+        values: ``[values]`` int32 by feature.
+        ranges: Range of each request's values.
+    """
+
+    values: Mapping[str, Int32[np.ndarray, " values"]]
+    ranges: Ranges
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Features]) -> Features:
+        """Return the features of all requests of several parts."""
+        names = parts[0].values
+        sizes = [len(next(iter(part.values.values()))) for part in parts]
+        return cls(
+            {name: np.concatenate([part.values[name] for part in parts]) for name in names},
+            Ranges.concatenate([part.ranges for part in parts], sizes),
+        )
+
+
+def context_features(
+    column: FlatColumn, most: int, sources: Int[np.ndarray, " requests"]
+) -> Features:
+    """Return a column of context for each request; ``sources`` are the rows of the requests.
+
+    Raises:
+        DataError: A row has more than ``most`` values.
+    """
+    ranges = Ranges.between(column.offsets)
+    if (ranges.lengths > most).any():
+        row = int(np.argmax(ranges.lengths > most))
+        problem = f"it has {ranges.lengths[row]} values; the schema's context says {most}"
+        raise column.location.error(row, problem)
+    return Features({column.location.column: column.values}, ranges[sources])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SequenceRows:
+    """Requests with the values of their features, in host memory.
+
+    Attributes:
+        context: Features of the context, each by itself.
+        history: Features of the history.
+        candidates: Features of the candidates.
+    """
+
+    context: tuple[Features, ...]
+    history: Features
+    candidates: Features
+
+    def __len__(self) -> int:
+        return len(self.candidates.ranges)
+
+    @classmethod
+    def empty(cls, schema: SequenceSchema) -> SequenceRows:
+        """Return no requests of a schema."""
+
+        def nothing(names: Sequence[str]) -> Features:
+            return Features(dict.fromkeys(names, np.zeros(0, np.int32)), Ranges.empty(0))
+
+        context = tuple(nothing([name]) for name in schema.context)
+        return cls(context, nothing(schema.history), nothing(schema.candidates))
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[SequenceRows]) -> SequenceRows:
+        """Return the requests of several parts of one schema."""
+        context = zip(*(part.context for part in parts), strict=True)
+        return cls(
+            tuple(map(Features.concatenate, context)),
+            Features.concatenate([part.history for part in parts]),
+            Features.concatenate([part.candidates for part in parts]),
+        )
+
+    def batch(
+        self, rows: Int[np.ndarray, " rows"], capacities: Mapping[str, int]
+    ) -> KeyedJaggedArray:
+        """Make a batch of some requests.
+
+        Args:
+            rows: ``[rows]`` numbers of requests; -1 is a row of padding, without events,
+                candidates and context.
+            capacities: Capacity of each feature.
+
+        Raises:
+            ValueError: The requests have more values than a capacity.
+        """
+        columns: dict[str, Int32[np.ndarray, " values"]] = {}
+        lengths = []
+        for side in (*self.context, self.history, self.candidates):
+            ranges = side.ranges.take(rows)
+            # One gather of positions serves all features of a side.
+            positions = ranges.positions()
+            for name, values in side.values.items():
+                if len(positions) > capacities[name]:
+                    raise ValueError(
+                        f"feature {name!r}: the rows have {len(positions)} values, but the "
+                        f"capacity is {capacities[name]}"
+                    )
+                column = columns[name] = np.zeros(capacities[name], np.int32)
+                column[: len(positions)] = values[positions]
+                lengths.append(ranges.lengths)
+        return KeyedJaggedArray(
+            np.concatenate([*columns.values()]),
+            np.concatenate(lengths).astype(np.int32),
+            keys=tuple(columns),
+            capacities=tuple(map(len, columns.values())),
+            strides=(len(rows),) * len(columns),
+        )

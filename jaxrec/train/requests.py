@@ -1,0 +1,346 @@
+"""The requests of a run of a ranker: their schema by the names of columns, windows, and batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pyarrow as pa
+
+from jaxrec.arguments import ConfigError
+from jaxrec.data import (
+    Action,
+    BatchShape,
+    CategoricalColumn,
+    DataError,
+    EventGroups,
+    EventSchema,
+    GeneratedEvents,
+    ParquetGroups,
+    Pipeline,
+    RequestGroups,
+    RequestLimits,
+    Schema,
+    SequenceBatches,
+    SequenceSchema,
+    TableGroups,
+    TimeWindow,
+    Where,
+    group_events,
+    movielens_ratings,
+    yambda_schema,
+)
+from jaxrec.data.column_types import is_dense, is_list
+from jaxrec.data.event_tables import request_rows
+from jaxrec.data.groups import ColumnGroups
+from jaxrec.data.movielens import has_ratings
+from jaxrec.data.sequences.batches import SequenceGroups
+from jaxrec.data.sequences.events import ACTION, CANDIDATE
+from jaxrec.ragged import KeyedJaggedArray
+from jaxrec.train.config import DataConfig, TrainConfig
+
+# Names of the columns of users, items and times, if no option names them.
+_USERS, _ITEMS, TIME = ("uid", "user_id"), ("item_id", "movie_id"), "timestamp"
+
+# Events of a log with a row for each that are grouped by user in memory.
+MOST_EVENTS = 50_000_000
+
+# Batches whose requests are dealt to several devices together.
+DEALT_STEPS = 4
+
+# Row groups from which the mean lengths of requests are taken, and what a batch has space for
+# beyond the mean: batches are then nearly always full in rows.
+_SAMPLED_GROUPS, _SPARE = 8, 1.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Names of the columns of a ranker's data.
+
+    Attributes:
+        user: Column of users; None: users are no feature.
+        items: Columns of the items: the id, and more ids of an event.
+        time: Column of times.
+    """
+
+    user: str | None
+    items: tuple[str, ...]
+    time: str
+
+    @classmethod
+    def find(cls, data: DataConfig, names: Sequence[str]) -> Columns:
+        """Return the columns that the options name, or those with usual names.
+
+        Raises:
+            ConfigError: There is no such column.
+        """
+
+        def one_of(usual: Sequence[str], option: str) -> str:
+            for name in usual:
+                if name in names:
+                    return name
+            raise ConfigError(
+                f"{data.path} has no column {' or '.join(map(repr, usual))}; name it with "
+                f"{option}; its columns are {', '.join(names)}"
+            )
+
+        given = [one_of((name,), "--item") for name in data.item]
+        items = given or [one_of(_ITEMS, "--item")]
+        time = one_of((data.time or TIME,), "--time")
+        if data.user is not None:
+            return cls(one_of((data.user,), "--user"), tuple(items), time)
+        return cls(next((x for x in _USERS if x in names), None), tuple(items), time)
+
+
+def known_columns(path: pathlib.Path | None) -> Columns | None:
+    """Return the columns of a generated log and of a file of ratings; None for other data."""
+    if path is None:
+        # Each user makes one request, so that the user tells nothing.
+        return Columns(None, _ITEMS[:1], TIME)
+    if not path.is_dir() and has_ratings(path):
+        return Columns(_USERS[1], _ITEMS[1:], TIME)
+    return None
+
+
+def table_schema(config: TrainConfig, names: Columns, columns: pa.Schema | None) -> Schema:
+    """Return the encodings of a ranker's columns of ids; the label is the feature of actions.
+
+    ``columns`` are their types; None: integers.
+    """
+    categorical = {}
+    for name in (*names.items, *([] if names.user is None else [names.user])):
+        kind = pa.int64() if columns is None else columns.field(name).type
+        kind = kind.value_type if is_list(kind) else kind
+        kind = kind.value_type if isinstance(kind, pa.DictionaryType) else kind
+        encoding: Any = "modulo" if is_dense(kind) else "hash"
+        categorical[name] = CategoricalColumn(encoding, config.data.table_rows)
+    return Schema(CANDIDATE + ACTION, {}, categorical)
+
+
+def sequence_schema(names: Columns, schema: Schema) -> SequenceSchema:
+    """Return the features of a ranker's batches."""
+
+    def pair(name: str) -> tuple[str, str]:
+        return name, CANDIDATE + name
+
+    first, *others = names.items
+    return SequenceSchema(
+        dict([pair(first)]),
+        schema.categorical,
+        dict(map(pair, others)),
+        {} if names.user is None else {names.user: 1},
+        pair(names.time),
+        pair(ACTION),
+    )
+
+
+def event_schema(
+    data: DataConfig, columns: Sequence[str], names: Columns, schema: Schema
+) -> EventSchema:
+    """Return what an action and a candidate is, by the columns of a table of events.
+
+    Raises:
+        ConfigError: No column says what to predict.
+    """
+    candidates = history = Where()
+    if data.label:
+        if len(data.label) > 1:
+            raise ConfigError(f"model.name hstu_ranker predicts one label, got {len(data.label)}")
+        actions: tuple[Action, ...] = (Action(data.label[0], 1, Where({data.label[0]: [1]})),)
+    elif "played_ratio_pct" in columns:
+        yambda = yambda_schema(2)
+        actions = yambda.actions
+        if "event_type" in columns:
+            candidates, history = yambda.candidates, yambda.history
+        else:
+            # A file of listens alone.
+            actions = tuple(
+                dataclasses.replace(x, where=dataclasses.replace(x.where, values={}))
+                for x in actions
+                if x.name != "like"
+            )
+    elif "rating" in columns:
+        actions = (Action("like", 1, Where(at_least={"rating": 4.0})),)
+    else:
+        raise ConfigError(
+            f"{data.path} has neither a column played_ratio_pct nor rating; name the column that "
+            "is 1 where a user did what is to be predicted, with --label"
+        )
+    first, *others = names.items
+    return EventSchema(
+        (first,),
+        schema.categorical,
+        actions,
+        user=names.user or "",
+        time=names.time,
+        additional=tuple(others),
+        context=() if names.user is None else (names.user,),
+        candidates=candidates,
+        history=history,
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RequestData:
+    """A ranker's data: its rows, and the names and types of their columns.
+
+    Attributes:
+        rows: The rows: requests with their candidates, or users with all their events.
+        columns: Names and types of the columns.
+        log: The generated log that the rows are; None: they are not generated.
+    """
+
+    rows: ColumnGroups
+    columns: pa.Schema
+    log: GeneratedEvents | None = None
+
+    @classmethod
+    def open(cls, config: TrainConfig, path: pathlib.Path | None) -> RequestData:
+        """Open Parquet files or ratings of MovieLens, or generate a log.
+
+        Raises:
+            ConfigError: A column is missing.
+            DataError: The files cannot be read, or have more events than memory should hold.
+        """
+        data = config.data
+        if path is None:
+            users = data.generated_rows + data.generated_eval_rows
+            log = GeneratedEvents(users, config.seed)
+            table = request_rows(log.requests(0, users))
+            return cls(TableGroups(table), table.schema, log)
+        if has_ratings(path):
+            return cls._grouped(movielens_ratings(path), data)
+        files = ParquetGroups.of_directory(path)
+        columns = next(iter(files.schemas.values()))
+        names = Columns.find(data, columns.names)
+        if is_list(columns.field(names.time).type):
+            return cls(files, columns)
+        if (events := sum(files.sizes)) > MOST_EVENTS:
+            raise DataError(
+                f"{path} has a row for each of {events:,} events, and up to {MOST_EVENTS:,} are "
+                "grouped by user in memory; `jaxrec data histories LOG OUTPUT` does it in files"
+            )
+        parts = [files.read(group) for group in range(len(files.sizes))]
+        return cls._grouped(pa.concat_tables(parts, promote_options="permissive"), data)
+
+    @classmethod
+    def _grouped(cls, log: pa.Table, data: DataConfig) -> RequestData:
+        names = Columns.find(data, log.column_names)
+        if names.user is None:
+            raise ConfigError(f"{data.path}: name the column of users with --user")
+        table = group_events(log, user=names.user, time=names.time)
+        return cls(TableGroups(table), table.schema)
+
+    def groups(
+        self, data: DataConfig, names: Columns, schema: Schema, limits: RequestLimits
+    ) -> SequenceGroups:
+        """Return the requests of the rows; ``schema`` has the encodings of the ids."""
+        if CANDIDATE + names.items[0] in self.columns.names:
+            return RequestGroups(self.rows, sequence_schema(names, schema), limits)
+        events = event_schema(data, self.columns.names, names, schema)
+        return EventGroups(self.rows, events, limits)
+
+
+def split_windows(groups: SequenceGroups, config: TrainConfig) -> tuple[TimeWindow, ...]:
+    """Return the windows of time of a run; the last one is held out.
+
+    Without ``config.windows`` there are two, of which the last has the share
+    ``config.data.eval_fraction`` of the candidates.
+    """
+    times = np.concatenate([groups.times(group) for group in range(len(groups.sizes))])
+    if not len(times):
+        raise DataError("there are no candidates to train on")
+    first, last = int(times.min()), int(times.max())
+    if config.windows:
+        return TimeWindow.split(first, last, config.windows)
+    cut = int(np.quantile(times, 1 - config.data.eval_fraction, method="lower"))
+    if cut <= first:
+        raise DataError("all candidates have one time, and held-out ones must be later")
+    return TimeWindow(stop=cut), TimeWindow(start=cut)
+
+
+def batch_shape(groups: SequenceGroups, config: TrainConfig) -> BatchShape:
+    """Return the sizes of a process's batches, of rows of the mean length."""
+    rows = config.data.batch_size // (config.devices * jax.process_count())
+    sampled = np.linspace(0, len(groups.sizes) - 1, _SAMPLED_GROUPS).astype(int)
+    counts = [groups.requests(group).counts for group in dict.fromkeys(sampled.tolist())]
+    requests = max(1, sum(each.requests for each in counts))
+
+    def capacity(total: int, most: int) -> int:
+        # Multiples of 8, as the ladder of capacities has them.
+        return max(most, -(-int(_SPARE * rows * total / requests) // 8) * 8)
+
+    return BatchShape(
+        rows,
+        capacity(sum(each.events for each in counts), groups.limits.history),
+        capacity(sum(each.candidates for each in counts), groups.limits.candidates),
+        devices=config.devices,
+        steps=DEALT_STEPS if config.devices > 1 else 1,
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class RequestBatch:
+    """A batch of requests.
+
+    Attributes:
+        features: The features of context, histories and candidates.
+    """
+
+    features: KeyedJaggedArray
+
+    def capacities_of(self, devices: int) -> dict[str, int]:
+        """Return each feature's capacity on one of some devices."""
+        return {name: n // devices for name, n in self.features.capacity_per_key.items()}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RequestDataset:
+    """Requests in windows of time, one window after the other.
+
+    Attributes:
+        windows: The batches of each window.
+    """
+
+    windows: tuple[SequenceBatches, ...]
+
+    def __len__(self) -> int:
+        return sum(window.counts.candidates for window in self.windows)
+
+    @functools.cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Number of batches of an epoch up to the end of each window."""
+        # Epochs differ by a few batches; the longest one counts, and padding fills up the others.
+        longest = [max(map(x.batches_of_epoch, range(x.epochs))) for x in self.windows]
+        return tuple(np.cumsum(longest).tolist())
+
+    def num_batches(self, batch_size: int) -> int:
+        return self.ends[-1]
+
+    def batches(
+        self, batch_size: int, first: int = 0, epoch: int = 0
+    ) -> Generator[RequestBatch, None, None]:
+        start = 0
+        for window, stop in zip(self.windows, self.ends, strict=True):
+            made = max(first - start, 0)
+            if start + made < stop:
+                yield from self._window(window, made, stop - start, epoch)
+            start = stop
+
+    def _window(
+        self, window: SequenceBatches, made: int, count: int, epoch: int
+    ) -> Generator[RequestBatch, None, None]:
+        """Yield the batches ``made`` to before ``count`` of an epoch of a window."""
+        before = sum(map(window.batches_of_epoch, range(epoch)))
+        own = window.batches_of_epoch(epoch)
+        numbers = range(min(made, own), own)
+        with Pipeline((window[before + number] for number in numbers), RequestBatch) as ready:
+            yield from ready
+        for _ in range(max(made, own), count):
+            yield RequestBatch(window.padding())
