@@ -25,7 +25,7 @@ from tests.serve.artifact.edited import write_manifest
 from tests.serve.artifact.test_damage import edit
 from tests.serve.rankers import HISTORY, SIZES, TARGETS, expected, exported, model, row
 
-pytestmark = pytest.mark.jax_version
+pytestmark = [pytest.mark.usefixtures("compiled_fast"), pytest.mark.jax_version]
 
 LENGTHS, COUNTS = [12, 3, 0, 7], [3, 5, 2, 0]
 
@@ -260,9 +260,13 @@ def test_other_rankers(tmp_path, options, dtype):
     ranker.eval()
     can_append = options.get("count_from") == "start"
     export_ranker(
-        ranker, tmp_path / "ranker", history_sizes=(5, 12), candidate_sizes=(4,),
-        append_sizes=(3,) if can_append else (), platforms=("cpu",),
-    )  # fmt: skip
+        ranker,
+        tmp_path / "ranker",
+        history_sizes=(5, 12) if can_append else (12,),
+        candidate_sizes=(4,),
+        append_sizes=(3,) if can_append else (),
+        platforms=("cpu",),
+    )
     served = load_ranker(tmp_path / "ranker")
     batch = rankers.lists([4, 12], [6, 2])
     assert_scores(predict(served, batch, ["a", "b"]), expected(ranker, batch))

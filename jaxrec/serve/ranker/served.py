@@ -118,11 +118,10 @@ class ServedRanker(ServedArtifact):
         results = []
         for part in _micro_batches(row.candidates, self.ranker.candidate_sizes):
             size = next(x for x in self.ranker.candidate_sizes if part.shape[1] <= x)
-            arguments = (*cache.arrays, *_packed([*part], (size,) * len(part)))
+            packed = _packed([*part], (size,) * len(part))
             # JAX runs the program while the next part is packed.
-            results.append(
-                (part.shape[1], self._run(variables, "score", cache.events, size, arguments))
-            )
+            outputs = self._run(variables, "score", cache.events, size, [*cache.arrays, *packed])
+            results.append((part.shape[1], outputs))
         for count, outputs in results:
             yield [np.asarray(output)[:count] for output in outputs]
 
@@ -164,7 +163,7 @@ class ServedRanker(ServedArtifact):
         events = max(size.events, known.events)
         new = history.events[:, known.history.num_events :]
         count = next(x for x in self.ranker.append_sizes if new.shape[1] <= x)
-        arguments = (*arrays, *_packed([*new], (count,) * len(new)))
+        arguments = [*arrays, *_packed([*new], (count,) * len(new))]
         appended = self._run(variables, "append", events, count, arguments)
         return Cache(history, events, tuple(appended))
 

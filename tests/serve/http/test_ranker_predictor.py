@@ -18,6 +18,8 @@ from tests.nn import rankers
 from tests.serve.http.endpoint import ARROW, endpoint, process, wait
 from tests.serve.rankers import OPTIONS, expected, exported, model, request
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 BATCH = rankers.lists([12, 3, 0, 7], [3, 5, 2, 0])
 KEYS = ["a", "7", None, "b"]
 
