@@ -110,7 +110,7 @@ void check_rows(const RankerSpec& ranker, const BatchSpec& batch, const Request&
   const Features context = context_of(ranker, batch, request);
   for (size_t i = 0; i < context.count; ++i) {
     check_most(context.specs[i], context.columns[i], capacities[0][i], "ids",
-               "send fewer; the model has no more slots");
+               "send fewer");
   }
   const Features events = events_of(ranker, batch, request);
   const Features candidates = candidates_of(batch, request);

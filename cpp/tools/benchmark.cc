@@ -79,7 +79,7 @@ Request draw_request(const Manifest& manifest) {
   const BatchSpec& spec = manifest.batch;
   std::mt19937_64 random(0);
   Request request;
-  const int64_t samples = manifest.ranker ? 32 : 16384;
+  const int64_t samples = manifest.ranker ? 16 : 16384;
   request.samples = samples;
   for (int64_t user = 0; manifest.ranker && user < samples; ++user) {
     request.cache_keys.emplace_back(std::to_string(user));
