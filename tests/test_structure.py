@@ -115,7 +115,7 @@ TESTED_BY = {
         "serve/artifact/programs",
         "serve/artifact/pure_model",
     ),
-    "serve/artifact/test_load": ("serve/artifact/manifest",),
+    "serve/artifact/test_load": ("serve/artifact/manifest", "serve/artifact/served"),
     "serve/http/test_app": (
         "serve/http/argument_columns",
         "serve/http/batcher",
@@ -123,10 +123,12 @@ TESTED_BY = {
         "serve/http/metrics",
         "serve/http/bodies",
     ),
+    "serve/http/test_ranker_predictor": ("serve/http/ranker_columns",),
     "serve/http/test_server": (
         "commands/serve",
         "serve/http/limits",
     ),
+    "serve/test_ranker": ("serve/artifact/ranker_spec",),
     "tier/ids/test_id_map": (
         "tier/ids/implementation",
         "tier/ids/library",

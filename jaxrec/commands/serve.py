@@ -11,7 +11,8 @@ from typing import Annotated
 import tyro
 
 from jaxrec.arguments import NOT_GIVEN, ConfigError, parse, required
-from jaxrec.serve import ArtifactError, load
+from jaxrec.serve import ArtifactError, ServedModel, ServedRanker, load, load_ranker
+from jaxrec.serve.artifact.manifest import read_manifest
 from jaxrec.serve.artifact.refresh import Refresher
 
 USAGE_ERRORS = (ConfigError,)
@@ -24,7 +25,9 @@ _MEGABYTE = 1 << 20
 class ServeOptions:
     """Answer requests over HTTP with a model that `jaxrec export` wrote.
 
-    POST /predict takes JSON and Arrow bodies. GET / returns a page to try it.
+    POST /predict takes JSON and Arrow bodies. GET / returns a page to try it. The model may be a
+    ranker of `jaxrec.serve.export_ranker`: the server then keeps encoded histories by the request's
+    cache_key, usually a user's id.
     """
 
     model: Annotated[pathlib.Path, tyro.conf.Positional, required("MODEL")] = NOT_GIVEN
@@ -37,8 +40,12 @@ class ServeOptions:
     """Folder or URL of versions that `jaxrec.tier.publish` writes; the server loads new ones."""
     poll_s: float = 10.0
     """Seconds between two checks for new versions."""
+    cache_mb: float = 1024.0
+    """Largest total size of a ranker's encoded histories, of which those that were used last are
+    kept; 0: none are kept."""
     max_batch: int = 1024
-    """Number of waiting samples that are predicted at once, without waiting for more."""
+    """Number of waiting samples that are predicted at once, without waiting for more. A ranker
+    answers one request after the other."""
     max_delay_ms: float = 2.0
     """Longest time that a request waits for others to be predicted with it."""
     max_samples: int = 65_536
@@ -95,7 +102,7 @@ def run(options: Sequence[str]) -> int:
         drain=parsed.drain_s,
         stop=parsed.stop_s,
     )
-    served = load(parsed.model)
+    served = _load(parsed)
     refresher = Refresher(served, parsed.deltas) if parsed.deltas else None
     with listen(parsed.host, parsed.port) as listener:
         address = address_of(listener)
@@ -111,13 +118,20 @@ def run(options: Sequence[str]) -> int:
     return 0
 
 
+def _load(options: ServeOptions) -> ServedModel | ServedRanker:
+    """Read the model, which may be a ranker."""
+    if read_manifest(options.model).ranker is None:
+        return load(options.model)
+    return load_ranker(options.model, cache_bytes=int(options.cache_mb * _MEGABYTE))
+
+
 def _check(options: ServeOptions) -> None:
     """Raise ConfigError if an option is out of range."""
     above_zero = (
         "poll_s", "max_batch", "max_samples", "max_body_mb", "max_buffer_mb", "max_concurrent",
         "max_connections", "timeout_s", "read_timeout_s", "stop_s",
     )  # fmt: skip
-    for name in (*above_zero, "max_delay_ms", "drain_s"):
+    for name in (*above_zero, "cache_mb", "max_delay_ms", "drain_s"):
         value = getattr(options, name)
         is_good = value > 0 if name in above_zero else value >= 0
         if not is_good or value == float("inf"):

@@ -64,9 +64,17 @@ def attend_rows(
 ) -> Float[Array, "rows n heads value_dim"]:
     """Return the pointwise attention of some tokens of each row to the cached ones they see."""
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    scores = jnp.einsum("bnhd,bchd->bhnc", query, keys, preferred_element_type=wide) * alpha
-    weights = jnp.where(mask[:, None], nnx.silu(scores) * scale, 0)
-    out = jnp.einsum("bhnc,bche->bnhe", weights, values, preferred_element_type=wide)
+    heads = (query.shape[0], query.shape[2])
+
+    # One batch axis of rows and heads: with two, XLA's products on a CPU take 1.7 times as long.
+    def by_head(x: Array) -> Array:
+        return jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], x.shape[3])
+
+    scores = jnp.einsum("gnd,gcd->gnc", by_head(query), by_head(keys), preferred_element_type=wide)
+    weights = (nnx.silu(scores * alpha) * scale).reshape(*heads, *scores.shape[1:])
+    weights = jnp.where(mask[:, None], weights, 0).reshape(scores.shape)
+    out = jnp.einsum("gnc,gce->gne", weights, by_head(values), preferred_element_type=wide)
+    out = jnp.swapaxes(out.reshape(*heads, *out.shape[1:]), 1, 2)
     return out.astype(values.dtype)
 
 

@@ -68,7 +68,7 @@ def append_events(
     model: Ranker, features: KeyedJaggedArray, cache: HistoryCache, longest: int | None
 ) -> HistoryCache:
     """Return a cache with new events behind the old ones; `HSTURanker.encode` with a cache."""
-    _check_growth(model)
+    check_growth(model)
     embedded = look_up(model.embeddings, features)
     history = read_events(model.features, "history", features, embedded, with_actions=True)
     _require_rows("new events", history.lengths, cache)
@@ -235,7 +235,7 @@ def _require_rows(what: str, lengths: Array, cache: HistoryCache) -> None:
         )
 
 
-def _check_growth(model: Ranker) -> None:
+def check_growth(model: Ranker) -> None:
     """Require that new events leave the tokens of older ones as they are."""
     reasons = []
     if model.positions.count_from == "end":

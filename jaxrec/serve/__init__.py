@@ -21,6 +21,10 @@ from jaxrec.serve.quantized.saved import load_quantized as load_quantized
 from jaxrec.serve.quantized.saved import restore_quantized as restore_quantized
 from jaxrec.serve.quantized.saved import save_quantized as save_quantized
 from jaxrec.serve.quantized.table_quality import TableQuality as TableQuality
+from jaxrec.serve.ranker.caches import CacheCounts as CacheCounts
+from jaxrec.serve.ranker.export import export_ranker as export_ranker
+from jaxrec.serve.ranker.served import ServedRanker as ServedRanker
+from jaxrec.serve.ranker.served import load_ranker as load_ranker
 from jaxrec.serve.retrieval import ItemIndex as ItemIndex
 from jaxrec.serve.retrieval import Neighbours as Neighbours
 from jaxrec.serve.retrieval import load_index as load_index

@@ -18,8 +18,9 @@ from jaxtyping import Float, Int
 from jaxrec.files.atomic import write_atomically
 from jaxrec.files.manifest import StoredFile, describe_files
 from jaxrec.serve.artifact.batch_spec import output_columns
-from jaxrec.serve.artifact.load import ServedModel, check_files, load
+from jaxrec.serve.artifact.load import ServedModel, load
 from jaxrec.serve.artifact.manifest import MANIFEST_FILE, ArtifactError
+from jaxrec.serve.artifact.served import check_files
 from jaxrec.serve.http.argument_columns import ArgumentColumns
 
 FORMAT = "jaxrec index 1"

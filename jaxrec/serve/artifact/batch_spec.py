@@ -72,6 +72,20 @@ class RaggedInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 Input: TypeAlias = ArrayInput | RaggedInput
 
 
+class ArrayOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An output, an array with a leading batch axis.
+
+    Attributes:
+        name: Path of the output, such as ``output['score']``.
+        dtype: Type of the elements.
+        shape: Shape of one sample's part.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class BatchSize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A number of samples that the model is compiled for, with capacities for their ids.
 

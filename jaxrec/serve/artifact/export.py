@@ -107,8 +107,7 @@ def export(
         True
     """
     path = pathlib.Path(path)
-    _check_path(path)
-    _check_platforms(platforms)
+    check_target(path, platforms)
     pure = PureModel.of(model, _call if function is None else function)
     signature = type(model).__call__ if function is None else function
     example = example if example is None or isinstance(example, tuple) else (example,)
@@ -116,8 +115,11 @@ def export(
     # Programs first: most models that cannot be exported fail here, before tables are written.
     made = export_programs(pure, batch, platforms)
     with write_atomically(path) as unfinished:
-        programs = _write_programs(unfinished, made.programs)
-        arrays = _write_arrays(unfinished, pure, made.arrays)
+        programs = tuple(
+            Program(platform, samples, *write_program(unfinished, f"{platform}-{samples}", program))
+            for (platform, samples), program in made.programs.items()
+        )
+        arrays = write_arrays(unfinished, pure, made.arrays)
         encoding = None
         if encoder is not None:
             encoder.save(unfinished / FEATURES_DIRECTORY)
@@ -144,7 +146,9 @@ def _call(model: nnx.Module, *batch: Any) -> Any:
     return model(*batch)
 
 
-def _check_path(path: pathlib.Path) -> None:
+def check_target(path: pathlib.Path, platforms: Sequence[str]) -> None:
+    """Refuse a path that may not be replaced, and unknown platforms."""
+    _check_platforms(platforms)
     if path.exists() and not (path / MANIFEST_FILE).is_file():
         # An empty folder may be replaced: users make one beforehand.
         if path.is_dir() and not any(path.iterdir()):
@@ -162,25 +166,24 @@ def _check_platforms(platforms: Sequence[str]) -> None:
             raise ValueError(f"platform {platform!r} is not one of {', '.join(map(repr, KERNELS))}")
 
 
-def _write_programs(
-    directory: pathlib.Path, exported: Mapping[tuple[str, int], Exported]
-) -> tuple[Program, ...]:
-    (directory / "programs").mkdir(parents=True)
-    programs = []
-    for (platform, samples), program in exported.items():
-        file = f"programs/{platform}-{samples}.jax"
-        stablehlo = f"programs/{platform}-{samples}.mlirbc"
-        (directory / file).write_bytes(program.serialize())
-        # The same program twice: jax.export's file for `load`, and plain StableHLO for the C++
-        # runtime.
-        (directory / stablehlo).write_bytes(program.mlir_module_serialized)
-        programs.append(Program(platform, samples, file, native_targets(program), stablehlo))
-    return tuple(programs)
+def write_program(
+    directory: pathlib.Path, name: str, program: Exported
+) -> tuple[str, tuple[str, ...], str]:
+    """Write a program's two files; return a manifest's ``file``, ``targets`` and ``stablehlo``."""
+    targets = native_targets(program)
+    (directory / "programs").mkdir(parents=True, exist_ok=True)
+    file, stablehlo = f"programs/{name}.jax", f"programs/{name}.mlirbc"
+    (directory / file).write_bytes(program.serialize())
+    # The same program twice: jax.export's file for `load`, and plain StableHLO for the C++
+    # runtime.
+    (directory / stablehlo).write_bytes(program.mlir_module_serialized)
+    return file, targets, stablehlo
 
 
-def _write_arrays(
+def write_arrays(
     directory: pathlib.Path, pure: PureModel, names: Sequence[str]
 ) -> tuple[StoredArray, ...]:
+    """Write arrays of a model to npy files; return the manifest's entries."""
     for kind in ("tables", "dense"):
         (directory / kind).mkdir()
     stored: list[StoredArray] = []

@@ -48,7 +48,7 @@ def batch_spec(
 ) -> BatchSpec:
     """Describe the batches that an exported model takes; see `jaxrec.serve.export`."""
     sizes = _checked_sizes(batch_sizes)
-    bounds = _bounds(model)
+    bounds = table_bounds(model)
     if encoder is not None:
         if example is not None:
             raise ValueError("the inputs are those of the encoder; leave the example out")
@@ -96,7 +96,7 @@ def _check_encoder(encoder: TableEncoder, bounds: Mapping[str, int]) -> None:
             )
 
 
-def _bounds(model: nnx.Module) -> dict[str, int]:
+def table_bounds(model: nnx.Module) -> dict[str, int]:
     """Return the number of valid ids of each feature: the fewest rows of a table that reads it."""
     bounds: dict[str, int] = {}
     for module in tapped_modules(model).values():

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import os
 import pathlib
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,37 +13,19 @@ import numpy as np
 import pyarrow as pa
 
 from jaxrec.data import TableEncoder
-from jaxrec.embed.kernels import cpu, trial
-from jaxrec.embed.kernels.native_call import exported_targets
-from jaxrec.files.manifest import StoredFile, find_damage
-from jaxrec.files.npz import read_header
 from jaxrec.serve.artifact.batch_spec import ArrayInput, unflatten
 from jaxrec.serve.artifact.manifest import (
     FEATURES_DIRECTORY,
     ArtifactError,
     Manifest,
-    Program,
-    StoredArray,
     read_manifest,
-    stored_dtype,
 )
-from jaxrec.serve.artifact.program_file import read_program
+from jaxrec.serve.artifact.program_file import Signature
 from jaxrec.serve.artifact.requests import Request
+from jaxrec.serve.artifact.served import ServedArtifact, ServedVariables, check_files
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ServedVariables:
-    """Variables of a served model by name, in the order of the programs' arguments.
-
-    ``version`` is the number of the version of `jaxrec.tier.publish` that they have; 0: none, they
-    are as they were exported.
-    """
-
-    arrays: Mapping[str, jax.Array]
-    version: int = 0
-
-
-class ServedModel:
+class ServedModel(ServedArtifact):
     """A model that `load` read. Several threads may call it at once.
 
     Attributes:
@@ -56,71 +35,26 @@ class ServedModel:
     """
 
     def __init__(self, directory: pathlib.Path, manifest: Manifest, device: jax.Device):
-        self.manifest = manifest
-        self.platform = _platform(device)
+        super().__init__(directory, manifest, device)
         self.encoder = _encoder(directory, manifest) if manifest.has_encoder else None
-        self._device = device
         programs = {
             each.samples: each for each in manifest.programs if each.platform == self.platform
         }
         if set(programs) != {size.samples for size in manifest.batch.sizes}:
-            raise ArtifactError(
-                f"{directory} has programs for {', '.join(manifest.platforms())}, and this device "
-                f"is {device.platform}; export the model with platforms=({self.platform!r},)"
-            )
-        for program in programs.values():
-            _check_targets(directory, program)
-        self._programs = {
-            samples: read_program(directory, manifest, program)
-            for samples, program in programs.items()
-        }
-        self._variables = ServedVariables(
+            raise self._other_platform()
+        self._read(
             {
-                stored.name: jax.device_put(
-                    # An alias of the mapped file, where the CPU allows it: tables are neither read
-                    # nor copied until rows are looked up.
-                    read_array(directory, stored),
-                    device,
-                    may_alias=stored.is_mapped,
+                size.samples: Signature(
+                    programs[size.samples],
+                    manifest.batch.shapes(size),
+                    [
+                        jax.ShapeDtypeStruct((size.samples, *x.shape), jnp.dtype(x.dtype))
+                        for x in manifest.outputs
+                    ],
                 )
-                for stored in manifest.arrays
+                for size in manifest.batch.sizes
             }
         )
-        self._compiled: dict[int, Callable[..., Any]] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def variables(self) -> ServedVariables:
-        """The tables and other variables that `predict` reads now."""
-        return self._variables
-
-    def replace(self, arrays: Mapping[str, jax.Array], version: int) -> None:
-        """Replace variables at once: each call of `predict` reads either all old or all new ones.
-
-        Args:
-            arrays: New values by the names of the manifest's arrays; others stay as they are.
-            version: Number of their version, for `ServedVariables.version`.
-
-        Raises:
-            ValueError: The model has no array of a name, or one of another shape or type.
-        """
-        old = self._variables.arrays
-        for name, array in arrays.items():
-            if name not in old:
-                raise ValueError(f"the model has no variable {name!r}")
-            if (array.shape, array.dtype) != (old[name].shape, old[name].dtype):
-                raise ValueError(
-                    f"variable {name!r} is {old[name].dtype}{list(old[name].shape)}, got "
-                    f"{array.dtype}{list(array.shape)}"
-                )
-        new = {name: jax.device_put(array, self._device) for name, array in arrays.items()}
-        # One assignment, which Python makes at once; `predict_request` reads the attribute once.
-        self._variables = ServedVariables({**old, **new}, version)
-
-    @property
-    def batch_sizes(self) -> tuple[int, ...]:
-        """Numbers of samples that the model is compiled for."""
-        return tuple(size.samples for size in self.manifest.batch.sizes)
 
     def predict(self, *batch: Any) -> Any:
         """Return the outputs for a batch of any number of samples.
@@ -194,23 +128,6 @@ class ServedModel:
         batch = self.encoder.batch(table)
         return self.predict(batch.dense, batch.features)
 
-    def warm_up(self) -> None:
-        """Compile the programs of all batch sizes; otherwise each compiles at its first use."""
-        for size in self.manifest.batch.sizes:
-            shapes = self.manifest.batch.shapes(size)
-            batch = [np.zeros(each.shape, each.dtype) for each in shapes]
-            jax.block_until_ready(
-                self._program(size.samples)(*self._variables.arrays.values(), *batch)
-            )
-
-    def _program(self, samples: int) -> Callable[..., Any]:
-        # Tested again under the lock, which threads take only until the program is there.
-        if samples not in self._compiled:
-            with self._lock:
-                if samples not in self._compiled:
-                    self._compiled[samples] = jax.jit(self._programs[samples].call)
-        return self._compiled[samples]
-
 
 def load(
     path: str | os.PathLike[str], *, device: jax.Device | None = None, verify: bool = True
@@ -251,13 +168,13 @@ def load(
     """
     directory = pathlib.Path(path)
     manifest = read_manifest(directory)
+    if manifest.ranker is not None:
+        raise ArtifactError(
+            f"{directory} is a ranker with caches of histories; read it by "
+            "jaxrec.serve.load_ranker, or answer requests by jaxrec serve"
+        )
     check_files(directory, manifest.files, with_checksums=verify)
     return ServedModel(directory, manifest, jax.devices()[0] if device is None else device)
-
-
-def _platform(device: jax.Device) -> str:
-    """Return `jax.export`'s name of a device's platform: "cuda" for NVIDIA's GPUs."""
-    return "cuda" if device.platform == "gpu" and device in trial.cards() else device.platform
 
 
 def _encoder(directory: pathlib.Path, manifest: Manifest) -> TableEncoder:
@@ -288,56 +205,3 @@ def _encoder(directory: pathlib.Path, manifest: Manifest) -> TableEncoder:
             "model again"
         )
     return encoder
-
-
-def _check_targets(directory: pathlib.Path, program: Program) -> None:
-    """Raise an ArtifactError where this machine lacks a function that a program calls."""
-    path = directory / program.file
-    if program.targets and (problem := cpu.missing()) is not None:
-        raise ArtifactError(f"{path} calls {program.targets[0]}, which is missing here: {problem}")
-    if lacking := [target for target in program.targets if target not in exported_targets()]:
-        raise ArtifactError(
-            f"{path} calls {lacking[0]}: a later version of jaxrec exported it; install that "
-            "version"
-        )
-
-
-def check_files(
-    directory: pathlib.Path, files: Mapping[str, StoredFile], *, with_checksums: bool = True
-) -> None:
-    """Raise an ArtifactError if a file of a folder differs from its size or checksum in ``files``.
-
-    Without ``with_checksums`` only sizes are compared.
-    """
-    if damage := find_damage(directory, files, "exported", with_checksums=with_checksums):
-        raise ArtifactError(f"{directory}/{damage}")
-
-
-def read_array(directory: pathlib.Path, stored: StoredArray) -> np.ndarray:
-    """Return an array of the model, mapped from its file if ``stored.is_mapped``, else read."""
-    path = directory / stored.file
-    dtype = stored_dtype(stored.dtype)
-    try:
-        with path.open("rb") as file:
-            form = read_header(file)
-            size = path.stat().st_size
-    except Exception as error:
-        raise ArtifactError(f"{path} is not an npy file, or is cut short ({error})") from None
-    shape = form.shape
-    if (shape, form.dtype) != (stored.shape, dtype) or (form.order == "F" and len(shape) > 1):
-        raise ArtifactError(
-            f"{path} holds {form.dtype} of {shape}; the model has {stored.name} of {stored.dtype} "
-            f"and {stored.shape}"
-        )
-    # Before memory is taken for it: a header that claims terabytes must be an error, not an
-    # exhausted machine.
-    if (wanted := form.start + math.prod(shape) * dtype.itemsize) != size:
-        raise ArtifactError(
-            f"{path} is not an npy file, or is cut short ({size:,} bytes instead of {wanted:,})"
-        )
-    is_mapped = stored.is_mapped and 0 not in stored.shape
-    try:
-        array = np.load(path, mmap_mode="r" if is_mapped else None, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise ArtifactError(f"{path} is not an npy file, or is cut short ({error})") from None
-    return array.view(jnp.dtype(stored.dtype))

@@ -15,7 +15,8 @@ import numpy as np
 
 from jaxrec.embed.formats import FORMATS
 from jaxrec.files.manifest import StoredFile, seal, unseal
-from jaxrec.serve.artifact.batch_spec import ArrayInput, BatchSpec, Structure
+from jaxrec.serve.artifact.batch_spec import ArrayInput, ArrayOutput, BatchSpec, Structure
+from jaxrec.serve.artifact.ranker_spec import RankerSpec
 
 FORMAT = "jaxrec model 1"
 MANIFEST_FILE = "manifest.json"
@@ -114,20 +115,6 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: str
     targets: tuple[str, ...]
     stablehlo: str | None = None
-
-
-class ArrayOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An output, an array with a leading batch axis.
-
-    Attributes:
-        name: Path of the output, such as ``output['score']``.
-        dtype: Type of the elements.
-        shape: Shape of one sample's part.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class DenseEncoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -242,6 +229,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         files: Every file but the manifest, by its path.
         encoding: Encoder in files that C++ reads; None: there is none, or an earlier jaxrec
             exported the model.
+        ranker: Programs of an `HSTURanker`, which then has no others; None: another model.
     """
 
     jaxrec: str
@@ -255,6 +243,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     has_encoder: bool
     files: dict[str, StoredFile]
     encoding: ColumnEncoding | None = None
+    ranker: RankerSpec | None = None
 
     def to_json(self) -> bytes:
         """Return the text of ``manifest.json``, which ends with a checksum of the rest."""
@@ -273,8 +262,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     def check(self) -> None:
         """Raise a ValueError where entries contradict each other or have impossible sizes."""
-        used = [*(array.file for array in self.arrays), *(each.file for each in self.programs)]
-        used += [each.stablehlo for each in self.programs if each.stablehlo is not None]
+        programs = [*self.programs, *(() if self.ranker is None else self.ranker.programs)]
+        used = [*(array.file for array in self.arrays), *(each.file for each in programs)]
+        used += [each.stablehlo for each in programs if each.stablehlo is not None]
         used += [] if self.encoding is None else self.encoding.files
         if missing := [file for file in used if file not in self.files]:
             raise ValueError(f"it uses {missing[0]!r}, which is not among its files")
@@ -303,6 +293,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
                     f"{each.file} is for {each.samples} samples, but the batch sizes are {samples}"
                 )
         self._check_capacities()
+        if self.ranker is not None:
+            self.ranker.check(self.batch)
         if samples[-1] * max((len(each.keys) for each in self.batch.ragged), default=1) > _MOST:
             raise ValueError(f"a batch of {samples[-1]} samples is too large")
 
@@ -312,6 +304,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         most = max((size.samples for size in self.batch.sizes), default=1)
         described: list[ArrayInput | ArrayOutput | StoredArray]
         described = [*inputs, *self.outputs, *self.arrays]
+        described += [] if self.ranker is None else self.ranker.cache_arrays
         for each in described:
             samples = 1 if isinstance(each, StoredArray) else most
             try:
@@ -371,7 +364,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     def platforms(self) -> tuple[str, ...]:
         """Return the platforms that there are programs for."""
-        return tuple(dict.fromkeys(each.platform for each in self.programs))
+        programs = [*self.programs, *(() if self.ranker is None else self.ranker.programs)]
+        return tuple(dict.fromkeys(each.platform for each in programs))
 
 
 def read_manifest(directory: pathlib.Path) -> Manifest:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pathlib
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxlib.mlir.dialects import stablehlo
 from jaxrec.embed.kernels import cpu
 from jaxrec.embed.kernels.native_call import exported_targets
 from jaxrec.serve.artifact.manifest import ArtifactError, Manifest, Program
+from jaxrec.serve.artifact.ranker_spec import RankerProgram
 
 # Functions of JAX that check their arguments, and names that XLA turns into its own operations. The
 # list says what is allowed: a list of dangerous names would grow with every version of JAX.
@@ -79,10 +80,19 @@ def native_calls() -> list[jax_export.DisabledSafetyCheck]:
     return [jax_export.DisabledSafetyCheck.custom_call(name) for name in cpu.library_targets()]
 
 
+class Signature(NamedTuple):
+    """A program, its arguments behind the arrays of the manifest, and its results."""
+
+    program: Program | RankerProgram
+    arguments: Sequence[jax.ShapeDtypeStruct]
+    results: Sequence[jax.ShapeDtypeStruct]
+
+
 def read_program(
-    directory: pathlib.Path, manifest: Manifest, program: Program
+    directory: pathlib.Path, manifest: Manifest, signature: Signature
 ) -> jax_export.Exported:
     """Read a program's file, and check its calls and types against the manifest."""
+    program = signature.program
     path = directory / program.file
     try:
         exported = jax_export.deserialize(bytearray(path.read_bytes()))
@@ -97,12 +107,7 @@ def read_program(
         ) from error
     _check_calls(path, program, calls)
     arguments = [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in manifest.arrays]
-    (size,) = (each for each in manifest.batch.sizes if each.samples == program.samples)
-    arguments += manifest.batch.shapes(size)
-    results = [
-        jax.ShapeDtypeStruct((program.samples, *each.shape), jnp.dtype(each.dtype))
-        for each in manifest.outputs
-    ]
+    arguments += signature.arguments
     if exported.platforms != (program.platform,) or exported.nr_devices != 1:
         raise ArtifactError(
             f"{path} is for {exported.nr_devices} devices of {', '.join(exported.platforms)}, and "
@@ -112,11 +117,13 @@ def read_program(
     if exported.ordered_effects or exported.unordered_effects:
         raise ArtifactError(f"{path} has effects beside its results; export the model again")
     _check_types(path, "takes", arguments, exported.in_avals, taken)
-    _check_types(path, "returns", results, exported.out_avals, returned)
+    _check_types(path, "returns", signature.results, exported.out_avals, returned)
     return exported
 
 
-def _check_calls(path: pathlib.Path, program: Program, calls: tuple[str, ...]) -> None:
+def _check_calls(
+    path: pathlib.Path, program: Program | RankerProgram, calls: tuple[str, ...]
+) -> None:
     """Raise an ArtifactError where a program calls an unknown function, or one not in its entry.
 
     ``program`` is the manifest's entry; ``calls`` are the functions that the program calls.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,13 +14,13 @@ from jaxrec.embed.kernels.native_call import exported_targets
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 from jaxrec.serve.artifact.batch_spec import (
     ArrayInput,
+    ArrayOutput,
     BatchSize,
     BatchSpec,
     Structure,
     flatten,
     unflatten,
 )
-from jaxrec.serve.artifact.manifest import ArrayOutput
 from jaxrec.serve.artifact.program_file import (
     is_of_jaxrec,
     parse_program,
@@ -62,9 +62,8 @@ def export_programs(pure: PureModel, batch: BatchSpec, platforms: Sequence[str])
     # The first trace drops unused arguments and so finds the arrays that outputs depend on: a query
     # tower needs no item tables. The others keep their arguments, so that all programs take the
     # same.
-    kept = first.module_kept_var_idx
-    used = [name for index, name in enumerate(names) if index in kept]
-    is_first_complete = len(kept) == len(first.in_avals)
+    used = used_arrays(first, names)
+    is_first_complete = len(first.module_kept_var_idx) == len(first.in_avals)
     programs: dict[tuple[str, int], jax_export.Exported] = {}
     for platform in platforms:
         for size in batch.sizes:
@@ -91,18 +90,10 @@ def _export_program(
     The program takes the arrays ``names`` of the model, then those of the batch. With
     ``keep_unused`` it also keeps arguments that no output depends on.
     """
-    shapes = pure.shapes
     outputs: list[Outputs] = []
 
-    def run(*arguments: Any) -> list:
-        given = dict(zip(names, arguments, strict=False))
-        arrays = {
-            # Arrays without a name are zeros: no output depends on them.
-            name: given[name] if name in given else jnp.zeros(shape.shape, shape.dtype)
-            for name, shape in shapes.items()
-        }
-        inputs = _inputs(batch, size, list(arguments[len(names) :]))
-        structure, leaves = flatten(_plain(pure(arrays, inputs)), "output")
+    def run(function: Callable[..., Any], arguments: list[Any]) -> list:
+        structure, leaves = flatten(_plain(function(*_inputs(batch, size, arguments))), "output")
         results = [_checked_output(name, leaf, size.samples) for name, leaf in leaves]
         described = (
             ArrayOutput(name, leaf.dtype.name, leaf.shape[1:])
@@ -112,16 +103,53 @@ def _export_program(
         outputs.append(Outputs(structure, tuple(described)))
         return results
 
+    exported = export_function(
+        pure, run, batch.shapes(size), names, platform, keep_unused=keep_unused
+    )
+    return exported, outputs[-1]
+
+
+def export_function(
+    pure: PureModel,
+    run: Callable[[Callable[..., Any], list[Any]], list],
+    arguments: Sequence[jax.ShapeDtypeStruct],
+    names: Sequence[str],
+    platform: str,
+    *,
+    keep_unused: bool = True,
+) -> jax_export.Exported:
+    """Export a function of a model's arrays ``names`` and further arguments, for one platform.
+
+    ``run`` gets the model's function, which has its arrays, and the further arguments. Arrays that
+    are not named are zeros. With ``keep_unused`` the program keeps arguments that no result
+    depends on.
+    """
+    shapes = pure.shapes
+
+    def call(*given: Any) -> list:
+        named = dict(zip(names, given, strict=False))
+        arrays = {
+            # Arrays without a name are zeros: no output depends on them.
+            name: named[name] if name in named else jnp.zeros(shape.shape, shape.dtype)
+            for name, shape in shapes.items()
+        }
+        return run(lambda *batch: pure(arrays, batch), list(given[len(names) :]))
+
     checks = [jax_export.DisabledSafetyCheck.custom_call(name) for name in exported_targets()]
     export = jax_export.export(
-        jax.jit(run, keep_unused=keep_unused), platforms=(platform,), disabled_checks=checks
+        jax.jit(call, keep_unused=keep_unused), platforms=(platform,), disabled_checks=checks
     )
     with kernels.use_kernels(*KERNELS[platform]):
         try:
-            exported = export(*(shapes[name] for name in names), *batch.shapes(size))
+            return export(*(shapes[name] for name in names), *arguments)
         except NotImplementedError as error:
             raise ValueError(f"the model cannot be exported: {error}") from error
-    return exported, outputs[-1]
+
+
+def used_arrays(exported: jax_export.Exported, names: Sequence[str]) -> list[str]:
+    """Return which of the arrays, a program's first arguments, its results depend on."""
+    kept = exported.module_kept_var_idx
+    return [name for index, name in enumerate(names) if index in kept]
 
 
 def native_targets(exported: jax_export.Exported) -> tuple[str, ...]:

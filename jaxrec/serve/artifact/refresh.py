@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxrec.embed.formats import FORMATS, RowFormat, check_rows
 from jaxrec.files.rows import read_arrays, read_rows
-from jaxrec.serve.artifact.load import ServedModel
 from jaxrec.serve.artifact.manifest import StoredTable
+from jaxrec.serve.artifact.served import ServedArtifact
 from jaxrec.serve.quantized.pruned_tables import RowMap
 from jaxrec.tier import VersionError
 from jaxrec.tier.deltas.folder import Chain, Follower
@@ -31,7 +31,7 @@ class Refresher(Follower):
     the tables twice during an update.
     """
 
-    def __init__(self, served: ServedModel, url: str | os.PathLike[str]) -> None:
+    def __init__(self, served: ServedArtifact, url: str | os.PathLike[str]) -> None:
         super().__init__(url)
         self._served = served
 
@@ -110,7 +110,7 @@ class Refresher(Follower):
 class _Staged:
     """New values of a model's variables by name, which no request reads yet."""
 
-    def __init__(self, served: ServedModel) -> None:
+    def __init__(self, served: ServedArtifact) -> None:
         self._served = served
         self._old = served.variables.arrays
         self._dense = [each.name for each in served.manifest.arrays if not each.is_mapped]

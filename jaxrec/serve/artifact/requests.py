@@ -57,7 +57,9 @@ class Request:
         self._set(
             spec,
             [
-                checked_array(each, leaf) if isinstance(each, ArrayInput) else _columns(each, leaf)
+                checked_array(each, leaf)
+                if isinstance(each, ArrayInput)
+                else columns_of(each, leaf)
                 for each, leaf in zip(spec.inputs, leaves, strict=True)
             ],
         )
@@ -105,7 +107,7 @@ class Request:
             for column, capacity in zip(columns, capacities, strict=True):
                 if column.lengths.size and (column.lengths > capacity).any():
                     raise self._too_long(int(np.argmax(column.lengths > capacity)))
-            _check_ids(each, columns, 0, self.num_samples)
+            check_ids(each, columns, 0, self.num_samples)
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield the samples in order, in chunks of sizes that the model is compiled for."""
@@ -185,7 +187,7 @@ class Request:
                 arrays.append(_padded(given[start:stop], size.samples))
             else:
                 assert isinstance(given, list)
-                arrays += _packed(each, given, start, stop, size.samples, next(capacities))
+                arrays += packed(each, given, start, stop, size.samples, next(capacities))
         return arrays
 
 
@@ -244,7 +246,7 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
     return offsets
 
 
-def _columns(each: RaggedInput, leaf: Any) -> list[Column]:
+def columns_of(each: RaggedInput, leaf: Any) -> list[Column]:
     """Return a column for each feature of a ragged input, in the program's order."""
     if not isinstance(leaf, KeyedJaggedArray):
         raise TypeError(f"{each.name} must be a KeyedJaggedArray, got {type(leaf).__name__}")
@@ -285,7 +287,7 @@ def _columns(each: RaggedInput, leaf: Any) -> list[Column]:
     return columns
 
 
-def _packed(
+def packed(
     each: RaggedInput,
     columns: Sequence[Column],
     start: int,
@@ -312,7 +314,7 @@ def _packed(
     # As unsigned numbers negative ids are too large, so one comparison finds both. Only then is the
     # bad id looked for.
     if (values.view(np.uint32) >= _limits(each, tuple(capacities))).any():
-        _check_ids(each, columns, start, stop)
+        check_ids(each, columns, start, stop)
     arrays = [values, lengths.reshape(-1)]
     return arrays if weights is None else [*arrays, weights]
 
@@ -325,7 +327,7 @@ def _limits(each: RaggedInput, capacities: tuple[int, ...]) -> np.ndarray:
     return np.repeat(np.array(bounds, np.uint32), capacities)
 
 
-def _check_ids(each: RaggedInput, columns: Sequence[Column], start: int, stop: int) -> None:
+def check_ids(each: RaggedInput, columns: Sequence[Column], start: int, stop: int) -> None:
     """Raise a ValueError if an id of samples ``start`` to ``stop - 1`` is outside of its table."""
     for feature, column in zip(each.features, columns, strict=True):
         used = slice(int(column.offsets[start]), int(column.offsets[stop]))

@@ -23,9 +23,12 @@ from jaxrec.serve.artifact.refresh import Refresher
 from jaxrec.serve.http import bodies, metrics, page
 from jaxrec.serve.http.batcher import Batcher
 from jaxrec.serve.http.bodies import ARROW, JSON
+from jaxrec.serve.http.input_columns import InputColumns
 from jaxrec.serve.http.limits import Limits, Memory, RequestError, busy, discard
 from jaxrec.serve.http.metrics import Metrics
 from jaxrec.serve.http.predictor import Follower, Predictor
+from jaxrec.serve.http.ranker_predictor import RankerPredictor
+from jaxrec.serve.ranker.served import ServedRanker
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +52,7 @@ class Application:
 
     def __init__(
         self,
-        served: ServedModel,
+        served: ServedModel | ServedRanker,
         limits: Limits,
         *,
         refresher: Refresher | None = None,
@@ -58,9 +61,19 @@ class Application:
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self.served, self.limits, self.metrics = served, limits, Metrics()
-        self._predictor = Predictor(served)
-        columns = self._predictor.columns
-        self._batcher = Batcher(self._predictor.predict, limits, self.metrics)
+        self._predictor: Predictor | RankerPredictor
+        if isinstance(served, ServedRanker):
+            self._predictor = RankerPredictor(served)
+            self.metrics.watch_caches(lambda: served.cache_counts)
+        else:
+            self._predictor = Predictor(served)
+        columns: InputColumns[Any] = self._predictor.columns
+        self._batcher = Batcher(
+            self._predictor.predict,
+            limits,
+            self.metrics,
+            joins_requests=self._predictor.joins_requests,
+        )
         self._memory = Memory(limits, self.metrics)
         self._follower = Follower(served, refresher, poll_seconds, self.metrics)
         self._decoders = {

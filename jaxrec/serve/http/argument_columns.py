@@ -20,7 +20,7 @@ from jaxrec.serve.http.input_columns import InputColumn, InputColumns, Kind
 WEIGHTS = ".weights"
 
 
-class ArgumentColumns(InputColumns):
+class ArgumentColumns(InputColumns[Request]):
     """A column for each array and for each feature of the batches that a model takes.
 
     An array's column has the last name of its path, such as ``bias`` for ``batch[0]['bias']``, or
@@ -63,6 +63,12 @@ class ArgumentColumns(InputColumns):
                     )
 
     def request(self, table: pa.Table) -> Request:
+        request = Request.of_inputs(self._spec, self.inputs(table))
+        request.check()
+        return request
+
+    def inputs(self, table: pa.Table) -> list[np.ndarray | list[Column]]:
+        """Return the model's inputs, in order, with ids that are those of their tables."""
         inputs: list[np.ndarray | list[Column]] = []
         for each in self._spec.inputs:
             if isinstance(each, ArrayInput):
@@ -74,9 +80,7 @@ class ArgumentColumns(InputColumns):
                         for feature in each.features
                     ]
                 )
-        request = Request.of_inputs(self._spec, inputs)
-        request.check()
-        return request
+        return inputs
 
 
 def _column_names(spec: BatchSpec) -> dict[tuple[str, str], str]:

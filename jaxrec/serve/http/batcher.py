@@ -37,11 +37,15 @@ class Batcher:
 
     When the thread is free, it predicts the waiting requests, up to ``max_batch`` samples, as soon
     as ``max_batch`` samples wait or the first request has waited for ``max_delay``. A request of
-    more samples is predicted alone.
+    more samples is predicted alone, and so is every request without ``joins_requests``.
     """
 
-    def __init__(self, predict: Predict, limits: Limits, metrics: Metrics) -> None:
+    def __init__(
+        self, predict: Predict, limits: Limits, metrics: Metrics, *, joins_requests: bool = True
+    ) -> None:
         self._predict, self._limits, self._metrics = predict, limits, metrics
+        self._max_batch = limits.max_batch if joins_requests else 1
+        self._max_delay = limits.max_delay if joins_requests else 0.0
         self._queue: collections.deque[_Waiting] = collections.deque()
         self._samples = self._active = 0
         self._has_new = asyncio.Event()
@@ -58,7 +62,7 @@ class Batcher:
         if self._samples and self._samples + payload.num_samples > most:
             raise busy(f"{self._samples} samples wait; try again later")
         result: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
-        self._queue.append(_Waiting(payload, time.monotonic() + limits.max_delay, result))
+        self._queue.append(_Waiting(payload, time.monotonic() + self._max_delay, result))
         self._add(payload.num_samples)
         self._active += 1
         self._has_new.set()
@@ -110,7 +114,7 @@ class Batcher:
         while not self._queue:
             self._has_new.clear()
             await self._has_new.wait()
-        while self._samples < self._limits.max_batch:
+        while self._samples < self._max_batch:
             seconds = self._queue[0].deadline - time.monotonic()
             if seconds <= 0:
                 return
@@ -127,7 +131,7 @@ class Batcher:
         samples = 0
         while self._queue:
             more = self._queue[0].payload.num_samples
-            if batch and samples + more > self._limits.max_batch:
+            if batch and samples + more > self._max_batch:
                 break
             first = self._queue.popleft()
             self._add(-more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import struct
 from collections.abc import Mapping
@@ -43,13 +44,34 @@ class Payload:
     num_bytes: int = 0
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lists:
+    """A column of the response with a list for each sample.
+
+    Attributes:
+        values: Values of all lists, one list after the other.
+        lengths: Number of values of each list, ``[samples]``.
+    """
+
+    values: np.ndarray
+    lengths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Position of each list's first value, then the number of values, int32."""
+        return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
+
+
 class JsonDecoder:
     """Decodes JSON bodies such as ``{"age": [31, 52], "tags": [["a"], []]}``.
 
     Columns that the model does not read are left out.
     """
 
-    def __init__(self, columns: InputColumns, max_samples: int) -> None:
+    def __init__(self, columns: InputColumns[Any], max_samples: int) -> None:
         self._columns, self._names = columns.columns, columns.names
         self._max_samples = max_samples
         # A struct with a typed field per column: msgspec then checks types while it parses, and
@@ -134,20 +156,22 @@ def count_samples(columns: Mapping[str, Any], max_samples: int) -> int:
     return size
 
 
-def encode_json(columns: Mapping[str, np.ndarray]) -> bytes:
+def encode_json(columns: Mapping[str, np.ndarray | Lists]) -> bytes:
     """Encode scores by column as a JSON body; a number that is not finite becomes null."""
-    return msgspec.json.encode(
-        {
-            name: (array if array.dtype.kind in "fiub" else array.astype(np.float32)).tolist()
-            for name, array in columns.items()
-        }
-    )
+    return msgspec.json.encode({name: _plain(column) for name, column in columns.items()})
+
+
+def _plain(column: np.ndarray | Lists) -> list[Any]:
+    if isinstance(column, Lists):
+        offsets = column.offsets.tolist()
+        return [column.values[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+    return (column if column.dtype.kind in "fiub" else column.astype(np.float32)).tolist()
 
 
 class ArrowDecoder:
     """Decodes Arrow IPC streams with a column for each column of the model."""
 
-    def __init__(self, columns: InputColumns, max_samples: int) -> None:
+    def __init__(self, columns: InputColumns[Any], max_samples: int) -> None:
         self._columns, self._names = columns.columns, columns.names
         self._max_samples = max_samples
 
@@ -200,9 +224,16 @@ class ArrowDecoder:
         return table
 
 
-def encode_arrow(columns: Mapping[str, np.ndarray]) -> bytes:
+def encode_arrow(columns: Mapping[str, np.ndarray | Lists]) -> bytes:
     """Encode scores by column as an Arrow IPC stream."""
-    table = pa.table({name: as_column(array) for name, array in columns.items()})
+    table = pa.table(
+        {
+            name: pa.ListArray.from_arrays(column.offsets, as_column(column.values))
+            if isinstance(column, Lists)
+            else as_column(column)
+            for name, column in columns.items()
+        }
+    )
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)

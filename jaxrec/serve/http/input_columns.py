@@ -6,11 +6,12 @@ import abc
 import dataclasses
 import types
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import pyarrow as pa
 
-from jaxrec.serve.artifact.requests import Request
+# What a table of columns is converted to: the request of a model or of a ranker.
+Converted = TypeVar("Converted", covariant=True)
 
 Kind = Literal["number", "integer", "bool", "text", "text or integer"]
 
@@ -136,10 +137,11 @@ class InputColumn:
         return ""
 
 
-class InputColumns(abc.ABC):
+class InputColumns(abc.ABC, Generic[Converted]):
     """The columns that a model reads; `request` converts them to the model's inputs.
 
-    `RawColumns` implements it for models with an encoder, `ArgumentColumns` for others.
+    `RawColumns` implements it for models with an encoder, `RankerColumns` for rankers, and
+    `ArgumentColumns` for others.
     """
 
     def __init__(self, columns: Iterable[InputColumn]) -> None:
@@ -147,7 +149,7 @@ class InputColumns(abc.ABC):
         self.names = tuple(column.name for column in self.columns)
 
     @abc.abstractmethod
-    def request(self, table: pa.Table) -> Request:
+    def request(self, table: pa.Table) -> Converted:
         """Return the samples of a table that has all of these columns.
 
         A ValueError or TypeError names the column and the sample whose value is wrong.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 
 from prometheus_client import (
     CollectorRegistry,
@@ -12,11 +13,23 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from jaxrec.serve.ranker.caches import CacheCounts
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.25, 0.5, 1, 2, 4, 8)
 _SAMPLES = tuple(float(1 << power) for power in range(0, 17, 2))
+
+
+_CACHE_COUNTERS = {
+    "hits": "Rows whose history was cached.",
+    "appends": "Rows whose new events were appended to a cache.",
+    "misses": "Rows whose history was encoded.",
+    "evictions": "Caches that were dropped for others.",
+}
 
 
 class Metrics:
@@ -64,6 +77,27 @@ class Metrics:
             "jaxrec_refresh_errors", "Times that published versions could not be taken over."
         )
 
+    def watch_caches(self, counts: Callable[[], CacheCounts]) -> None:
+        """Show the counts and the size of a ranker's caches, read at each request of metrics."""
+        self._registry.register(_CacheCollector(counts))
+
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class _CacheCollector(Collector):
+    """Counts and sizes of the caches of histories."""
+
+    def __init__(self, counts: Callable[[], CacheCounts]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._counts()
+        for name, help_text in _CACHE_COUNTERS.items():
+            value = getattr(counts, name)
+            yield CounterMetricFamily(f"jaxrec_history_cache_{name}", help_text, value=value)
+        yield GaugeMetricFamily("jaxrec_history_caches", "Cached histories.", value=counts.caches)
+        yield GaugeMetricFamily(
+            "jaxrec_history_cache_bytes", "Bytes of cached histories.", value=counts.bytes
+        )

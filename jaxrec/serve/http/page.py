@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxrec.serve.artifact.batch_spec import column_name
-from jaxrec.serve.artifact.load import ServedModel
+from jaxrec.serve.artifact.served import ServedArtifact
 from jaxrec.serve.http.input_columns import InputColumns
 from jaxrec.serve.http.limits import Limits
 
@@ -38,7 +38,7 @@ HEADERS = {
 }
 
 
-def describe(served: ServedModel, columns: InputColumns, limits: Limits) -> dict[str, Any]:
+def describe(served: ServedArtifact, columns: InputColumns[Any], limits: Limits) -> dict[str, Any]:
     """Return the description of a model for clients, in types of JSON."""
     manifest = served.manifest
     return {

@@ -15,8 +15,9 @@ from jaxrec.serve.artifact.batch_spec import output_columns
 from jaxrec.serve.artifact.load import ServedModel
 from jaxrec.serve.artifact.refresh import Refresher
 from jaxrec.serve.artifact.requests import Request
+from jaxrec.serve.artifact.served import ServedArtifact
 from jaxrec.serve.http.argument_columns import ArgumentColumns
-from jaxrec.serve.http.bodies import Payload
+from jaxrec.serve.http.bodies import Lists, Payload
 from jaxrec.serve.http.input_columns import InputColumns
 from jaxrec.serve.http.limits import RequestError, invalid
 from jaxrec.serve.http.metrics import Metrics
@@ -26,7 +27,7 @@ from jaxrec.tier import VersionError
 logger = logging.getLogger(__name__)
 
 # Errors of values that a model cannot take.
-_INPUT_ERRORS = (ValueError, TypeError, KeyError, OverflowError, pa.ArrowException)
+INPUT_ERRORS = (ValueError, TypeError, KeyError, OverflowError, pa.ArrowException)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,20 +35,22 @@ class Scores:
     """The response to a request.
 
     Attributes:
-        columns: Outputs by name, ``[samples, ...]`` each.
+        columns: Outputs by name, ``[samples, ...]`` each, or lists.
         version: Version of the tables, one for all outputs.
     """
 
-    columns: Mapping[str, np.ndarray]
+    columns: Mapping[str, np.ndarray | Lists]
     version: int
 
 
 class Predictor:
     """Predicts the samples of several requests together."""
 
+    joins_requests = True
+
     def __init__(self, served: ServedModel) -> None:
         self.served = served
-        self.columns: InputColumns = (
+        self.columns: InputColumns[Request] = (
             ArgumentColumns(served.manifest.batch)
             if served.encoder is None
             else RawColumns(served.encoder, served.manifest.batch)
@@ -63,13 +66,13 @@ class Predictor:
         results: dict[int, Scores | RequestError] = {}
         try:
             requests = [self._joined(dict(enumerate(payloads)))]
-        except _INPUT_ERRORS:
+        except INPUT_ERRORS:
             requests = []
             for number, payload in enumerate(payloads):
                 try:
                     requests.append(self._joined({number: payload}))
-                except _INPUT_ERRORS as error:
-                    results[number] = invalid(_message(error))
+                except INPUT_ERRORS as error:
+                    results[number] = invalid(message_of(error))
         if requests:
             order = [number for numbers, _ in requests for number in numbers]
             request = Request.joined([request for _, request in requests])
@@ -113,7 +116,7 @@ class Predictor:
         return order, Request.joined(requests)
 
 
-def _message(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     text = error.args[0] if isinstance(error, KeyError) and error.args else error
     return " ".join(str(text).split())
 
@@ -122,7 +125,7 @@ def _message(error: Exception) -> str:
 class Follower:
     """Looks for published versions every ``seconds``, and applies them."""
 
-    served: ServedModel
+    served: ServedArtifact
     refresher: Refresher | None
     seconds: float
     metrics: Metrics

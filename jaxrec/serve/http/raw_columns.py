@@ -19,7 +19,7 @@ from jaxrec.serve.artifact.requests import Column, Request, offsets_of
 from jaxrec.serve.http.input_columns import InputColumn, InputColumns, Kind
 
 
-class RawColumns(InputColumns):
+class RawColumns(InputColumns[Request]):
     """A column for each dense and categorical column of an encoder's schema."""
 
     def __init__(self, encoder: TableEncoder, spec: BatchSpec) -> None:

@@ -1,0 +1,1 @@
+"""Export and serving of rankers whose histories are cached."""
