@@ -16,6 +16,7 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "batch_ladder.h"
@@ -27,6 +28,7 @@
 #include "mutate.h"
 #include "npy.h"
 #include "program_calls.h"
+#include "ranker_rows.h"
 #include "vocabulary.h"
 
 namespace {
@@ -94,6 +96,26 @@ void check_packing(const BatchSpec& spec, const Request& request) {
   }
 }
 
+// Takes the rows of a valid request to a ranker, and holds them to it.
+void check_rows(const Manifest& manifest, const Request& request) {
+  const RankerSpec& ranker = *manifest.ranker;
+  int64_t values = 0, total = 0;
+  for (int64_t i = 0; i < request.samples; ++i) {
+    const Row row = row_of(ranker, manifest.batch, request, i);
+    require(row.history.num_events() <= ranker.caches.back().events, "a history is too long");
+    require(row.history.begins(row.history), "a history is not itself");
+    for (const auto* features : {&row.history.context, &row.history.events, &row.candidates}) {
+      for (const Values& each : *features) total += static_cast<int64_t>(each.size());
+    }
+  }
+  for (const auto& input : request.inputs) {
+    for (const Column& column : std::get<std::vector<Column>>(input)) {
+      values += static_cast<int64_t>(column.ids.size());
+    }
+  }
+  require(values == total, "rows lost values");
+}
+
 // Returns whether the input was taken.
 template <class Function>
 bool take(Function f) {
@@ -109,18 +131,23 @@ bool take(Function f) {
 // Decodes requests as the model that was exported to a folder does.
 class Decoder {
  public:
-  Decoder(const std::string& model, const Manifest& manifest) : spec_(manifest.batch) {
+  Decoder(const std::string& model, const Manifest& manifest) : manifest_(manifest) {
     if (manifest.encoding) encoder_.emplace(model, manifest);
   }
 
   bool take(const std::string& text) const {
     return ::take([&] {
-      check_packing(spec_, encoder_ ? encoder_->decode(text) : decode_request(spec_, text));
+      const Request request = encoder_ ? encoder_->decode(text) : decode_request(manifest_, text);
+      if (manifest_.ranker) {
+        check_rows(manifest_, request);
+      } else {
+        check_packing(manifest_.batch, request);
+      }
     });
   }
 
  private:
-  const BatchSpec spec_;
+  const Manifest manifest_;
   std::optional<Encoder> encoder_;
 };
 
@@ -201,7 +228,9 @@ int main(int argc, char** argv) {
   require(!requests.empty(), "REQUESTS has none");
   const std::string npy = read_file(model + "/" + manifest.arrays.at(0).file);
   require(take_npy(npy), "a valid npy file is refused");
-  const std::string program = read_file(model + "/" + manifest.programs.at(0).stablehlo.value());
+  const std::string program =
+      read_file(model + "/" + (manifest.ranker ? manifest.ranker->programs.at(0).stablehlo
+                                               : manifest.programs.at(0).stablehlo.value()));
   require(take_program(program), "a valid program is refused");
   const std::vector<std::string> manifests = {manifest_text}, arrays = {npy.substr(0, 256)};
   const std::vector<std::string> programs = {program};

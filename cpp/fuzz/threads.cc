@@ -179,7 +179,7 @@ void answer_many_lines(int lines, int samples, const BatcherOptions& options) {
   }
   std::rewind(in);
   const Decode decode = [&](std::string_view line) {
-    return decode_request(model->manifest().batch, line);
+    return decode_request(model->manifest(), line);
   };
   const int64_t errors = answer_lines(model, decode, options, in, out);
   require(errors == lines / 10, "another number of lines failed");

@@ -24,7 +24,7 @@ Batcher::~Batcher() {
 }
 
 std::future<Scores> Batcher::submit(Request request) {
-  check_request(model_->manifest().batch, request);
+  check_request(model_->manifest(), request);
   Waiting waiting{std::move(request), Clock::now(), {}};
   std::future<Scores> scores = waiting.scores.get_future();
   {

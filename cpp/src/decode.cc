@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "bad_ids.h"
+#include "cache_keys.h"
 #include "half.h"
 #include "jaxrec/serving/columns.h"
 #include "jaxrec/serving/error.h"
@@ -199,10 +200,12 @@ std::vector<Column> read_ragged(const RaggedSpec& ragged, const ColumnNames& nam
   return read;
 }
 
-Request read_request(const BatchSpec& spec, const Json& columns) {
+Request read_request(const Manifest& manifest, const Json& columns) {
+  const BatchSpec& spec = manifest.batch;
   const std::vector<ColumnNames> names = input_columns(spec);
   Request request;
   SampleCount count;
+  if (manifest.ranker) request.cache_keys = read_cache_keys(columns, count);
   for (size_t i = 0; i < spec.inputs.size(); ++i) {
     if (const auto* array = std::get_if<ArraySpec>(&spec.inputs[i])) {
       int64_t samples = 0;
@@ -224,9 +227,9 @@ Request read_request(const BatchSpec& spec, const Json& columns) {
 
 }  // namespace
 
-Request decode_request(const BatchSpec& spec, std::string_view json) {
-  Request request = read_request(spec, parse_columns(json));
-  check_request(spec, request);
+Request decode_request(const Manifest& manifest, std::string_view json) {
+  Request request = read_request(manifest, parse_columns(json));
+  check_request(manifest, request);
   return request;
 }
 

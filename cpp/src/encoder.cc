@@ -329,13 +329,13 @@ NpyVector<int64_t> read_frozen_ids(const std::string& file, Files& files) {
 }  // namespace
 
 struct Encoder::State {
-  BatchSpec spec;
+  Manifest manifest;
   Files files;
   std::vector<DenseEncoder> dense;
   std::vector<CategoricalEncoder> categorical;  // in the order of the model's features
 
-  State(const fs::path& directory, const Manifest& manifest)
-      : spec(manifest.batch), files(directory) {
+  State(const fs::path& directory, const Manifest& of_model)
+      : manifest(of_model), files(directory) {
     if (!manifest.encoding) {
       throw ArtifactError(directory.string() + " was exported without an encoder of columns");
     }
@@ -344,7 +344,7 @@ struct Encoder::State {
         read_moments(encoding.moments, files, encoding.dense.size());
     for (size_t i = 0; i < moments.size(); ++i) dense.emplace_back(encoding.dense[i], moments[i]);
     const RaggedSpec* ragged = nullptr;
-    for (const InputSpec& input : spec.inputs) {
+    for (const InputSpec& input : manifest.batch.inputs) {
       if (const auto* array = std::get_if<ArraySpec>(&input)) {
         const std::vector<int64_t> shape = {static_cast<int64_t>(dense.size())};
         if (array->dtype != DType::kFloat32 || array->shape != shape) refuse(directory);
@@ -407,7 +407,7 @@ Request Encoder::decode(std::string_view json) const {
   const Json columns = parse_columns(json);
   Request request;
   SampleCount count;
-  for (const InputSpec& input : state_->spec.inputs) {
+  for (const InputSpec& input : state_->manifest.batch.inputs) {
     if (std::holds_alternative<ArraySpec>(input)) {
       request.inputs.emplace_back(state_->encode_dense(columns, count));
     } else {
@@ -415,7 +415,7 @@ Request Encoder::decode(std::string_view json) const {
     }
   }
   request.samples = count.samples();
-  check_request(state_->spec, request);
+  check_request(state_->manifest, request);
   return request;
 }
 

@@ -1,175 +1,74 @@
 #include "jaxrec/serving/model.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
-#include <fstream>
-#include <mutex>
 #include <optional>
-#include <sstream>
+#include <utility>
 
+#include "artifact.h"
 #include "batch_ladder.h"
-#include "checksums.h"
 #include "jaxrec/serving/error.h"
-#include "npy.h"
-#include "program_calls.h"
 
 namespace jaxrec::serving {
-namespace {
 
 namespace fs = std::filesystem;
 
-std::string read_file(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream content;
-  content << file.rdbuf();
-  if (!file) throw ArtifactError(path.string() + " cannot be read: " + std::strerror(errno));
-  return content.str();
-}
-
-Manifest read_manifest(const fs::path& directory) {
-  const fs::path path = directory / "manifest.json";
-  if (!fs::is_regular_file(path)) {
-    throw ArtifactError(directory.string() +
-                        " is not an exported model: manifest.json is missing; jaxrec export and "
-                        "jaxrec.serve.export write one");
-  }
-  try {
-    return parse_manifest(read_file(path));
-  } catch (const ArtifactError& error) {
-    throw ArtifactError(path.string() + " cannot be used: " + error.what());
-  }
-}
-
-HostArray read_array(const fs::path& path, const MappedFile& file, const StoredArray& stored) {
-  NpyHeader header;
-  try {
-    header = read_npy_header(file.bytes());
-  } catch (const std::invalid_argument& error) {
-    throw ArtifactError(path.string() + " cannot be used: " + error.what());
-  }
-  if (header.type != npy_type(stored.dtype) || header.shape != stored.shape) {
-    throw ArtifactError(path.string() + " holds another array than the model's " + stored.name);
-  }
-  return {file.bytes().data() + header.data_start, stored.dtype, stored.shape};
-}
-
-// The program of one batch size, which compiles when it is first needed.
-struct Program {
-  const ProgramFile* file = nullptr;
-  std::string stablehlo;  // until it is compiled
-  std::once_flag once;
-  std::unique_ptr<Executable> executable;
-};
-
-}  // namespace
-
 struct Model::State {
-  fs::path directory;
-  Manifest manifest;
-  std::shared_ptr<Runtime> runtime;
-  std::vector<MappedFile> files;
-  std::vector<std::unique_ptr<RuntimeArray>> arrays;  // they lie in the files
-  mutable std::vector<Program> programs;              // in the order of the batch sizes
+  Artifact artifact;
+  std::vector<std::unique_ptr<const Program>> programs;  // in the order of the batch sizes
   std::optional<Encoder> encoder;
 
-  State(const fs::path& path, std::shared_ptr<Runtime> with, bool verify)
-      : directory(path),
-        manifest(read_manifest(path)),
-        runtime(std::move(with)),
-        programs(manifest.batch.sizes.size()) {
-    check_files(directory, manifest.files, verify);
-    find_programs();
-    for (const StoredArray& stored : manifest.arrays) {
-      files.emplace_back(directory / stored.file);
-      arrays.push_back(
-          runtime->share(read_array(directory / stored.file, files.back(), stored)));
+  State(const fs::path& path, std::shared_ptr<Runtime> runtime, bool verify)
+      : artifact(path, std::move(runtime), verify) {
+    if (artifact.manifest.ranker) {
+      throw ArtifactError(path.string() +
+                          " is a ranker with caches of histories; load it by Ranker::load");
     }
-    if (manifest.encoding) encoder.emplace(directory, manifest);
+    for (const BatchSize& size : artifact.manifest.batch.sizes) {
+      programs.push_back(program_of(size.samples));
+    }
+    if (artifact.manifest.encoding) encoder.emplace(path, artifact.manifest);
   }
 
-  void find_programs() {
-    for (size_t i = 0; i < programs.size(); ++i) {
-      const int64_t samples = manifest.batch.sizes[i].samples;
-      for (const ProgramFile& each : manifest.programs) {
-        if (each.platform == "cpu" && each.samples == samples) programs[i].file = &each;
-      }
-      const ProgramFile* file = programs[i].file;
-      if (file == nullptr) {
-        throw ArtifactError(directory.string() + " has no program for " +
-                            std::to_string(samples) +
-                            " samples on CPUs; export the model with platforms=('cpu',)");
-      }
-      const std::string path = (directory / file->file).string();
-      if (!file->stablehlo) {
-        throw ArtifactError(path + " has no StableHLO beside it: an earlier jaxrec exported the "
-                            "model; export it again");
-      }
-      for (const std::string& target : file->targets) {
-        try {
-          runtime->register_target(target);
-        } catch (const ArtifactError& error) {
-          throw ArtifactError(path + " calls " + target + ": " + error.what());
-        }
-      }
-      programs[i].stablehlo = checked_program(*file);
-    }
-  }
-
-  // Returns a program that calls what its manifest declares and this library knows.
-  std::string checked_program(const ProgramFile& file) const {
-    const fs::path path = directory / *file.stablehlo;
-    std::string program = read_file(path);
-    try {
-      check_calls(program_calls(program), file.targets);
-    } catch (const std::exception& error) {
-      throw ArtifactError(path.string() + " cannot be used: " + error.what());
-    }
-    return program;
-  }
-
-  const Executable& executable(size_t size) const {
-    Program& program = programs[size];
-    std::call_once(program.once, [&] {
-      const fs::path path = directory / *program.file->stablehlo;
-      std::vector<ResultSpec> results;
-      for (const ArraySpec& output : manifest.outputs) {
-        std::vector<int64_t> shape = {program.file->samples};
-        shape.insert(shape.end(), output.shape.begin(), output.shape.end());
-        results.push_back({output.dtype, std::move(shape)});
-      }
-      try {
-        program.executable = runtime->compile(program.stablehlo, results);
-        program.stablehlo.clear();
-      } catch (const ArtifactError& error) {
-        throw ArtifactError(path.string() + " cannot be used: " + error.what());
-      }
+  std::unique_ptr<const Program> program_of(int64_t samples) const {
+    const auto& files = artifact.manifest.programs;
+    const auto file = std::find_if(files.begin(), files.end(), [&](const ProgramFile& each) {
+      return each.platform == "cpu" && each.samples == samples;
     });
-    return *program.executable;
+    if (file == files.end()) {
+      throw ArtifactError(artifact.directory.string() + " has no program for " +
+                          std::to_string(samples) +
+                          " samples on CPUs; export the model with platforms=('cpu',)");
+    }
+    if (!file->stablehlo) {
+      throw ArtifactError((artifact.directory / file->file).string() +
+                          " has no StableHLO beside it: an earlier jaxrec exported the model; "
+                          "export it again");
+    }
+    std::vector<ResultSpec> results;
+    for (const ArraySpec& output : artifact.manifest.outputs) {
+      std::vector<int64_t> shape = {samples};
+      shape.insert(shape.end(), output.shape.begin(), output.shape.end());
+      results.push_back({output.dtype, std::move(shape)});
+    }
+    const ProgramSource source{file->file, *file->stablehlo, file->targets};
+    return std::make_unique<const Program>(artifact, source, std::move(results));
   }
 
   // Predicts a chunk; its scores go to their place among those of the request.
   void predict(const Request& request, const Chunk& chunk, Scores& scores) const {
-    const PackedChunk packed = pack(manifest.batch, request, chunk);
-    const auto samples = static_cast<size_t>(manifest.batch.sizes[chunk.size].samples);
+    const PackedChunk packed = pack(artifact.manifest.batch, request, chunk);
+    Arguments arguments = artifact.arguments();
+    RuntimeArrays batch;
+    for (const HostArray& each : packed.arrays) {
+      batch.push_back(artifact.runtime->share(each));
+      arguments.push_back(batch.back().get());
+    }
+    const RuntimeArrays results = programs[chunk.size]->executable().run(arguments);
     const auto start = static_cast<size_t>(chunk.start);
     const auto count = static_cast<size_t>(chunk.stop - chunk.start);
-    std::vector<std::vector<std::byte>> padded(scores.outputs.size());
-    std::vector<void*> results;
     for (size_t i = 0; i < scores.outputs.size(); ++i) {
-      const size_t bytes = manifest.outputs[i].bytes();
-      if (count == samples) {
-        results.push_back(scores.outputs[i].data() + start * bytes);
-      } else {
-        padded[i].resize(samples * bytes);
-        results.push_back(padded[i].data());
-      }
-    }
-    executable(chunk.size).run(arrays, packed.arrays, results);
-    if (count == samples) return;
-    for (size_t i = 0; i < scores.outputs.size(); ++i) {
-      const size_t bytes = manifest.outputs[i].bytes();
-      std::copy_n(padded[i].data(), count * bytes, scores.outputs[i].data() + start * bytes);
+      const size_t bytes = artifact.manifest.outputs[i].bytes();
+      std::copy_n(results[i]->data(), count * bytes, scores.outputs[i].data() + start * bytes);
     }
   }
 };
@@ -183,26 +82,25 @@ std::shared_ptr<const Model> Model::load(const fs::path& directory,
 Model::Model(std::unique_ptr<State> state) : state_(std::move(state)) {}
 Model::~Model() = default;
 
-const Manifest& Model::manifest() const { return state_->manifest; }
+const Manifest& Model::manifest() const { return state_->artifact.manifest; }
 
 Request Model::decode(std::string_view json) const {
   if (state_->encoder) return state_->encoder->decode(json);
-  if (!manifest().has_encoder) return decode_request(manifest().batch, json);
-  throw ArtifactError(state_->directory.string() +
+  if (!manifest().has_encoder) return decode_request(manifest(), json);
+  throw ArtifactError(state_->artifact.directory.string() +
                       " has no encoding of columns for C++: an earlier jaxrec exported the model; "
                       "export it again");
 }
 
 Scores Model::predict(const Request& request) const {
-  const Manifest& manifest = state_->manifest;
-  check_request(manifest.batch, request);
+  check_request(manifest(), request);
   Scores scores;
   scores.samples = request.samples;
-  for (const ArraySpec& output : manifest.outputs) {
+  for (const ArraySpec& output : manifest().outputs) {
     scores.outputs.emplace_back(output.bytes() * static_cast<size_t>(request.samples));
   }
   for (int64_t start = 0; start < request.samples;) {
-    const Chunk chunk = next_chunk(manifest.batch, request, start);
+    const Chunk chunk = next_chunk(manifest().batch, request, start);
     state_->predict(request, chunk, scores);
     start = chunk.stop;
   }
@@ -210,7 +108,7 @@ Scores Model::predict(const Request& request) const {
 }
 
 void Model::warm_up() const {
-  for (size_t i = 0; i < state_->programs.size(); ++i) state_->executable(i);
+  for (const auto& program : state_->programs) program->executable();
 }
 
 }  // namespace jaxrec::serving

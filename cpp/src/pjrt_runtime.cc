@@ -3,7 +3,6 @@
 // https://github.com/openxla/xla/blob/main/xla/pjrt/c/pjrt_c_api.h
 #include <dlfcn.h>
 
-#include <cstring>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -49,6 +48,12 @@ PJRT_Buffer_Type type_of(DType dtype) {
     case DType::kFloat8E5M2: return PJRT_Buffer_Type_F8E5M2;
   }
   return PJRT_Buffer_Type_INVALID;
+}
+
+size_t bytes_of(DType dtype, const std::vector<int64_t>& shape) {
+  size_t bytes = size_of(dtype);
+  for (const int64_t size : shape) bytes *= static_cast<size_t>(size);
+  return bytes;
 }
 
 // The plugin's functions.
@@ -150,11 +155,11 @@ struct Client {
   }
 };
 
-// A buffer of the plugin over memory of this process.
+// A buffer of the plugin: over memory of the caller, or a result of a program.
 class PjrtArray final : public RuntimeArray {
  public:
   PjrtArray(std::shared_ptr<const Client> client, const HostArray& array)
-      : client_(std::move(client)) {
+      : client_(std::move(client)), bytes_(bytes_of(array.dtype, array.shape)) {
     JAXREC_PJRT_ARGS(PJRT_Client_BufferFromHostBuffer_Args, args);
     args.client = client_->client;
     args.data = array.data;
@@ -166,14 +171,32 @@ class PjrtArray final : public RuntimeArray {
     client_->api.check(client_->api->PJRT_Client_BufferFromHostBuffer(&args));
     if (args.done_with_host_buffer != nullptr) client_->api.destroy(args.done_with_host_buffer);
     buffer_ = args.buffer;
+    data_ = static_cast<const std::byte*>(array.data);
   }
+
+  // Takes the buffer of a result that is complete.
+  PjrtArray(std::shared_ptr<const Client> client, PJRT_Buffer* result, size_t bytes)
+      : client_(std::move(client)), buffer_(result), bytes_(bytes) {}
+
   ~PjrtArray() override { client_->api.destroy(buffer_); }
 
+  // Finds where a result lies in this process's memory: a copy by the plugin would switch threads.
+  void find_data() {
+    JAXREC_PJRT_ARGS(PJRT_Buffer_OpaqueDeviceMemoryDataPointer_Args, place);
+    place.buffer = buffer_;
+    client_->api.check(client_->api->PJRT_Buffer_OpaqueDeviceMemoryDataPointer(&place));
+    data_ = static_cast<const std::byte*>(place.device_memory_ptr);
+  }
+
+  const std::byte* data() const override { return data_; }
+  size_t bytes() const override { return bytes_; }
   PJRT_Buffer* buffer() const { return buffer_; }
 
  private:
   const std::shared_ptr<const Client> client_;
-  PJRT_Buffer* buffer_;
+  PJRT_Buffer* buffer_ = nullptr;
+  const std::byte* data_ = nullptr;
+  const size_t bytes_;
 };
 
 class PjrtExecutable final : public Executable {
@@ -204,20 +227,14 @@ class PjrtExecutable final : public Executable {
   }
   ~PjrtExecutable() override { destroy(); }
 
-  void run(const std::vector<std::unique_ptr<RuntimeArray>>& constants,
-           const std::vector<HostArray>& batch, const std::vector<void*>& results) const override {
+  RuntimeArrays run(const Arguments& arguments) const override {
     const Api& api = client_->api;
-    std::vector<PJRT_Buffer*> arguments;
-    for (const auto& each : constants) {
-      arguments.push_back(static_cast<const PjrtArray&>(*each).buffer());
-    }
-    std::vector<std::unique_ptr<PjrtArray>> inputs;
-    for (const HostArray& each : batch) {
-      inputs.push_back(std::make_unique<PjrtArray>(client_, each));
-      arguments.push_back(inputs.back()->buffer());
+    std::vector<PJRT_Buffer*> inputs;
+    for (const RuntimeArray* each : arguments) {
+      inputs.push_back(static_cast<const PjrtArray&>(*each).buffer());
     }
     std::vector<PJRT_Buffer*> outputs(sizes_.size());
-    PJRT_Buffer* const* const argument_list = arguments.data();
+    PJRT_Buffer* const* const argument_list = inputs.data();
     PJRT_Buffer** const output_list = outputs.data();
     PJRT_Event* done = nullptr;
     JAXREC_PJRT_ARGS(PJRT_ExecuteOptions, options);
@@ -226,31 +243,26 @@ class PjrtExecutable final : public Executable {
     args.options = &options;
     args.argument_lists = &argument_list;
     args.num_devices = 1;
-    args.num_args = arguments.size();
+    args.num_args = inputs.size();
     args.output_lists = &output_list;
     args.device_complete_events = &done;
     api.check(api->PJRT_LoadedExecutable_Execute(&args));
-    const Outputs owned{api, outputs};
-    // The inputs lie in memory of the caller, so that even a failed run must end before it returns.
-    api.await(done);
+    std::vector<std::unique_ptr<PjrtArray>> arrays;
     for (size_t i = 0; i < outputs.size(); ++i) {
-      // The results lie in this process's memory: a copy by the plugin would switch threads.
-      JAXREC_PJRT_ARGS(PJRT_Buffer_OpaqueDeviceMemoryDataPointer_Args, place);
-      place.buffer = outputs[i];
-      api.check(api->PJRT_Buffer_OpaqueDeviceMemoryDataPointer(&place));
-      if (sizes_[i] > 0) std::memcpy(results[i], place.device_memory_ptr, sizes_[i]);
+      arrays.push_back(std::make_unique<PjrtArray>(client_, outputs[i], sizes_[i]));
     }
+    // Arguments may lie in memory of the caller, so that even a failed run must end before it
+    // returns.
+    api.await(done);
+    RuntimeArrays results;
+    for (auto& each : arrays) {
+      each->find_data();
+      results.push_back(std::move(each));
+    }
+    return results;
   }
 
  private:
-  struct Outputs {
-    const Api& api;
-    const std::vector<PJRT_Buffer*>& buffers;
-    ~Outputs() {
-      for (PJRT_Buffer* buffer : buffers) api.destroy(buffer);
-    }
-  };
-
   void check_results(const std::vector<ResultSpec>& results) {
     const Api& api = client_->api;
     JAXREC_PJRT_ARGS(PJRT_LoadedExecutable_GetExecutable_Args, get);
@@ -279,9 +291,7 @@ class PjrtExecutable final : public Executable {
     }
     if (!is_same) throw ArtifactError("the program returns other outputs than the manifest lists");
     for (const ResultSpec& result : results) {
-      size_t bytes = size_of(result.dtype);
-      for (const int64_t size : result.shape) bytes *= static_cast<size_t>(size);
-      sizes_.push_back(bytes);
+      sizes_.push_back(bytes_of(result.dtype, result.shape));
     }
   }
 
@@ -323,7 +333,7 @@ class PjrtRuntime final : public Runtime {
     registered_[target] = args.handler;
   }
 
-  std::unique_ptr<RuntimeArray> share(const HostArray& array) override {
+  std::unique_ptr<const RuntimeArray> share(const HostArray& array) const override {
     return std::make_unique<PjrtArray>(client_, array);
   }
 

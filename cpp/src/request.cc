@@ -5,6 +5,7 @@
 #include "bad_ids.h"
 #include "batch_ladder.h"
 #include "jaxrec/serving/error.h"
+#include "ranker_rows.h"
 
 namespace jaxrec::serving {
 namespace {
@@ -58,7 +59,8 @@ void check_lengths(const BatchSpec& spec, const Request& request) {
 
 }  // namespace
 
-void check_request(const BatchSpec& spec, const Request& request) {
+void check_request(const Manifest& manifest, const Request& request) {
+  const BatchSpec& spec = manifest.batch;
   if (request.samples < 0 || request.inputs.size() != spec.inputs.size()) {
     fail("the model takes " + std::to_string(spec.inputs.size()) + " inputs, got " +
          std::to_string(request.inputs.size()));
@@ -88,7 +90,11 @@ void check_request(const BatchSpec& spec, const Request& request) {
       check_ids(feature, (*columns)[k]);
     }
   }
-  check_lengths(spec, request);
+  if (manifest.ranker) {
+    check_rows(*manifest.ranker, spec, request);
+  } else {
+    check_lengths(spec, request);
+  }
 }
 
 Request join(const BatchSpec& spec, const std::vector<const Request*>& requests) {
@@ -119,13 +125,21 @@ Request join(const BatchSpec& spec, const std::vector<const Request*>& requests)
     }
     joined.inputs.emplace_back(std::move(columns));
   }
-  for (const Request* each : requests) joined.samples += each->samples;
+  for (const Request* each : requests) {
+    joined.samples += each->samples;
+    const CacheKeys& keys = each->cache_keys;
+    joined.cache_keys.insert(joined.cache_keys.end(), keys.begin(), keys.end());
+  }
   return joined;
 }
 
 Request slice(const BatchSpec& spec, const Request& request, int64_t start, int64_t stop) {
   Request part;
   part.samples = stop - start;
+  if (!request.cache_keys.empty()) {
+    const auto first = request.cache_keys.begin();
+    part.cache_keys.assign(first + start, first + stop);
+  }
   for (size_t i = 0; i < spec.inputs.size(); ++i) {
     if (const auto* array = std::get_if<ArraySpec>(&spec.inputs[i])) {
       const std::byte* values = std::get<ArrayValues>(request.inputs[i]).data();

@@ -70,10 +70,18 @@ const std::byte* write_array(const std::vector<int64_t>& shape, size_t axis, DTy
 Scores slice(const Manifest& manifest, const Scores& scores, int64_t start, int64_t stop) {
   Scores part;
   part.samples = stop - start;
+  int64_t first = start, last = stop;  // rows
+  if (!scores.offsets.empty()) {
+    first = scores.offsets[static_cast<size_t>(start)];
+    last = scores.offsets[static_cast<size_t>(stop)];
+    for (int64_t sample = start; sample <= stop; ++sample) {
+      part.offsets.push_back(scores.offsets[static_cast<size_t>(sample)] - first);
+    }
+  }
   for (size_t i = 0; i < manifest.outputs.size(); ++i) {
     const auto bytes = static_cast<int64_t>(manifest.outputs[i].bytes());
     const std::byte* values = scores.outputs[i].data();
-    part.outputs.emplace_back(values + start * bytes, values + stop * bytes);
+    part.outputs.emplace_back(values + first * bytes, values + last * bytes);
   }
   return part;
 }
@@ -86,7 +94,18 @@ std::string to_json(const Manifest& manifest, const Scores& scores) {
     std::vector<int64_t> shape = {scores.samples};
     shape.insert(shape.end(), output.shape.begin(), output.shape.end());
     out += (i == 0 ? "" : ",") + json_string(names[i]) + ":";
-    write_array(shape, 0, output.dtype, scores.outputs[i].data(), out);
+    const std::byte* element = scores.outputs[i].data();
+    if (scores.offsets.empty()) {
+      write_array(shape, 0, output.dtype, element, out);
+      continue;
+    }
+    out += '[';
+    for (size_t sample = 0; sample + 1 < scores.offsets.size(); ++sample) {
+      if (sample > 0) out += ',';
+      shape[0] = scores.offsets[sample + 1] - scores.offsets[sample];
+      element = write_array(shape, 0, output.dtype, element, out);
+    }
+    out += ']';
   }
   return out + "}";
 }

@@ -4,12 +4,14 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <ctime>
 #include <deque>
 #include <exception>
 #include <future>
 #include <limits>
 #include <mutex>
 #include <random>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -22,18 +24,31 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Mean number of ids of a sample that leaves the capacity of the largest batch a margin.
-int64_t usual_ids(const Feature& feature, int64_t capacity, int64_t samples) {
-  return feature.fixed.value_or(std::max<int64_t>(1, capacity * 2 / 3 / samples));
+// Number of ids of each sample: `mean` of them, or any number with this mean.
+struct Length {
+  int64_t mean;
+  bool is_fixed;
+};
+
+// A length that leaves the capacity of the largest batch a margin.
+Length usual_length(const Feature& feature, int64_t capacity, int64_t samples) {
+  const int64_t mean = std::max<int64_t>(1, capacity * 2 / 3 / samples);
+  return {feature.fixed.value_or(mean), feature.fixed || mean == 1};
 }
 
-Column draw_column(const Feature& feature, int64_t mean, int64_t samples, bool is_weighted,
+// The length of histories that fill the largest history size, or of candidates.
+Length row_length(int64_t capacity, bool is_candidates) {
+  constexpr int64_t kCandidates = 512;
+  return {is_candidates ? std::min(capacity, kCandidates) : capacity, true};
+}
+
+Column draw_column(const Feature& feature, const Length& length, int64_t samples, bool is_weighted,
                    std::mt19937_64& random) {
   Column column;
   std::uniform_int_distribution<int64_t> id(0, feature.bound() - 1);
-  std::uniform_int_distribution<int64_t> any(0, 2 * mean);
+  std::uniform_int_distribution<int64_t> any(0, 2 * length.mean);
   for (int64_t sample = 0; sample < samples; ++sample) {
-    const int64_t count = feature.fixed || mean == 1 ? mean : any(random);
+    const int64_t count = length.is_fixed ? length.mean : any(random);
     for (int64_t i = 0; i < count; ++i) column.ids.push_back(id(random));
     column.offsets.push_back(static_cast<int64_t>(column.ids.size()));
   }
@@ -60,10 +75,15 @@ double percentile(const std::vector<double>& sorted, double share) {
 
 }  // namespace
 
-Request draw_request(const BatchSpec& spec, int64_t samples) {
+Request draw_request(const Manifest& manifest) {
+  const BatchSpec& spec = manifest.batch;
   std::mt19937_64 random(0);
   Request request;
+  const int64_t samples = manifest.ranker ? 16 : 16384;
   request.samples = samples;
+  for (int64_t user = 0; manifest.ranker && user < samples; ++user) {
+    request.cache_keys.emplace_back(std::to_string(user));
+  }
   const BatchSize& largest = spec.sizes.back();
   size_t number = 0;
   for (const InputSpec& input : spec.inputs) {
@@ -83,8 +103,10 @@ Request draw_request(const BatchSpec& spec, int64_t samples) {
     std::vector<Column> columns;
     for (size_t k = 0; k < ragged.features.size(); ++k) {
       const Feature& feature = ragged.features[k];
-      const int64_t mean = usual_ids(feature, largest.capacities[number][k], largest.samples);
-      columns.push_back(draw_column(feature, mean, samples, ragged.is_weighted, random));
+      const int64_t capacity = largest.capacities[number][k];
+      const Length length = manifest.ranker ? row_length(capacity, number == 1)
+                                            : usual_length(feature, capacity, largest.samples);
+      columns.push_back(draw_column(feature, length, samples, ragged.is_weighted, random));
     }
     request.inputs.emplace_back(std::move(columns));
     ++number;
@@ -95,9 +117,15 @@ Request draw_request(const BatchSpec& spec, int64_t samples) {
 namespace {
 
 struct Latencies {
-  std::vector<double> sorted;   // in microseconds
+  std::vector<double> sorted;  // in microseconds
   double requests_per_s = 0;
+  double processor_us = 0;     // of a request
 };
+
+// Processor time of all threads of this process, in seconds.
+double processor_seconds() {
+  return static_cast<double>(std::clock()) / CLOCKS_PER_SEC;
+}
 
 // Predicts one request after the other in each thread.
 Latencies closed_loop(const Predictor& model, const std::vector<Request>& requests,
@@ -105,6 +133,7 @@ Latencies closed_loop(const Predictor& model, const std::vector<Request>& reques
   std::vector<double> latencies;
   std::mutex mutex;
   std::exception_ptr failure;
+  const double processor_start = processor_seconds();
   const Clock::time_point start = Clock::now();
   const auto work = [&](size_t first) {
     std::vector<double> own;
@@ -126,10 +155,11 @@ Latencies closed_loop(const Predictor& model, const std::vector<Request>& reques
   work(0);
   for (std::thread& thread : threads) thread.join();
   const double elapsed = seconds_since(start);
+  const double processor = processor_seconds() - processor_start;
   if (failure) std::rethrow_exception(failure);
   std::sort(latencies.begin(), latencies.end());
-  const double rate = static_cast<double>(latencies.size()) / elapsed;
-  return {std::move(latencies), rate};
+  const auto requests_done = static_cast<double>(latencies.size());
+  return {std::move(latencies), requests_done / elapsed, processor * 1e6 / requests_done};
 }
 
 // Submits requests that are due at fixed times.
@@ -198,10 +228,10 @@ void run_benchmark(std::shared_ptr<const Predictor> model, const Request& pool,
     const Latencies closed = closed_loop(*model, requests, options);
     std::fprintf(out,
                  "{\"batch\":%lld,\"threads\":%d,\"requests\":%zu,\"p50_us\":%.1f,\"p99_us\":%.1f,"
-                 "\"samples_per_s\":%.0f",
+                 "\"samples_per_s\":%.0f,\"processor_us\":%.1f",
                  static_cast<long long>(samples), options.threads, closed.sorted.size(),
                  percentile(closed.sorted, 0.5), percentile(closed.sorted, 0.99),
-                 closed.requests_per_s * static_cast<double>(samples));
+                 closed.requests_per_s * static_cast<double>(samples), closed.processor_us);
     if (options.open_share > 0) {
       const double rate = options.open_share * closed.requests_per_s;
       const Latencies open = open_loop(model, requests, rate, options);

@@ -20,11 +20,14 @@ struct BenchmarkOptions {
   BatcherOptions batcher;  // of requests that are due at fixed times
 };
 
-// Returns valid requests: ids are drawn evenly from those of each table.
-Request draw_request(const BatchSpec& spec, int64_t samples);
+// Returns valid requests: ids are drawn evenly from those of each table. Rows of a ranker are of
+// different users and have as many events as the largest history size, and 512 candidates where it
+// takes so many.
+Request draw_request(const Manifest& manifest);
 
 // Predicts samples of `pool`, one request after the other in each thread, and prints a line of JSON
-// for each batch to `out`: percentiles of the latency in microseconds, and samples per second.
+// for each batch to `out`: percentiles of the latency in microseconds, samples per second, and the
+// processor time of a request, of all threads of the process, in microseconds.
 //
 // With `open_share`, requests are then submitted to a Batcher at fixed times, and the line has the
 // percentiles of the time from when a request is due to its scores, as "open_p50_us" and

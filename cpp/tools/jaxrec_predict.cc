@@ -6,6 +6,8 @@
 #include <exception>
 #include <fstream>
 #include <memory>
+#include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -15,6 +17,8 @@
 #include "benchmark.h"
 #include "jaxrec/serving/error.h"
 #include "jaxrec/serving/model.h"
+#include "jaxrec/serving/ranker.h"
+#include "metrics_file.h"
 
 namespace {
 
@@ -25,6 +29,8 @@ struct Options {
   RuntimeOptions runtime;
   bool verify = true;
   bool is_encoded = false;
+  double cache_mb = 1024;
+  std::string metrics;
   std::string input;
   std::string output;
   BatcherOptions batcher;
@@ -46,6 +52,13 @@ void add_options(CLI::App& app, Options& options) {
   app.add_flag("--encoded", options.is_encoded,
                "Requests of a model with an encoder of raw columns have its inputs: row indices, "
                "and numbers after their transforms as input0");
+  app.add_option("--cache-mb", options.cache_mb,
+                 "Ranker: largest total size of the encoded histories, of which those that were used "
+                 "last are kept; 0: none are kept")
+      ->check(CLI::Range(0.0, 1e9));
+  app.add_option("--metrics", options.metrics,
+                 "Ranker: file that the metrics of the caches are written to, in Prometheus' text "
+                 "format, every five seconds and at the end");
   app.add_option("--input", options.input, "File with a request in JSON on each line; else stdin");
   app.add_option("--output", options.output, "File that answers are written to; else stdout");
   app.add_option("--max-batch", options.batcher.max_samples,
@@ -94,22 +107,16 @@ Request read_requests(const BatchSpec& spec, const Decode& decode, const std::st
   return pool;
 }
 
-int run(Options& options) {
-  const auto runtime = Runtime::open(options.runtime);
-  const auto model = Model::load(options.model, runtime, options.verify);
+// Answers the requests of the input, or measures.
+int answer(std::shared_ptr<const Predictor> model, const Decode& decode, Options& options) {
   const File output = options.output.empty() ? nullptr : open_file(options.output, "w");
   std::FILE* const out = output == nullptr ? stdout : output.get();
-  const BatchSpec& spec = model->manifest().batch;
-  const Decode decode = [&](std::string_view line) {
-    return options.is_encoded ? decode_request(spec, line) : model->decode(line);
-  };
   options.batcher.max_delay = std::chrono::microseconds(options.max_delay_us);
   options.batcher.threads = options.threads;
-  model->warm_up();
   if (options.is_benchmark) {
-    constexpr int64_t kDrawn = 16384;
-    const Request pool = options.input.empty() ? draw_request(spec, kDrawn)
-                                               : read_requests(spec, decode, options.input);
+    const Request pool = options.input.empty()
+                             ? draw_request(model->manifest())
+                             : read_requests(model->manifest().batch, decode, options.input);
     options.benchmark.threads = options.threads;
     options.benchmark.batcher = options.batcher;
     run_benchmark(model, pool, options.benchmark, out);
@@ -122,6 +129,36 @@ int run(Options& options) {
   std::fprintf(stderr, "jaxrec_predict: %lld requests failed; their lines say why\n",
                static_cast<long long>(errors));
   return 1;
+}
+
+int run(Options& options) {
+  const auto runtime = Runtime::open(options.runtime);
+  if (read_manifest(options.model).ranker) {
+    constexpr double kMegabyte = 1 << 20;
+    const auto cache_bytes = static_cast<size_t>(options.cache_mb * kMegabyte);
+    const auto ranker = Ranker::load(options.model, runtime, {cache_bytes, options.verify});
+    std::optional<MetricsFile> metrics;
+    if (!options.metrics.empty()) {
+      metrics.emplace(options.metrics, [&] { return to_metrics(ranker->cache_counts()); });
+    }
+    ranker->warm_up();
+    // A program computes for one row: requests gain nothing by waiting for others.
+    options.batcher.max_samples = 1;
+    const Decode decode = [&](std::string_view line) {
+      return decode_request(ranker->manifest(), line);
+    };
+    return answer(ranker, decode, options);
+  }
+  if (!options.metrics.empty()) {
+    throw std::runtime_error("--metrics are those of a ranker's caches, and " + options.model +
+                             " is another model");
+  }
+  const auto model = Model::load(options.model, runtime, options.verify);
+  model->warm_up();
+  const Decode decode = [&](std::string_view line) {
+    return options.is_encoded ? decode_request(model->manifest(), line) : model->decode(line);
+  };
+  return answer(model, decode, options);
 }
 
 }  // namespace

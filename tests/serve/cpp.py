@@ -31,6 +31,12 @@ HEADERS = {
     "CLI/CLI.hpp": "libcli11-dev",
 }
 
+# Directory and option of the builds with sanitizers.
+SANITIZERS = {
+    "addresses": ("fuzz", "-DJAXREC_SANITIZE=ON"),
+    "threads": ("threads", "-DJAXREC_SANITIZE_THREADS=ON"),
+}
+
 
 @functools.cache
 def missing(with_runtime: bool) -> str | None:
@@ -83,6 +89,13 @@ def build_threads() -> pathlib.Path:
     return build("threads", *options, target="jaxrec_threads") / "jaxrec_threads"
 
 
+def build_caches(sanitizer: str) -> pathlib.Path:
+    """Build the check of a ranker's caches with a sanitizer of `SANITIZERS`; return its program."""
+    kind, option = SANITIZERS[sanitizer]
+    options = ("-DJAXREC_ONLY_PARSERS=ON", option)
+    return build(kind, *options, target="jaxrec_caches") / "jaxrec_caches"
+
+
 def _run(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
@@ -102,6 +115,24 @@ class Answers(NamedTuple):
     error: str
 
 
+def command(
+    model: pathlib.Path,
+    *options: str,
+    plugin: str = f"{PJRT}/plugin.so",
+    native_library: str = str(NATIVE_LIBRARY),
+) -> list[str]:
+    """Return the command of ``jaxrec_predict`` for a model."""
+    program = str(build_programs() / "jaxrec_predict")
+    libraries = ("--plugin", plugin, "--native-library", native_library)
+    return [program, str(model), *options, *libraries]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of ``jaxrec_predict``: this one, without the flags of its XLA."""
+    # The tests' flags (tests/quick.py) are those of this process.
+    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+
+
 def predict(
     model: pathlib.Path,
     requests: Sequence[str] = (),
@@ -110,12 +141,14 @@ def predict(
     native_library: str = str(NATIVE_LIBRARY),
 ) -> Answers:
     """Run ``jaxrec_predict`` on requests in JSON."""
-    command = [str(build_programs() / "jaxrec_predict"), str(model), *options]
-    command += ["--plugin", plugin, "--native-library", native_library]
     text = "".join(request + "\n" for request in requests)
-    # The tests' flags (tests/quick.py) are those of this process's XLA.
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run(command, input=text.encode(), capture_output=True, env=env, timeout=120)
+    done = subprocess.run(
+        command(model, *options, plugin=plugin, native_library=native_library),
+        input=text.encode(),
+        capture_output=True,
+        env=environment(),
+        timeout=120,
+    )
     assert done.returncode in (0, 1, 2), done.stderr.decode()  # no signal
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     return Answers(done.returncode, lines, done.stderr.decode())

@@ -2,71 +2,19 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <map>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <variant>
 #include <vector>
 
+#include "jaxrec/serving/batch_spec.h"
 #include "jaxrec/serving/column_encoding.h"
 #include "jaxrec/serving/dtype.h"
+#include "jaxrec/serving/ranker_spec.h"
 
 namespace jaxrec::serving {
-
-// Nesting of leaves in dicts, lists and tuples.
-struct Structure {
-  enum class Kind { kLeaf, kDict, kList, kTuple };
-  Kind kind = Kind::kLeaf;
-  std::vector<std::string> keys;  // of a dict
-  std::vector<Structure> parts;
-
-  size_t num_leaves() const;
-};
-
-// An array with a leading batch axis: an input, or an output.
-struct ArraySpec {
-  std::string name;            // its place, such as "batch[0]"
-  DType dtype;
-  std::vector<int64_t> shape;  // of one sample
-
-  int64_t elements() const;    // of one sample
-  size_t bytes() const;        // of one sample
-};
-
-// A key of a ragged input.
-struct Feature {
-  std::string name;
-  std::optional<int64_t> num_ids;  // ids are below it; none: no table reads the feature
-  std::optional<int64_t> fixed;    // number of ids that each sample must have
-
-  int64_t bound() const;           // ids are below it, and fit int32
-};
-
-// Ids of several features, any number for each sample.
-struct RaggedSpec {
-  std::string name;
-  std::vector<Feature> features;
-  bool is_weighted = false;
-};
-
-using InputSpec = std::variant<ArraySpec, RaggedSpec>;
-
-const std::string& name_of(const InputSpec& input);
-
-// A number of samples that the model is compiled for.
-struct BatchSize {
-  int64_t samples = 0;
-  // For each ragged input, the capacity for the ids of each feature.
-  std::vector<std::vector<int64_t>> capacities;
-};
-
-// The batches that the model takes.
-struct BatchSpec {
-  Structure structure;  // of the positional arguments
-  std::vector<InputSpec> inputs;
-  std::vector<BatchSize> sizes;  // ascending
-};
 
 struct StoredFile {
   int64_t bytes = 0;
@@ -99,6 +47,7 @@ struct Manifest {
   std::vector<ProgramFile> programs;
   bool has_encoder = false;                // requests have raw columns
   std::optional<ColumnEncoding> encoding;  // none: an earlier jaxrec exported the model
+  std::optional<RankerSpec> ranker;        // of a ranker, which has no other programs
   std::map<std::string, StoredFile> files;
 };
 
@@ -107,5 +56,10 @@ struct Manifest {
 // Throws ArtifactError where it is not what `jaxrec export` wrote; `with_checksum` compares the
 // checksum that the content has of itself, too.
 Manifest parse_manifest(std::string_view text, bool with_checksum = true);
+
+// Reads the manifest of an exported model's folder.
+//
+// Throws ArtifactError where there is none, or it cannot be used.
+Manifest read_manifest(const std::filesystem::path& directory);
 
 }  // namespace jaxrec::serving

@@ -1,6 +1,7 @@
 // Compiles and runs StableHLO programs on this machine's CPU, by a PJRT plugin.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -23,22 +24,30 @@ struct RuntimeOptions {
   std::string native_library;  // libjaxrec.so; empty: programs that call its functions are refused
 };
 
-// An array that programs read where it lies in this process's memory.
+// An array that programs read where it lies: in memory of the caller, or where a program left it.
+// Nothing changes it, so that several threads may read it at once.
 class RuntimeArray {
  public:
   virtual ~RuntimeArray() = default;
+
+  // Its elements, row-major, for as long as the array lives.
+  virtual const std::byte* data() const = 0;
+
+  // Bytes of its elements.
+  virtual size_t bytes() const = 0;
 };
+
+using Arguments = std::vector<const RuntimeArray*>;
+using RuntimeArrays = std::vector<std::unique_ptr<const RuntimeArray>>;
 
 // A compiled program; several threads may run it at once.
 class Executable {
  public:
   virtual ~Executable() = default;
 
-  // Runs the program: `constants` and then `batch` are its arguments. Each result is written to
-  // memory of the caller, `results[i]`, which has room for it.
-  virtual void run(const std::vector<std::unique_ptr<RuntimeArray>>& constants,
-                   const std::vector<HostArray>& batch,
-                   const std::vector<void*>& results) const = 0;
+  // Runs the program to its end. The results stay where the program left them, and may be arguments
+  // of other programs.
+  virtual RuntimeArrays run(const Arguments& arguments) const = 0;
 };
 
 struct ResultSpec {
@@ -60,7 +69,7 @@ class Runtime {
   virtual void register_target(const std::string& target) = 0;
 
   // Returns an array of the runtime; `array` must stay in memory, unchanged, as long as it lives.
-  virtual std::unique_ptr<RuntimeArray> share(const HostArray& array) = 0;
+  virtual std::unique_ptr<const RuntimeArray> share(const HostArray& array) const = 0;
 
   // Compiles a program whose results are `results`.
   //
