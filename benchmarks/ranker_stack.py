@@ -104,7 +104,7 @@ def programs(settings: Settings, lengths: np.ndarray) -> dict[tuple[str, str], C
         max_length=settings.longest,
         rngs=nnx.Rngs(0),
     )
-    graph, parameters = nnx.split(stack)
+    graph, parameters, rest = nnx.split(stack, nnx.Param, ...)
 
     def attention(vectors: Any, lengths: Any, targets: Any) -> Any:
         return hstu_attention(
@@ -117,7 +117,7 @@ def programs(settings: Settings, lengths: np.ndarray) -> dict[tuple[str, str], C
 
     def layers(inputs: Any, lengths: Any, targets: Any) -> Any:
         parameters, states = inputs
-        return nnx.merge(graph, parameters)(states, lengths, targets)[0]
+        return nnx.merge(graph, parameters, rest)(states, lengths, targets)[0]
 
     keys = jax.random.split(jax.random.key(0), 4)
     shape = (tokens, settings.heads, columns)
