@@ -109,6 +109,21 @@ def make_model(settings: Settings) -> HSTURanker:
     )
 
 
+def make_plan(settings: Settings, machine: jaxrec.plan.Topology) -> jaxrec.plan.ShardingPlan:
+    """Place the tables, of which those of items are read once for each event and candidate."""
+    events = {
+        name: jaxrec.plan.ParameterConstraints(pooling_factors=(0.75 * settings.length, 1))
+        for name in ITEMS
+    }
+    planner = jaxrec.plan.Planner(machine, events)
+    return planner.plan(lambda: make_model(settings), batch_size=settings.batch_size)
+
+
+def make_optimizer(settings: Settings) -> optax.GradientTransformation:
+    rate = optax.linear_schedule(0, settings.learning_rate, settings.warmup_steps)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b1=0.95))
+
+
 def draw_batch(settings: Settings, step: int) -> jaxrec.KeyedJaggedArray:
     """Ids that follow a power law; histories of any length; a candidate of each user."""
     rng, size = np.random.default_rng([settings.seed, step]), settings.batch_size
@@ -153,15 +168,14 @@ def main(settings: Settings) -> list[float]:
     print(f"{rows:,} rows of {DIM}: {rows * DIM * 4 / 1e9:.2f} GB of tables")
     devices = jax.devices()[: settings.devices]
     mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
-    model = make_model(settings)
     if mesh.size > 1:
-        planner = jaxrec.plan.Planner(jaxrec.plan.Topology.from_mesh(mesh))
-        plan = planner.plan(model, batch_size=settings.batch_size)
+        plan = make_plan(settings, jaxrec.plan.Topology.from_mesh(mesh))
         print(plan)
-        model = jaxrec.shard(model, plan, mesh)
-    rate = optax.linear_schedule(0, settings.learning_rate, settings.warmup_steps)
-    dense_optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b1=0.95))
-    optimizer = jaxrec.Optimizer(model, dense_optimizer)
+        # Made on the mesh, since all tables together are larger than a device.
+        model = jaxrec.shard(lambda: make_model(settings), plan, mesh)
+    else:
+        model = make_model(settings)
+    optimizer = jaxrec.Optimizer(model, make_optimizer(settings))
     step, losses, times = compile_step(train_step, model, optimizer), [], []
     for count in range(settings.steps):
         batch = draw_batch(settings, count)

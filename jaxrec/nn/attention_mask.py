@@ -7,7 +7,6 @@ of keys, and the last few keys up to itself. That is the form that tiles and ker
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -159,24 +158,39 @@ def require_counts(name: str, counts: AnyArray | None, lengths: AnyArray) -> Non
         )
 
 
+def require_capacity(name: str, lengths: AnyArray, capacity: int) -> None:
+    """Refuse lengths that are known to be negative, or to sum past an array's elements."""
+    if isinstance(lengths, jax.core.Tracer):
+        return
+    known = np.asarray(lengths)
+    if np.min(known, initial=0) < 0:
+        row = tuple(np.argwhere(known < 0)[0])
+        raise ValueError(f"{name} are 0 or more; row {row[-1]} has {known[row]}")
+    total = int(np.max(known.sum(-1, dtype=np.int64), initial=0))
+    if total > capacity:
+        raise ValueError(
+            f"{name} sum to {total}, more than the {capacity} elements of "
+            f"{'query' if name == 'query_lengths' else 'key and value'}; cut rows, or pack the "
+            "batch with a larger capacity"
+        )
+
+
 def wrong_queries(
     lengths: Int[Array, " rows"],
     query_lengths: Int[Array, " rows"] | None,
     mask: AttentionMask,
-    capacity: int,
-) -> Bool[Array, " {capacity}"] | None:
-    """Return the queries of rows with more targets or queries than tokens; None: not checked."""
-    wrong = [
-        (counts < 0) | (counts > lengths)
-        for counts in (mask.num_targets, query_lengths)
-        if counts is not None
-    ]
-    if not wrong:
-        return None
-    rows = segment_ids(
-        complete_cumsum(lengths if query_lengths is None else query_lengths), capacity
-    )
-    return take(functools.reduce(jnp.logical_or, wrong), rows, fill_value=False)
+    *,
+    queries: int,
+    keys: int,
+) -> Bool[Array, " {queries}"]:
+    """Return the queries of rows that do not fit the arrays or have too many targets or queries."""
+    starts = complete_cumsum(lengths if query_lengths is None else query_lengths)
+    key_starts = complete_cumsum(lengths)
+    wrong = (key_starts[1:] > keys) | (starts[1:] > queries)
+    for counts in (mask.num_targets, query_lengths):
+        if counts is not None:
+            wrong |= (counts < 0) | (counts > lengths)
+    return take(jnp.asarray(wrong), segment_ids(starts, queries), fill_value=False)
 
 
 def key_intervals(

@@ -74,8 +74,10 @@ class HSTUBlock(nnx.Module):
     ):
         types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.num_heads = num_heads
-        self.qk_dim = dim // num_heads if qk_dim is None else qk_dim
-        self.value_dim = dim // num_heads if value_dim is None else value_dim
+        # 0 heads are refused below, with the other sizes.
+        columns = dim // num_heads if num_heads else 0
+        self.qk_dim = columns if qk_dim is None else qk_dim
+        self.value_dim = columns if value_dim is None else value_dim
         if min(num_heads, self.qk_dim, self.value_dim, max_length) < 1:
             raise ValueError(
                 f"an HSTU block's sizes are 1 or more; got num_heads={num_heads}, qk_dim="

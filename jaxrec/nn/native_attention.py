@@ -1,4 +1,4 @@
-"""Pointwise attention by native kernels where it is trained on a CPU, else by tiles of XLA."""
+"""Pointwise attention by native kernels on a CPU, else by tiles of XLA."""
 
 from __future__ import annotations
 
@@ -49,9 +49,8 @@ def attend(
     key: Array,
     value: Array,
 ) -> Array:
-    """Compute ``tiled(plan, bias, query, key, value)``, and its gradients by native kernels."""
-    # Forward passes alone stay in XLA, so that exported programs call nothing native.
-    return tiled(plan, bias, query, key, value)
+    """Compute ``tiled(plan, bias, query, key, value)`` and its gradients by native kernels."""
+    return _output(tiled, alpha, plan, bias, query, key, value)
 
 
 def _forward(tiled: Attend, alpha: float, plan: TilePlan, *arrays: Any) -> tuple[Array, Any]:

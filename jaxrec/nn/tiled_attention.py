@@ -12,7 +12,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Int32, Real
 
 from jaxrec.nn import native_attention
-from jaxrec.nn.attention_mask import AttentionMask, make_mask, require_counts, wrong_queries
+from jaxrec.nn.attention_mask import (
+    AttentionMask,
+    make_mask,
+    require_capacity,
+    require_counts,
+    wrong_queries,
+)
+from jaxrec.nn.isolation import isolate
 from jaxrec.nn.jagged_tiles import (
     TilePlan,
     Tiles,
@@ -69,10 +76,11 @@ def jagged_attention(
         ``[capacity, heads, value_dim]`` of the type of ``value``; zeros at padding. Sums are taken
         in float32 or wider. Memory is linear in ``capacity``, work in the sum of squared lengths.
         `jax.grad` and `jax.hessian` differentiate it; `jax.jvp` and `jax.linearize` alone raise a
-        TypeError.
+        TypeError. Rows that do not fit, and numbers that are not finite, as in `hstu_attention`.
 
     Raises:
-        ValueError: Shapes, or the mask's arguments, contradict each other or ``lengths``.
+        ValueError: Shapes, or the mask's arguments, contradict each other or ``lengths``; or
+            ``lengths`` sum past the capacity.
 
     Example:
         >>> import jax.numpy as jnp
@@ -100,7 +108,15 @@ def jagged_attention(
 def _attend(
     plan: TilePlan, _: Any, query: Array, key: Array, value: Array, *, scale: float
 ) -> Array:
-    (q, k, v), dtype = _blocks(plan, query, key, value), value.dtype
+    softmax = functools.partial(_softmax, scale=scale)
+    return isolate(softmax, plan, (), query, key, value).astype(value.dtype)
+
+
+def _softmax(
+    plan: TilePlan, _: Any, query: Array, key: Array, value: Array, *, scale: float
+) -> Array:
+    """Return the weighted mean over keys, ``[queries, heads, value_dim]``, in float32 or wider."""
+    q, k, v = _blocks(plan, query, key, value)
     # The maxima take a pass of their own. Everything else is then a plain sum over tiles, whose
     # derivative needs one tile at a time. A running maximum, as in FlashAttention, would have to be
     # differentiated through.
@@ -108,7 +124,7 @@ def _attend(
     tile = functools.partial(_softmax_tile, scale=scale)
     # The shift cancels in the quotient, so the result and its gradient are exact for any shift.
     weighted, total = sum_tiles(tile, plan, (), (q, shift), (k, v))
-    return _flat(plan, weighted / jnp.where(total > 0, total, 1)[..., None], query).astype(dtype)
+    return _flat(plan, weighted / jnp.where(total > 0, total, 1)[..., None], query)
 
 
 def _scores(q: Array, k: Array, scale: float) -> Array:
@@ -211,12 +227,13 @@ def hstu_attention(
         ``[capacity, heads, value_dim]`` of the type of ``value``; zeros at padding. Memory is
         linear in ``capacity``, work in the number of pairs that the mask shows. `jax.grad` and
         `jax.hessian` differentiate it; `jax.jvp` and `jax.linearize` alone raise a TypeError. Under
-        jit a row with more targets or queries than elements becomes NaN.
+        jit a row becomes NaN if it has more targets or queries than elements, or exceeds the
+        capacity. NaN and infinity in an element reach its own row alone.
 
     Raises:
         ValueError: Only one of ``time_bias`` and ``timestamps`` is given; shapes, or the mask's
-            arguments, contradict each other or ``lengths``; or ``scale`` is neither a number nor
-            one for each query.
+            arguments, contradict each other or ``lengths``; ``lengths`` sum past the capacity; or
+            ``scale`` is neither a number nor one for each query.
 
     Example:
         >>> import jax.numpy as jnp
@@ -293,6 +310,13 @@ def _sum_pointwise(
     alpha: float, plan: TilePlan, biases: Any, query: Array, key: Array, value: Array
 ) -> Array:
     """Return the sum over keys, ``[queries, heads, value_dim]``, in float32 or wider."""
+    pointwise = functools.partial(_pointwise, alpha=alpha)
+    return isolate(pointwise, plan, biases, query, key, value)
+
+
+def _pointwise(
+    plan: TilePlan, biases: Any, query: Array, key: Array, value: Array, *, alpha: float
+) -> Array:
     q, k, v = _blocks(plan, query, key, value)
     tile = functools.partial(_hstu_tile, alpha=alpha)
     return _flat(plan, sum_tiles(tile, plan, biases, q, (k, v)), query)
@@ -372,9 +396,12 @@ def _tiled(
             f"{query.shape[-3]} queries and {key.shape[-3]} keys: queries that are only the last "
             "elements of rows need query_lengths"
         )
+    queries, heads, _ = query.shape[-3:]
+    require_capacity("lengths", lengths, key.shape[-3])
     require_counts("num_targets", mask.num_targets, lengths)
     require_counts("query_lengths", query_lengths, lengths)
-    queries, heads, _ = query.shape[-3:]
+    if query_lengths is not None:
+        require_capacity("query_lengths", query_lengths, queries)
     plan_of = functools.partial(
         plan_tiles,
         queries=queries,
@@ -382,7 +409,7 @@ def _tiled(
         block=max(1, min(block_size, queries)),
         heads=heads,
     )
-    wrong_of = functools.partial(wrong_queries, capacity=queries)
+    wrong_of = functools.partial(wrong_queries, queries=queries, keys=key.shape[-3])
 
     def call(lengths: Array, query_lengths: Any, mask: Any, times: Any, *arrays: Any) -> Array:
         facts = (lengths, query_lengths, mask)
@@ -390,7 +417,7 @@ def _tiled(
         plan = (plan_of if is_batch else jax.vmap(plan_of))(*facts, times)
         out = over_devices(attend, plan, *arrays)
         is_wrong = (wrong_of if is_batch else jax.vmap(wrong_of))(*facts)
-        return out if is_wrong is None else jnp.where(is_wrong[..., None, None], jnp.nan, out)
+        return jnp.where(is_wrong[..., None, None], jnp.nan, out)
 
     facts = (lengths, query_lengths, mask, times, shared, query, key, value, *of_queries)
     return on_auto_axes(call, *jax.tree.map(jnp.asarray, facts))
@@ -414,6 +441,8 @@ def _require_shapes(
             f"{(*devices, 'elements', 'heads', 'columns')}; got {shapes}"
         )
     (*_, heads, dim), (*_, capacity, _, _), _ = shapes
+    if not heads:
+        raise ValueError(f"query, key and value have 1 head or more; got shapes {shapes}")
     if shapes[1][-2:] != (heads, dim) or shapes[2][-3:-1] != (capacity, heads):
         raise ValueError(
             "query, key and value have equal heads, query and key equal columns, and key and value "

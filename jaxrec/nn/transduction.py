@@ -201,8 +201,10 @@ class TransductionUnit(nnx.Module):
     ):
         types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.num_heads = num_heads
-        self.qk_dim = dim // num_heads if qk_dim is None else qk_dim
-        self.value_dim = dim // num_heads if value_dim is None else value_dim
+        # 0 heads are refused below, with the other sizes.
+        columns = dim // num_heads if num_heads else 0
+        self.qk_dim = columns if qk_dim is None else qk_dim
+        self.value_dim = columns if value_dim is None else value_dim
         sizes = (num_heads, self.qk_dim, self.value_dim, 1 if max_length is None else max_length)
         if min(sizes) < 1 or min(contextual_length, max_attention_length) < 0:
             raise ValueError(

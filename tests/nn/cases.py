@@ -85,7 +85,7 @@ def ranker(rngs, **types):
         ),
         [nn.Task("click", bit=1), nn.Task("like", bit=2)],
         dim=6,
-        num_layers=2,
+        num_layers=1,  # `TransductionStack` has a case of its own, with two
         num_heads=2,
         max_length=10,
         action_bits=(1, 2),

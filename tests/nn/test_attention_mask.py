@@ -124,6 +124,45 @@ def test_rows_with_too_many_tokens_become_nan_under_jit(name):
     assert np.isnan(out[first:]).all()
 
 
+CAPACITIES = {
+    "rows": ({}, [2, 4], "lengths sum to 6, more than the 5 elements of key and value"),
+    "queries": (
+        {"query_lengths": np.array([3, 3], np.int32)},
+        [3, 3],
+        "query_lengths sum to 6, more than the 5 elements of query",
+    ),
+    "negative": ({}, [2, -1], "lengths are 0 or more; row 1 has -1"),
+    "one of two devices": ({}, [[2, 3], [5, 1]], "lengths sum to 6"),
+}
+
+
+@pytest.mark.parametrize("attend", [hstu_attention, jagged_attention])
+@pytest.mark.parametrize("name", CAPACITIES)
+def test_rows_beyond_the_capacity_are_refused(name, attend):
+    arguments, lengths, message = CAPACITIES[name]
+    devices = (2,) if name == "one of two devices" else ()
+    query = jnp.ones((*devices, 5, 1, 2))
+    key = jnp.ones((*devices, 6, 1, 2)) if arguments else query
+    with pytest.raises(ValueError, match=message):
+        attend(query, key, key, jnp.array(lengths), **arguments)
+
+
+def test_rows_beyond_the_capacity_become_nan_under_jit():
+    ones = jnp.ones((5, 1, 2))
+    attend = jax.jit(hstu_attention)
+    out = attend(ones, ones, ones, jnp.array([2, 4]))
+    assert np.isfinite(out[:2]).all()
+    assert np.isnan(out[2:]).all()
+    assert np.isfinite(attend(ones, ones, ones, jnp.array([2, 3]))).all()
+    # The queries fit, but not the keys that they see.
+    out = jax.jit(lambda lengths: hstu_attention(ones[:3], ones, ones, lengths,
+                                                 query_lengths=jnp.array([2, 1])))(
+        jnp.array([2, 4])
+    )  # fmt: skip
+    assert np.isfinite(out[:2]).all()
+    assert np.isnan(out[2:]).all()
+
+
 ONES = jnp.ones((5, 2, 2))
 TIMED = {"time_bias": jnp.ones((3, 2)), "timestamps": jnp.arange(5)}
 SHAPES = {
@@ -131,6 +170,7 @@ SHAPES = {
     "a head of keys": ((ONES, ONES[:, :1], ONES), {}, "equal heads"),
     "a head of values": ((ONES, ONES, ONES[:, :1]), {}, "equal heads"),
     "narrow keys": ((ONES, ONES[..., :1], ONES), {}, "equal columns"),
+    "0 heads": ((ONES[:, :0],) * 3, {}, "have 1 head or more"),
     "no heads": ((ONES[:, 0], ONES[:, 0], ONES[:, 0]), {}, "have 3 axes"),
     "fewer times": ((ONES,) * 3, TIMED | {"timestamps": jnp.arange(4)}, "^timestamps has a time"),
     "fewer times of queries": (

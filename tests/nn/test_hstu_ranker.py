@@ -261,10 +261,57 @@ def test_windows():
         assert (moved > 1e-4) == is_seen, place
 
 
+# -- training on several devices -------------------------------------------------------------------
+
+ROWS = rankers.lists(LENGTHS * 2, TARGETS * 2)
+# Capacities of a device that hold any two rows, so that all orders have one program.
+CAPACITIES = {key: 8 if key.startswith("c_") or key == "user" else 40 for key in ROWS}
+PLAN = {"item": jaxrec.mesh.row_wise(), "user": jaxrec.mesh.table_wise(device=3)}
+# Equal optimizers share compiled programs.
+SGD = optax.sgd(0.1)
+
+
+@nnx.jit
+def train_step(model, optimizer, batch):
+    (loss, _), gradients = jaxrec.value_and_grad(lambda m: m.loss(batch), has_aux=True)(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def train(model, batches):
+    """The losses of some steps, and the tables after them."""
+    model.train()
+    optimizer = jaxrec.Optimizer(model, SGD)
+    losses = [float(train_step(model, optimizer, batch)) for batch in batches]
+    return losses, tables_of(model)
+
+
+def tables_of(model):
+    return [np.asarray(model.embeddings.table(t.name)) for t in model.embeddings.configs]
+
+
+def ordered(order):
+    return {key: [lists[row] for row in order] for key, lists in ROWS.items()}
+
+
+def sharded(rows, **options):
+    """A model over eight devices, and a batch of all rows there."""
+    mesh = jax.make_mesh((8,), ("data",))
+    plan = jaxrec.plan.ShardingPlan.from_dict(PLAN)
+    model = jaxrec.shard(rankers.small(**options), plan, mesh)
+    host = jaxrec.KeyedJaggedArray.from_lists(rows)
+    return model, jaxrec.mesh.shard_batch(host, mesh, capacities=CAPACITIES)
+
+
+ONE = {key: 32 if capacity == 8 else 120 for key, capacity in CAPACITIES.items()}
+ONE_LAYER = {"num_layers": 1}
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="plain"),
+        pytest.param(ONE_LAYER, id="one_layer"),
+        pytest.param({}, id="two_layers", marks=pytest.mark.slow),
         pytest.param(
             {"max_length": None, "form": "interleaved", "truncation": (1, 4)},
             id="interleaved_truncated",
@@ -274,30 +321,54 @@ def test_windows():
 )
 def test_eight_devices_equal_one(options):
     """Tables cut by rows and by columns; steps of both optimizers, to 1e-6."""
-    lengths, targets = LENGTHS * 2, TARGETS * 2
-    rows = rankers.lists(lengths, targets)
-    host = jaxrec.KeyedJaggedArray.from_lists(rows)
-
-    @nnx.jit
-    def train_step(model, optimizer, batch):
-        (loss, _), gradients = jaxrec.value_and_grad(lambda m: m.loss(batch), has_aux=True)(model)
-        optimizer.update(model, gradients)
-        return loss
-
-    def train(model, batch):
-        model.train()
-        optimizer = jaxrec.Optimizer(model, optax.sgd(0.1))
-        losses = [float(train_step(model, optimizer, batch)) for _ in range(3)]
-        tables = [np.asarray(model.embeddings.table(t.name)) for t in model.embeddings.configs]
-        return losses, tables
-
-    mesh = jax.make_mesh((8,), ("data",))
-    plan = {"item": jaxrec.mesh.row_wise(), "user": jaxrec.mesh.table_wise(device=3)}
-    sharded = jaxrec.shard(rankers.small(**options), jaxrec.plan.ShardingPlan.from_dict(plan), mesh)
-    expected = train(rankers.small(**options), jax.device_put(host))
-    found = train(sharded, jaxrec.mesh.shard_batch(host, mesh))
+    expected = train(rankers.small(**options), [rankers.pack(ROWS, **ONE)] * 3)
+    model, batch = sharded(ROWS, **options)
+    found = train(model, [batch] * 3)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-6, atol=1e-6)
     close(found[1], expected[1], rtol=1e-6, atol=1e-6)
+
+
+def test_balanced_devices_change_no_number():
+    """Rows dealt to eight devices by their work, and the same rows as they come."""
+    lengths = np.add(LENGTHS * 2, TARGETS * 2)
+    work = jaxrec.data.sequence_work(lengths, attention_dim=16, dense_flops=1000)
+    order = jaxrec.data.balanced_order(work, 8)[0].ravel()
+    assert order.tolist() != list(range(16))
+    results = []
+    for rows in (ROWS, ordered(order)):
+        model, batch = sharded(rows, **ONE_LAYER)
+        results.append(train(model, [batch] * 2))
+    close(*results, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        # Random numbers go on where they were.
+        pytest.param(
+            {"dropout_rate": 0.3, "input_dropout_rate": 0.2}, id="dropout", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_resumed_training_equals_to_the_bit(tmp_path, options):
+    batches = [rankers.pack(ordered(np.roll(range(16), step)), **ONE) for step in range(4)]
+
+    def make():
+        model = rankers.small(**ONE_LAYER, **options)
+        model.train()
+        return model, jaxrec.Optimizer(model, SGD)
+
+    model, optimizer = make()
+    losses = [train_step(model, optimizer, batch) for batch in batches[:2]]
+    jaxrec.train.checkpoint.save(tmp_path, model, optimizer)
+    losses += [train_step(model, optimizer, batch) for batch in batches[2:]]
+    again, its_optimizer = make()
+    jaxrec.train.checkpoint.restore(again, tmp_path, its_optimizer)
+    resumed = [train_step(again, its_optimizer, batch) for batch in batches[2:]]
+    assert [float(x) for x in resumed] == [float(x) for x in losses[2:]]
+    for found, expected in zip(tables_of(again), tables_of(model), strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -326,6 +397,7 @@ def test_features_of_a_side_have_one_length():
         ({"output": "mean"}, "'l2', 'layer_norm' or 'time'"),
         ({"form": "both"}, "'sum' or 'interleaved'"),
         ({"max_length": 0}, "max_length=0"),
+        ({"num_heads": 0}, "num_heads=0"),
     ],
 )
 def test_options_that_do_not_fit(options, message):

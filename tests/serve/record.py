@@ -5,10 +5,13 @@
 They were recorded with the oldest supported JAX, and call each function of the native library that
 exported programs may call, in its first version. They are never written again: a change that they
 do not survive needs a new version of the function (`EXPORTED_VERSIONS`) and new recordings beside.
+So the command only writes those that are missing.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import pathlib
 
 import jax
@@ -19,6 +22,7 @@ import jaxrec
 
 RECORDED = pathlib.Path(__file__).parent / "recorded"
 DTYPES = ("float32", "int8")
+ATTENTION = "attention"
 
 
 class Ranker(nnx.Module):
@@ -53,19 +57,46 @@ def make_batch(samples: int) -> tuple[np.ndarray, jaxrec.KeyedJaggedArray]:
     return rng.standard_normal((samples, 2)).astype(np.float32), features
 
 
+class SequenceRanker(nnx.Module):
+    """A layer of a ranker over a sequence, which is attention with a bias."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        items = jaxrec.EmbeddingConfig("item", 20, 8, initializer=nnx.initializers.normal(1.0))
+        self.sequence = jaxrec.EmbeddingCollection([items], rngs=rngs)
+        self.block = jaxrec.nn.HSTUBlock(8, 2, max_length=4, rngs=rngs)
+
+    def __call__(self, features):
+        items = self.sequence(features)["item"]
+        states = self.block(items.values, items.lengths)
+        return dataclasses.replace(items, values=states).to_padded_dense(4).sum(axis=(1, 2))
+
+
+def make_sequences(samples: int) -> tuple[jaxrec.KeyedJaggedArray]:
+    rng = np.random.default_rng(samples)
+    lists = [rng.integers(0, 20, rng.integers(0, 5)).tolist() for _ in range(samples)]
+    return (jaxrec.KeyedJaggedArray.from_lists({"item": lists}),)
+
+
 def main() -> None:
     model = Ranker(nnx.Rngs(0))
-    for dtype in DTYPES:
-        served = jaxrec.serve.quantize(model, dtype=dtype) if dtype != "float32" else model
+    quantized = functools.partial(jaxrec.serve.quantize, model)
+    served = {
+        dtype: (model if dtype == "float32" else quantized(dtype=dtype), make_batch)
+        for dtype in DTYPES
+    }
+    served[ATTENTION] = (SequenceRanker(nnx.Rngs(0)), make_sequences)
+    for name, (each, batch_of) in served.items():
+        if (RECORDED / name).exists():
+            continue
         jaxrec.serve.export(
-            served,
-            RECORDED / dtype,
-            example=make_batch(50),
+            each,
+            RECORDED / name,
+            example=batch_of(50),
             batch_sizes=(1, 8),
             ids_per_sample=4,
             platforms=("cpu",),
         )
-        np.save(RECORDED / f"{dtype}.npy", np.asarray(served(*make_batch(20))))
+        np.save(RECORDED / f"{name}.npy", np.asarray(each(*batch_of(20))))
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ EXPORTED_VERSIONS = {
     "row_lookup": 1,
     "packed_pooled_lookup": 1,
     "packed_row_lookup": 1,
+    "attention": 1,
 }
 
 

@@ -22,7 +22,7 @@ from jaxrec.serve.artifact.manifest import FORMAT
 from tests.fuzz import max_examples
 from tests.serve.artifact.edited import write_manifest
 from tests.serve.models import dlrm, features
-from tests.serve.record import DTYPES, RECORDED, make_batch
+from tests.serve.record import ATTENTION, DTYPES, RECORDED, make_batch, make_sequences
 
 pytestmark = pytest.mark.jax_version
 
@@ -33,23 +33,24 @@ def recorded(tmp_path) -> pathlib.Path:
     return pathlib.Path(shutil.copytree(RECORDED / "int8", tmp_path / "model"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_recordings_have_the_scores_of_their_time(dtype):
-    served = load(RECORDED / dtype)
+@pytest.mark.parametrize("name", [*DTYPES, ATTENTION])
+def test_recordings_have_the_scores_of_their_time(name):
+    served = load(RECORDED / name)
     assert served.manifest.jax == "0.10.2"  # the oldest that is supported
     assert served.batch_sizes == (1, 8)
-    expected = np.load(RECORDED / f"{dtype}.npy")
-    np.testing.assert_allclose(served.predict(*make_batch(20)), expected, rtol=1e-5, atol=1e-5)
+    expected = np.load(RECORDED / f"{name}.npy")
+    batch = make_sequences(20) if name == ATTENTION else make_batch(20)
+    np.testing.assert_allclose(served.predict(*batch), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_recordings_call_the_first_version_of_each_exported_target():
     called = {
         target
-        for dtype in DTYPES
-        for program in load(RECORDED / dtype).manifest.programs
+        for name in (*DTYPES, ATTENTION)
+        for program in load(RECORDED / name).manifest.programs
         for target in program.targets
     }
-    primitives = ("pooled_lookup", "flatten_bags", "row_lookup")
+    primitives = ("pooled_lookup", "flatten_bags", "row_lookup", "attention")
     packed = ("packed_pooled_lookup", "packed_row_lookup")
     assert called == {f"jaxrec.{name}.v1" for name in (*primitives, *packed)}
 
