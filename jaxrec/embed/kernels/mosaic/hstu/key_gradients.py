@@ -1,0 +1,257 @@
+"""The gradients of the keys and values of HSTU attention, by warpgroup matrix products.
+
+A program has keys of a head, and visits the blocks of 64 queries that meet them. Each key's sums
+belong to one program, so that nothing is added in memory, and every run gives the same bits.
+
+Up to 128 columns a program has 128 keys, and each of two warpgroups both gradients of 64. Of wider
+heads a thread cannot hold two sums: a program then has 64 keys, and one warpgroup has the gradient
+of the values, the other that of the keys. Both compute the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
+
+from jaxrec.embed.kernels.mosaic.hstu import blocks
+from jaxrec.embed.kernels.mosaic.hstu.blocks import PART, TILE, Ranges
+from jaxrec.embed.kernels.mosaic.hstu.tiles import (
+    COLUMNS,
+    COMPUTING,
+    COPYING,
+    WARPGROUPS,
+    Buffers,
+    Edge,
+    Turns,
+    add_product,
+    buffers,
+    buffers_that_fit,
+    hidden,
+    launch,
+    places,
+    products,
+    read_ranges,
+    seen,
+    silu,
+    silu_and_slope,
+    unless,
+)
+
+SHAPE = (PART, PART)  # keys and queries of a product
+
+
+def key_gradients(
+    query: Float[Array, "queries heads dim"],
+    key: Float[Array, "keys heads dim"],
+    value: Float[Array, "keys heads value_dim"],
+    gradient: Float[Array, "queries heads value_dim"],
+    ranges: Ranges,
+    num_queries: Int32[Array, ""],
+    *,
+    alpha: float,
+    scale: float,
+    interpret: bool,
+) -> tuple[Float[Array, "keys heads dim"], Float[Array, "keys heads value_dim"]]:
+    """Return the gradients of keys and values, given that of `output`."""
+    (keys, heads, dim), value_dim, dtype = key.shape, value.shape[2], key.dtype
+    is_shared = max(dim, value_dim) > 128
+    size = PART if is_shared else TILE  # keys of a program
+    meets = blocks.meetings(ranges, keys, queries=PART, keys=size)
+    inputs = [
+        query,
+        key,
+        value,
+        gradient,
+        blocks.edge(query, num_queries, PART),
+        blocks.edge(gradient, num_queries, PART),
+        ranges,
+        blocks.stretches(meets.T),
+        blocks.common(ranges, PART),
+        num_queries[None],
+    ]
+    bytes_each = dtype.itemsize * (dim + value_dim)
+    count = buffers_that_fit(size * bytes_each, PART * bytes_each)
+    parts = size // PART
+    scratch = [
+        plgpu.SMEM((parts, PART, dim), dtype),
+        plgpu.SMEM((parts, PART, value_dim), dtype),
+        plgpu.Barrier(num_barriers=parts),
+        plgpu.Barrier(num_barriers=parts),
+        *buffers(count, PART, dim, dtype),
+        *buffers(count, PART, value_dim, dtype),
+        plgpu.Barrier(num_arrivals=WARPGROUPS),
+        *([plgpu.SMEM((2, WARPGROUPS, *SHAPE), dtype)] if interpret else []),
+    ]
+
+    def body(*refs: Any) -> None:
+        (q, k, v, dout, q_edge, dout_edge, ranges, stretches, common, total, dk, dv, *memory) = refs
+        k_memory, v_memory, k_there, v_there, *rest = memory
+        q_buffers, dout_buffers = Buffers(*rest[:3], count), Buffers(*rest[3:6], count)
+        head, tile, warpgroup = places()
+        turns = Turns.of(stretches, tile)
+
+        def copy_keys(part: Array, slot: Any) -> None:
+            rows = pl.ds(part * PART, PART), head
+            plgpu.copy_gmem_to_smem(k.at[rows], k_memory.at[slot], k_there.at[slot])
+            plgpu.copy_gmem_to_smem(v.at[rows], v_memory.at[slot], v_there.at[slot])
+
+        def store(sums: Array, factor: float, memory: Any, out: Any, part: Array) -> None:
+            memory[...] = (sums * factor).astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(memory, out.at[pl.ds(part * PART, PART), head])
+
+        def visit(part: Array, step: Callable[[Array, Array, Callable[..., Any]], None]) -> None:
+            """Call ``step(turn, mask)`` for each block of queries."""
+            first_key = part * PART
+
+            def facts(turn: Array) -> tuple[Array, Array]:
+                # Past the last turn there may be no block.
+                block = jnp.clip(turns.block(turn), 0, common.shape[0] - 1)
+                return common[block, 0], common[block, 1]
+
+            def one(turn: Array, facts_now: tuple[Array, Array]) -> tuple[Array, Array]:
+                # Those of the next turn are on their way during this one.
+                following = facts(turn + 1)
+                first, last = facts_now
+                is_whole = (first <= first_key) & (first_key + PART <= last + 1)
+                start = turns.block(turn) * PART
+
+                def mask(*arrays: Array) -> Any:
+                    def hide(*arrays: Array) -> Any:
+                        ends = read_ranges(ranges, start, COLUMNS)
+                        is_seen = seen(ends, first_key, SHAPE, 1)
+                        result = tuple(hidden(is_seen, each) for each in arrays)
+                        return result if len(result) > 1 else result[0]
+
+                    return unless(is_whole, hide, *arrays)
+
+                step(turn, mask)
+                return following
+
+            jax.lax.fori_loop(0, turns.count, one, facts(jnp.int32(0)))
+
+        def staged(index: int) -> Any:
+            return rest[7].at[index, warpgroup] if interpret else None
+
+        def both(keys: Any, values: Any, part: Array) -> tuple[Array, Array]:
+            def attend(key_sums: Any, value_sums: Any) -> tuple[Array, Array]:
+                def step(turn: Array, mask: Callable[..., Any]) -> None:
+                    queries, gradients = q_buffers.wait(turn), dout_buffers.wait(turn)
+                    scores, of_weights = products((keys, queries), (values, gradients))
+                    weights, slope = silu_and_slope(scores, alpha)
+                    weights, of_scores = mask(weights, slope * of_weights)
+                    add_product(value_sums, weights.astype(dtype), gradients, staged(0))
+                    add_product(key_sums, of_scores.astype(dtype), queries, staged(1))
+                    plgpu.wgmma_wait(0)
+                    q_buffers.release(turn)
+                    dout_buffers.release(turn)
+
+                visit(part, step)
+                return key_sums[...], value_sums[...]
+
+            return pl.run_scoped(
+                attend,
+                plgpu.ACC((PART, dim), jnp.float32),
+                plgpu.ACC((PART, value_dim), jnp.float32),
+            )
+
+        def of_values(keys: Any, part: Array) -> Array:
+            def attend(sums: Any) -> Array:
+                def step(turn: Array, mask: Callable[..., Any]) -> None:
+                    queries = q_buffers.wait(turn)
+                    (scores,) = products((keys, queries))
+                    q_buffers.release(turn)
+                    weights = mask(silu(scores, alpha)).astype(dtype)
+                    gradients = dout_buffers.wait(turn)
+                    add_product(sums, weights, gradients, staged(0))
+                    plgpu.wgmma_wait(0)
+                    dout_buffers.release(turn)
+
+                visit(part, step)
+                return sums[...]
+
+            return pl.run_scoped(attend, plgpu.ACC((PART, value_dim), jnp.float32))
+
+        def of_keys(keys: Any, values: Any, part: Array) -> Array:
+            def attend(sums: Any) -> Array:
+                def step(turn: Array, mask: Callable[..., Any]) -> None:
+                    queries, gradients = q_buffers.wait(turn), dout_buffers.wait(turn)
+                    scores, of_weights = products((keys, queries), (values, gradients))
+                    dout_buffers.release(turn)
+                    of_scores = silu_and_slope(scores, alpha)[1] * of_weights
+                    of_scores = mask(of_scores).astype(dtype)
+                    add_product(sums, of_scores, queries, staged(0))
+                    plgpu.wgmma_wait(0)
+                    q_buffers.release(turn)
+
+                visit(part, step)
+                return sums[...]
+
+            return pl.run_scoped(attend, plgpu.ACC((PART, dim), jnp.float32))
+
+        def compute_separately() -> None:
+            part = tile * WARPGROUPS + warpgroup
+            copy_keys(part, warpgroup)
+            keys, values = k_memory.at[warpgroup], v_memory.at[warpgroup]
+            plgpu.barrier_wait(k_there.at[warpgroup])
+            plgpu.barrier_wait(v_there.at[warpgroup])
+            key_sums, value_sums = both(keys, values, part)
+            store(key_sums, alpha * scale, keys, dk, part)
+            store(value_sums, scale, values, dv, part)
+            plgpu.wait_smem_to_gmem(0)
+
+        def compute_together() -> None:
+            # The results take the place of the keys and values, which both warpgroups read.
+            def wait_for_both() -> None:
+                plgpu.barrier_arrive(rest[6])
+                plgpu.barrier_wait(rest[6])
+
+            keys, values = k_memory.at[0], v_memory.at[0]
+            plgpu.barrier_wait(k_there.at[0])
+            plgpu.barrier_wait(v_there.at[0])
+
+            @pl.when(warpgroup == 0)
+            def _values() -> None:
+                sums = of_values(keys, tile)
+                wait_for_both()
+                store(sums, scale, values, dv, tile)
+
+            @pl.when(warpgroup == 1)
+            def _keys() -> None:
+                sums = of_keys(keys, values, tile)
+                wait_for_both()
+                store(sums, alpha * scale, keys, dk, tile)
+
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup < WARPGROUPS)
+        def _compute() -> None:
+            plgpu.set_max_registers(COMPUTING, action="increase")
+            (compute_together if is_shared else compute_separately)()
+
+        @pl.when(warpgroup == WARPGROUPS)
+        def _copy() -> None:
+            plgpu.set_max_registers(COPYING, action="decrease")
+            if is_shared:
+                copy_keys(tile, 0)
+            edge = jax.lax.div(total[0], jnp.int32(PART))
+
+            def step(turn: Array, _: Any) -> tuple[()]:
+                block = turns.block(turn)
+                q_buffers.fill(turn, block, head, q, Edge(q_edge, edge))
+                dout_buffers.fill(turn, block, head, dout, Edge(dout_edge, edge))
+                return ()
+
+            jax.lax.fori_loop(0, turns.count, step, ())
+
+    forms = [jax.ShapeDtypeStruct(each.shape, dtype) for each in (key, value)]
+    of_key, of_value = launch(
+        body, "hstu_key_gradients", inputs, forms, scratch, (heads, keys // size), interpret
+    )
+    return of_key, of_value

@@ -1,0 +1,151 @@
+"""The gradient of the queries of HSTU attention, by warpgroup matrix products.
+
+A program has 128 queries of a head, as in `output`, and computes the scores again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
+
+from jaxrec.embed.kernels.mosaic.hstu import blocks
+from jaxrec.embed.kernels.mosaic.hstu.blocks import PART, TILE, Ranges
+from jaxrec.embed.kernels.mosaic.hstu.tiles import (
+    COMPUTING,
+    COPYING,
+    ROWS,
+    WARPGROUPS,
+    Buffers,
+    Edge,
+    Turns,
+    add_product,
+    buffers,
+    buffers_that_fit,
+    hidden,
+    launch,
+    places,
+    products,
+    read_ranges,
+    seen,
+    silu_and_slope,
+    unless,
+)
+
+
+def query_gradients(
+    query: Float[Array, "queries heads dim"],
+    key: Float[Array, "keys heads dim"],
+    value: Float[Array, "keys heads value_dim"],
+    gradient: Float[Array, "queries heads value_dim"],
+    ranges: Ranges,
+    num_keys: Int32[Array, ""],
+    *,
+    alpha: float,
+    scale: float,
+    interpret: bool,
+) -> Float[Array, "queries heads dim"]:
+    """Return the gradient of the queries, given that of `output`."""
+    (queries, heads, dim), value_dim, dtype = query.shape, value.shape[2], query.dtype
+    # Of 256 columns 64 keys would need more registers than there are.
+    size = PART if max(dim, value_dim) <= 128 else PART // 2
+    meets = blocks.meetings(ranges, key.shape[0], queries=TILE, keys=size)
+    inputs = [
+        query,
+        key,
+        value,
+        gradient,
+        blocks.edge(key, num_keys, size),
+        ranges,
+        blocks.stretches(meets),
+        blocks.common(ranges, PART),
+        num_keys[None],
+    ]
+    bytes_each = dtype.itemsize * (dim + value_dim)
+    count = buffers_that_fit(TILE * bytes_each, size * bytes_each)
+    scratch = [
+        plgpu.SMEM((WARPGROUPS, PART, dim), dtype),
+        plgpu.SMEM((WARPGROUPS, PART, value_dim), dtype),
+        plgpu.Barrier(num_barriers=WARPGROUPS),
+        plgpu.Barrier(num_barriers=WARPGROUPS),
+        *buffers(count, size, dim, dtype),
+        *buffers(count, size, value_dim, dtype),
+        *([plgpu.SMEM((WARPGROUPS, PART, size), dtype)] if interpret else []),
+    ]
+
+    def body(*refs: Any) -> None:
+        q, k, v, dout, k_edge, ranges, stretches, common, total, out, *memory = refs
+        q_memory, dout_memory, q_there, dout_there, *rest = memory
+        k_buffers, v_buffers = Buffers(*rest[:3], count), Buffers(*rest[3:6], count)
+        stage = rest[6] if interpret else None
+        head, tile, warpgroup = places()
+        turns = Turns.of(stretches, tile)
+
+        @pl.when(warpgroup < WARPGROUPS)
+        def _compute() -> None:
+            plgpu.set_max_registers(COMPUTING, action="increase")
+            part = tile * WARPGROUPS + warpgroup
+            rows = pl.ds(part * PART, PART), head
+            own_q, own_dout = q_memory.at[warpgroup], dout_memory.at[warpgroup]
+            plgpu.copy_gmem_to_smem(q.at[rows], own_q, q_there.at[warpgroup])
+            plgpu.copy_gmem_to_smem(dout.at[rows], own_dout, dout_there.at[warpgroup])
+            ends = read_ranges(ranges, part * PART, ROWS)
+            first_common, last_common = common[part, 0], common[part, 1]
+            plgpu.barrier_wait(q_there.at[warpgroup])
+            plgpu.barrier_wait(dout_there.at[warpgroup])
+
+            def attend(total: Any) -> Array:
+                def step(turn: Array, _: Any) -> tuple[()]:
+                    first_key = turns.block(turn) * size
+                    keys, values = k_buffers.wait(turn), v_buffers.wait(turn)
+                    scores, of_weights = products((own_q, keys), (own_dout, values))
+                    v_buffers.release(turn)
+                    of_scores = silu_and_slope(scores, alpha)[1] * of_weights
+                    is_whole = (first_common <= first_key) & (first_key + size <= last_common + 1)
+
+                    def mask(of_scores: Array) -> Array:
+                        return hidden(seen(ends, first_key, of_scores.shape, 0), of_scores)
+
+                    of_scores = unless(is_whole, mask, of_scores).astype(dtype)
+                    of_part = None if stage is None else stage.at[warpgroup]
+                    add_product(total, of_scores, keys, of_part)
+                    plgpu.wgmma_wait(0)
+                    k_buffers.release(turn)
+                    return ()
+
+                jax.lax.fori_loop(0, turns.count, step, ())
+                return total[...]
+
+            sums = pl.run_scoped(attend, plgpu.ACC((PART, dim), jnp.float32))
+            own_q[...] = (sums * (alpha * scale)).astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(own_q, out.at[rows])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == WARPGROUPS)
+        def _copy() -> None:
+            plgpu.set_max_registers(COPYING, action="decrease")
+            edge = Edge(k_edge, jax.lax.div(total[0], jnp.int32(size)))
+
+            def step(turn: Array, _: Any) -> tuple[()]:
+                block = turns.block(turn)
+                k_buffers.fill(turn, block, head, k, edge)
+                v_buffers.fill(turn, block, head, v, None)
+                return ()
+
+            jax.lax.fori_loop(0, turns.count, step, ())
+
+    (result,) = launch(
+        body,
+        "hstu_query_gradients",
+        inputs,
+        [jax.ShapeDtypeStruct(query.shape, dtype)],
+        scratch,
+        (heads, queries // TILE),
+        interpret,
+    )
+    return result
