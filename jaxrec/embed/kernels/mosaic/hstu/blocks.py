@@ -16,7 +16,6 @@ Ranges = Int32[Array, "ends queries"]
 
 PART = 64  # queries or keys of a warpgroup: the rows of one matrix product
 TILE = 2 * PART  # of a program, which computes with two warpgroups
-NUM_STRETCHES = 3
 
 _NOWHERE = np.iinfo(np.int32).max
 
@@ -58,18 +57,15 @@ def meetings(
     return result | reached(*group, own) if group else result
 
 
-def stretches(
-    meets: Bool[Array, "rows blocks"],
-) -> Int32[Array, "rows 6"]:
-    """Return the blocks that meet each row as three stretches of consecutive blocks.
+def stretches(meets: Bool[Array, "rows blocks"]) -> Int32[Array, "rows 7"]:
+    """Return the blocks that meet each row as up to three stretches of consecutive blocks.
 
     A mask shows a key to at most three stretches of queries: context, the queries of a window, and
     the end of the row. Where there are more, the middle stretch has all of them and what lies
     between.
 
     Returns:
-        Three pairs ``(shift, end)``: turns before ``end``, from the last pair's on, visit block
-        ``turn + shift``.
+        The number of stretches, then three pairs ``(begin, end)``, of which that many count.
     """
     count = meets.shape[1]
     block = jnp.arange(count, dtype=jnp.int32)
@@ -80,21 +76,17 @@ def stretches(
     def after_last(is_one: Array) -> Array:
         return jnp.where(is_one, block + 1, 0).max(1, initial=0, keepdims=True)
 
-    start, final_end = first(meets), after_last(meets)
-    end = first(~meets & (block > start))
-    final_start = jnp.maximum(after_last(~meets & (block < final_end)), end)
-    middle_start = jnp.minimum(first(meets & (block >= end)), final_start)
-    middle_end = jnp.maximum(after_last(meets & (block < final_start)), middle_start)
-    result, turns = [], jnp.zeros_like(start)
-    for begin, stop in (
-        (start, end),
-        (middle_start, middle_end),
-        (final_start, final_end),
-    ):
-        result.append(begin - turns)
-        turns = turns + jnp.maximum(stop - begin, 0)
-        result.append(turns)
-    return jnp.concatenate(result, axis=1)
+    begin, last_end = first(meets), after_last(meets)
+    end = first(~meets & (block > begin))
+    rest = meets & (block >= end)
+    last_begin = after_last(~meets & (block < last_end))
+    middle = rest & (block < last_begin)
+    has_middle, has_last = (each.any(1, keepdims=True) for each in (middle, rest))
+    second_begin = jnp.where(has_middle, first(middle), last_begin)
+    second_end = jnp.where(has_middle, after_last(middle), last_end)
+    number = sum(each.astype(jnp.int32) for each in (begin < count, has_last, has_middle))
+    ends = begin, end, second_begin, second_end, last_begin, last_end
+    return jnp.concatenate([number, *ends], axis=1)
 
 
 def common(ranges: Ranges, queries: int) -> Int32[Array, "blocks 2"]:

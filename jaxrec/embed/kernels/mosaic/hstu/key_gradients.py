@@ -27,11 +27,10 @@ from jaxrec.embed.kernels.mosaic.hstu.tiles import (
     COPYING,
     WARPGROUPS,
     Buffers,
-    Edge,
-    Turns,
+    Source,
     add_product,
-    buffers,
     buffers_that_fit,
+    each_block,
     hidden,
     launch,
     places,
@@ -81,25 +80,22 @@ def key_gradients(
     scratch = [
         plgpu.SMEM((parts, PART, dim), dtype),
         plgpu.SMEM((parts, PART, value_dim), dtype),
-        plgpu.Barrier(num_barriers=parts),
-        plgpu.Barrier(num_barriers=parts),
-        *buffers(count, PART, dim, dtype),
-        *buffers(count, PART, value_dim, dtype),
+        plgpu.Barrier(num_arrivals=2, num_barriers=parts),
+        *Buffers.scratch(count, PART, [dim, value_dim], dtype),
         plgpu.Barrier(num_arrivals=WARPGROUPS),
         *([plgpu.SMEM((2, WARPGROUPS, *SHAPE), dtype)] if interpret else []),
     ]
 
     def body(*refs: Any) -> None:
         (q, k, v, dout, q_edge, dout_edge, ranges, stretches, common, total, dk, dv, *memory) = refs
-        k_memory, v_memory, k_there, v_there, *rest = memory
-        q_buffers, dout_buffers = Buffers(*rest[:3], count), Buffers(*rest[3:6], count)
+        k_memory, v_memory, is_there, *rest = memory
+        buffers = Buffers(count, *rest[:2], rest[2:4])
         head, tile, warpgroup = places()
-        turns = Turns.of(stretches, tile)
 
         def copy_keys(part: Array, slot: Any) -> None:
             rows = pl.ds(part * PART, PART), head
-            plgpu.copy_gmem_to_smem(k.at[rows], k_memory.at[slot], k_there.at[slot])
-            plgpu.copy_gmem_to_smem(v.at[rows], v_memory.at[slot], v_there.at[slot])
+            for source, memory in ((k, k_memory), (v, v_memory)):
+                plgpu.copy_gmem_to_smem(source.at[rows], memory.at[slot], is_there.at[slot])
 
         def store(sums: Array, factor: float, memory: Any, out: Any, part: Array) -> None:
             memory[...] = (sums * factor).astype(dtype)
@@ -110,17 +106,14 @@ def key_gradients(
             """Call ``step(turn, mask)`` for each block of queries."""
             first_key = part * PART
 
-            def facts(turn: Array) -> tuple[Array, Array]:
-                # Past the last turn there may be no block.
-                block = jnp.clip(turns.block(turn), 0, common.shape[0] - 1)
+            def facts(block: Array) -> tuple[Array, Array]:
+                # Behind the last block there is none.
+                block = jnp.minimum(block, common.shape[0] - 1)
                 return common[block, 0], common[block, 1]
 
-            def one(turn: Array, facts_now: tuple[Array, Array]) -> tuple[Array, Array]:
-                # Those of the next turn are on their way during this one.
-                following = facts(turn + 1)
-                first, last = facts_now
+            def one(turn: Array, block: Array, first: Array, last: Array) -> None:
                 is_whole = (first <= first_key) & (first_key + PART <= last + 1)
-                start = turns.block(turn) * PART
+                start = block * PART
 
                 def mask(*arrays: Array) -> Any:
                     def hide(*arrays: Array) -> Any:
@@ -132,25 +125,24 @@ def key_gradients(
                     return unless(is_whole, hide, *arrays)
 
                 step(turn, mask)
-                return following
 
-            jax.lax.fori_loop(0, turns.count, one, facts(jnp.int32(0)))
+            each_block(stretches, tile, one, facts)
 
         def staged(index: int) -> Any:
-            return rest[7].at[index, warpgroup] if interpret else None
+            return rest[5].at[index, warpgroup] if interpret else None
 
         def both(keys: Any, values: Any, part: Array) -> tuple[Array, Array]:
             def attend(key_sums: Any, value_sums: Any) -> tuple[Array, Array]:
                 def step(turn: Array, mask: Callable[..., Any]) -> None:
-                    queries, gradients = q_buffers.wait(turn), dout_buffers.wait(turn)
+                    queries, gradients = buffers.wait(turn)
                     scores, of_weights = products((keys, queries), (values, gradients))
                     weights, slope = silu_and_slope(scores, alpha)
-                    weights, of_scores = mask(weights, slope * of_weights)
-                    add_product(value_sums, weights.astype(dtype), gradients, staged(0))
-                    add_product(key_sums, of_scores.astype(dtype), queries, staged(1))
+                    of_scores = (slope * of_weights).astype(dtype)
+                    weights, of_scores = mask(weights.astype(dtype), of_scores)
+                    add_product(value_sums, weights, gradients, staged(0))
+                    add_product(key_sums, of_scores, queries, staged(1))
                     plgpu.wgmma_wait(0)
-                    q_buffers.release(turn)
-                    dout_buffers.release(turn)
+                    buffers.release(turn)
 
                 visit(part, step)
                 return key_sums[...], value_sums[...]
@@ -164,14 +156,12 @@ def key_gradients(
         def of_values(keys: Any, part: Array) -> Array:
             def attend(sums: Any) -> Array:
                 def step(turn: Array, mask: Callable[..., Any]) -> None:
-                    queries = q_buffers.wait(turn)
+                    queries, gradients = buffers.wait(turn)
                     (scores,) = products((keys, queries))
-                    q_buffers.release(turn)
                     weights = mask(silu(scores, alpha)).astype(dtype)
-                    gradients = dout_buffers.wait(turn)
                     add_product(sums, weights, gradients, staged(0))
                     plgpu.wgmma_wait(0)
-                    dout_buffers.release(turn)
+                    buffers.release(turn)
 
                 visit(part, step)
                 return sums[...]
@@ -181,14 +171,13 @@ def key_gradients(
         def of_keys(keys: Any, values: Any, part: Array) -> Array:
             def attend(sums: Any) -> Array:
                 def step(turn: Array, mask: Callable[..., Any]) -> None:
-                    queries, gradients = q_buffers.wait(turn), dout_buffers.wait(turn)
+                    queries, gradients = buffers.wait(turn)
                     scores, of_weights = products((keys, queries), (values, gradients))
-                    dout_buffers.release(turn)
                     of_scores = silu_and_slope(scores, alpha)[1] * of_weights
                     of_scores = mask(of_scores).astype(dtype)
                     add_product(sums, of_scores, queries, staged(0))
                     plgpu.wgmma_wait(0)
-                    q_buffers.release(turn)
+                    buffers.release(turn)
 
                 visit(part, step)
                 return sums[...]
@@ -199,8 +188,7 @@ def key_gradients(
             part = tile * WARPGROUPS + warpgroup
             copy_keys(part, warpgroup)
             keys, values = k_memory.at[warpgroup], v_memory.at[warpgroup]
-            plgpu.barrier_wait(k_there.at[warpgroup])
-            plgpu.barrier_wait(v_there.at[warpgroup])
+            plgpu.barrier_wait(is_there.at[warpgroup])
             key_sums, value_sums = both(keys, values, part)
             store(key_sums, alpha * scale, keys, dk, part)
             store(value_sums, scale, values, dv, part)
@@ -209,12 +197,11 @@ def key_gradients(
         def compute_together() -> None:
             # The results take the place of the keys and values, which both warpgroups read.
             def wait_for_both() -> None:
-                plgpu.barrier_arrive(rest[6])
-                plgpu.barrier_wait(rest[6])
+                plgpu.barrier_arrive(rest[4])
+                plgpu.barrier_wait(rest[4])
 
             keys, values = k_memory.at[0], v_memory.at[0]
-            plgpu.barrier_wait(k_there.at[0])
-            plgpu.barrier_wait(v_there.at[0])
+            plgpu.barrier_wait(is_there.at[0])
 
             @pl.when(warpgroup == 0)
             def _values() -> None:
@@ -242,13 +229,12 @@ def key_gradients(
                 copy_keys(tile, 0)
             edge = jax.lax.div(total[0], jnp.int32(PART))
 
-            def step(turn: Array, _: Any) -> tuple[()]:
-                block = turns.block(turn)
-                q_buffers.fill(turn, block, head, q, Edge(q_edge, edge))
-                dout_buffers.fill(turn, block, head, dout, Edge(dout_edge, edge))
-                return ()
+            def step(turn: Array, block: Array) -> None:
+                buffers.fill(
+                    turn, block, head, Source(q, q_edge, edge), Source(dout, dout_edge, edge)
+                )
 
-            jax.lax.fori_loop(0, turns.count, step, ())
+            each_block(stretches, tile, step)
 
     forms = [jax.ShapeDtypeStruct(each.shape, dtype) for each in (key, value)]
     of_key, of_value = launch(

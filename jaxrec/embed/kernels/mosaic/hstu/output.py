@@ -22,11 +22,10 @@ from jaxrec.embed.kernels.mosaic.hstu.tiles import (
     ROWS,
     WARPGROUPS,
     Buffers,
-    Edge,
-    Turns,
+    Source,
     add_product,
-    buffers,
     buffers_that_fit,
+    each_block,
     hidden,
     launch,
     places,
@@ -70,8 +69,8 @@ def output(
         plgpu.SMEM((WARPGROUPS, PART, value_dim), dtype) if value_dim != dim else None,
         plgpu.Barrier(num_barriers=WARPGROUPS),
         plgpu.Barrier(num_arrivals=WARPGROUPS),
-        *buffers(count, size, dim, dtype),
-        *buffers(count, size, value_dim, dtype),
+        *Buffers.scratch(count, size, [dim], dtype),
+        *Buffers.scratch(count, size, [value_dim], dtype),
         plgpu.SMEM((WARPGROUPS, PART, size), dtype) if interpret else None,
     ]
     has_memory = [each is not None for each in scratch]
@@ -82,10 +81,10 @@ def output(
         q_memory, out_memory, q_there, tensor_cores, *rest = (
             next(memory) if each else None for each in has_memory
         )
-        k_buffers, v_buffers = Buffers(*rest[:3], count), Buffers(*rest[3:6], count)
+        k_buffers = Buffers(count, *rest[:2], rest[2:3])
+        v_buffers = Buffers(count, *rest[3:5], rest[5:6])
         stage = rest[6]
         head, tile, warpgroup = places()
-        turns = Turns.of(stretches, tile)
 
         @pl.when(warpgroup < WARPGROUPS)
         def _compute() -> None:
@@ -104,9 +103,10 @@ def output(
                 plgpu.barrier_wait(tensor_cores)
 
             def attend(total: Any) -> Array:
-                def step(turn: Array, _: Any) -> tuple[()]:
-                    first_key = turns.block(turn) * size
-                    (scores,) = products((own, k_buffers.wait(turn)), then=swap)
+                def step(turn: Array, block: Array) -> None:
+                    first_key = block * size
+                    (keys,) = k_buffers.wait(turn)
+                    (scores,) = products((own, keys), then=swap)
                     k_buffers.release(turn)
                     weights = silu(scores, alpha)
                     is_whole = (first_common <= first_key) & (first_key + size <= last_common + 1)
@@ -116,15 +116,14 @@ def output(
 
                     weights = unless(is_whole, mask, weights).astype(dtype)
                     plgpu.barrier_arrive(tensor_cores)
-                    values = v_buffers.wait(turn)
+                    (values,) = v_buffers.wait(turn)
                     plgpu.barrier_wait(tensor_cores)
                     of_part = None if stage is None else stage.at[warpgroup]
                     add_product(total, weights, values, of_part)
                     plgpu.wgmma_wait(0)
                     v_buffers.release(turn)
-                    return ()
 
-                jax.lax.fori_loop(0, turns.count, step, ())
+                each_block(stretches, tile, step)
                 return total[...]
 
             pl.when(warpgroup == 1)(swap)
@@ -139,15 +138,13 @@ def output(
         @pl.when(warpgroup == WARPGROUPS)
         def _copy() -> None:
             plgpu.set_max_registers(COPYING, action="decrease")
-            edge = Edge(v_edge, jax.lax.div(total[0], jnp.int32(size)))
+            values = Source(v, v_edge, jax.lax.div(total[0], jnp.int32(size)))
 
-            def step(turn: Array, _: Any) -> tuple[()]:
-                block = turns.block(turn)
-                k_buffers.fill(turn, block, head, k, None)
-                v_buffers.fill(turn, block, head, v, edge)
-                return ()
+            def step(turn: Array, block: Array) -> None:
+                k_buffers.fill(turn, block, head, Source(k))
+                v_buffers.fill(turn, block, head, values)
 
-            jax.lax.fori_loop(0, turns.count, step, ())
+            each_block(stretches, tile, step)
 
     form = jax.ShapeDtypeStruct((queries, heads, value_dim), dtype)
     (result,) = launch(

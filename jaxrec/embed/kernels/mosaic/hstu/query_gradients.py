@@ -21,11 +21,10 @@ from jaxrec.embed.kernels.mosaic.hstu.tiles import (
     ROWS,
     WARPGROUPS,
     Buffers,
-    Edge,
-    Turns,
+    Source,
     add_product,
-    buffers,
     buffers_that_fit,
+    each_block,
     hidden,
     launch,
     places,
@@ -70,20 +69,17 @@ def query_gradients(
     scratch = [
         plgpu.SMEM((WARPGROUPS, PART, dim), dtype),
         plgpu.SMEM((WARPGROUPS, PART, value_dim), dtype),
-        plgpu.Barrier(num_barriers=WARPGROUPS),
-        plgpu.Barrier(num_barriers=WARPGROUPS),
-        *buffers(count, size, dim, dtype),
-        *buffers(count, size, value_dim, dtype),
+        plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
+        *Buffers.scratch(count, size, [dim, value_dim], dtype),
         *([plgpu.SMEM((WARPGROUPS, PART, size), dtype)] if interpret else []),
     ]
 
     def body(*refs: Any) -> None:
         q, k, v, dout, k_edge, ranges, stretches, common, total, out, *memory = refs
-        q_memory, dout_memory, q_there, dout_there, *rest = memory
-        k_buffers, v_buffers = Buffers(*rest[:3], count), Buffers(*rest[3:6], count)
-        stage = rest[6] if interpret else None
+        q_memory, dout_memory, is_there, *rest = memory
+        buffers = Buffers(count, *rest[:2], rest[2:4])
+        stage = rest[4] if interpret else None
         head, tile, warpgroup = places()
-        turns = Turns.of(stretches, tile)
 
         @pl.when(warpgroup < WARPGROUPS)
         def _compute() -> None:
@@ -91,19 +87,17 @@ def query_gradients(
             part = tile * WARPGROUPS + warpgroup
             rows = pl.ds(part * PART, PART), head
             own_q, own_dout = q_memory.at[warpgroup], dout_memory.at[warpgroup]
-            plgpu.copy_gmem_to_smem(q.at[rows], own_q, q_there.at[warpgroup])
-            plgpu.copy_gmem_to_smem(dout.at[rows], own_dout, dout_there.at[warpgroup])
+            for source, memory in ((q, own_q), (dout, own_dout)):
+                plgpu.copy_gmem_to_smem(source.at[rows], memory, is_there.at[warpgroup])
             ends = read_ranges(ranges, part * PART, ROWS)
             first_common, last_common = common[part, 0], common[part, 1]
-            plgpu.barrier_wait(q_there.at[warpgroup])
-            plgpu.barrier_wait(dout_there.at[warpgroup])
+            plgpu.barrier_wait(is_there.at[warpgroup])
 
             def attend(total: Any) -> Array:
-                def step(turn: Array, _: Any) -> tuple[()]:
-                    first_key = turns.block(turn) * size
-                    keys, values = k_buffers.wait(turn), v_buffers.wait(turn)
+                def step(turn: Array, block: Array) -> None:
+                    first_key = block * size
+                    keys, values = buffers.wait(turn)
                     scores, of_weights = products((own_q, keys), (own_dout, values))
-                    v_buffers.release(turn)
                     of_scores = silu_and_slope(scores, alpha)[1] * of_weights
                     is_whole = (first_common <= first_key) & (first_key + size <= last_common + 1)
 
@@ -114,10 +108,9 @@ def query_gradients(
                     of_part = None if stage is None else stage.at[warpgroup]
                     add_product(total, of_scores, keys, of_part)
                     plgpu.wgmma_wait(0)
-                    k_buffers.release(turn)
-                    return ()
+                    buffers.release(turn)
 
-                jax.lax.fori_loop(0, turns.count, step, ())
+                each_block(stretches, tile, step)
                 return total[...]
 
             sums = pl.run_scoped(attend, plgpu.ACC((PART, dim), jnp.float32))
@@ -129,15 +122,12 @@ def query_gradients(
         @pl.when(warpgroup == WARPGROUPS)
         def _copy() -> None:
             plgpu.set_max_registers(COPYING, action="decrease")
-            edge = Edge(k_edge, jax.lax.div(total[0], jnp.int32(size)))
+            keys = Source(k, k_edge, jax.lax.div(total[0], jnp.int32(size)))
 
-            def step(turn: Array, _: Any) -> tuple[()]:
-                block = turns.block(turn)
-                k_buffers.fill(turn, block, head, k, edge)
-                v_buffers.fill(turn, block, head, v, None)
-                return ()
+            def step(turn: Array, block: Array) -> None:
+                buffers.fill(turn, block, head, keys, Source(v))
 
-            jax.lax.fori_loop(0, turns.count, step, ())
+            each_block(stretches, tile, step)
 
     (result,) = launch(
         body,

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxrec.embed.kernels.mosaic.hstu.blocks import NUM_STRETCHES, PART
+from jaxrec.embed.kernels.mosaic.hstu.blocks import PART
 
 WARPGROUPS = 2  # that compute
 # Axes of the grid, and of the warpgroups. Users' meshes have axes of other names.
@@ -29,82 +29,106 @@ COMPUTING, COPYING = 240, 24
 SHARED_MEMORY = 220 * 1024  # bytes that a program's arrays may take on a Hopper card
 
 
+def each_block(
+    stretches: Any,
+    program: Array,
+    step: Callable[..., None],
+    facts: Callable[[Array], tuple[Array, ...]] = lambda _: (),
+) -> None:
+    """Call ``step(turn, block, *facts(block))`` for each block that a program visits, in order.
+
+    Turns count from 0.
+    """
+
+    def stretch(number: Array, turn: Array) -> Array:
+        begin, end = (stretches[program, 2 * number + i] for i in (1, 2))
+
+        def visit(block: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            turn, *now = carry
+            # Those of the next block are on their way during this turn.
+            following = facts(block + 1)
+            step(turn, block, *now)
+            return turn + 1, *following
+
+        return jax.lax.fori_loop(begin, end, visit, (turn, *facts(begin)))[0]
+
+    jax.lax.fori_loop(0, stretches[program, 0], stretch, jnp.int32(0))
+
+
 @dataclasses.dataclass(frozen=True)
-class Turns:
-    """The turns of a program's loop, from its row of `stretches`."""
+class Source:
+    """An array whose blocks are copied.
 
-    shifts: tuple[Array, ...]
-    ends: tuple[Array, ...]
+    Attributes:
+        array: The array.
+        edge: Its block that is half padding, with zeros at the padding; see `blocks.edge`. None:
+            padding does not matter.
+        edge_block: Index of that block.
+    """
 
-    @classmethod
-    def of(cls, stretches: Any, program: Array) -> Turns:
-        numbers = [stretches[program, i] for i in range(2 * NUM_STRETCHES)]
-        return cls(tuple(numbers[::2]), tuple(numbers[1::2]))
+    array: Any
+    edge: Any = None
+    edge_block: Any = None
 
-    @property
-    def count(self) -> Array:
-        return self.ends[-1]
+    def copy(self, block: Array, head: Array, target: Any, barrier: Any) -> None:
+        """Start to copy a block into shared memory."""
 
-    def block(self, turn: Array) -> Array:
-        """Return the block that a turn visits."""
-        *earlier, shift = self.shifts
-        for each, end in reversed(list(zip(earlier, self.ends[:-1], strict=True))):
-            shift = jnp.where(turn < end, each, shift)
-        return turn + shift
+        def copy(part: Any) -> None:
+            plgpu.copy_gmem_to_smem(part, target, barrier)
+
+        size = target.shape[0]
+        whole = self.array.at[pl.ds(block * size, size), head]
+        if self.edge is None:
+            copy(whole)
+            return
+        is_edge = block == self.edge_block
+        pl.when(is_edge)(lambda: copy(self.edge.at[:, head]))
+        pl.when(jnp.logical_not(is_edge))(lambda: copy(whole))
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """Buffers of one array's blocks in shared memory, which a turn takes one after the other."""
+    """Buffers in shared memory for blocks of one or more arrays, which turns use in rotation.
 
-    memory: Any
-    full: Any  # a barrier each: the block is there
-    free: Any  # the computing warpgroups have read it
+    Attributes:
+        count: Number of buffers.
+        full: A barrier for each: the blocks are there.
+        free: A barrier for each: both warpgroups have read the blocks.
+        memory: For each array its blocks, ``[count, size, dim]``.
+    """
+
     count: int
+    full: Any
+    free: Any
+    memory: tuple[Any, ...]
+
+    @staticmethod
+    def scratch(count: int, size: int, dims: Sequence[int], dtype: Any) -> list[Any]:
+        """Return the scratch types of `full`, `free` and `memory`."""
+        return [
+            plgpu.Barrier(num_arrivals=len(dims), num_barriers=count),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=count),
+            *(plgpu.SMEM((count, size, dim), dtype) for dim in dims),
+        ]
 
     def slot(self, turn: Array) -> Array:
         return jax.lax.rem(turn, jnp.int32(self.count))
 
-    def wait(self, turn: Array) -> Any:
-        """Return a turn's block as soon as it is there."""
-        plgpu.barrier_wait(self.full.at[self.slot(turn)])
-        return self.memory.at[self.slot(turn)]
+    def wait(self, turn: Array) -> list[Any]:
+        """Return a turn's blocks as soon as they are there."""
+        slot = self.slot(turn)
+        plgpu.barrier_wait(self.full.at[slot])
+        return [each.at[slot] for each in self.memory]
 
     def release(self, turn: Array) -> None:
         plgpu.barrier_arrive(self.free.at[self.slot(turn)])
 
-    def fill(self, turn: Array, block: Array, head: Array, source: Any, edge: Edge | None) -> None:
-        """Copy a block of ``source`` for a turn, once its buffer is free."""
-        slot, size = self.slot(turn), self.memory.shape[1]
+    def fill(self, turn: Array, block: Array, head: Array, *sources: Source) -> None:
+        """Start to copy a turn's blocks, once their buffer is free."""
+        slot = self.slot(turn)
         pl.when(turn >= self.count)(lambda: plgpu.barrier_wait(self.free.at[slot]))
-
-        def copy(part: Any) -> None:
-            plgpu.copy_gmem_to_smem(part, self.memory.at[slot], self.full.at[slot])
-
-        whole = source.at[pl.ds(block * size, size), head]
-        if edge is None:
-            copy(whole)
-        else:
-            is_edge = block == edge.block
-            pl.when(is_edge)(lambda: copy(edge.memory.at[:, head]))
-            pl.when(jnp.logical_not(is_edge))(lambda: copy(whole))
-
-
-@dataclasses.dataclass(frozen=True)
-class Edge:
-    """The block that is half padding, without its padding's numbers; see `blocks.edge`."""
-
-    memory: Any
-    block: Array
-
-
-def buffers(count: int, size: int, dim: int, dtype: Any) -> tuple[Any, Any, Any]:
-    """Return the scratch memory of `Buffers`."""
-    return (
-        plgpu.SMEM((count, size, dim), dtype),
-        plgpu.Barrier(num_barriers=count),
-        plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=count),
-    )
+        for source, memory in zip(sources, self.memory, strict=True):
+            source.copy(block, head, memory.at[slot], self.full.at[slot])
 
 
 def buffers_that_fit(used: int, each: int) -> int:
@@ -190,7 +214,7 @@ def unless(is_whole: Array, mask: Callable[..., Any], *arrays: Array) -> Any:
 
 def hidden(mask: Array, values: Array) -> Array:
     """Return the values where the mask is true, and zeros, also for what is NaN."""
-    return jnp.where(mask, values, 0.0)
+    return jnp.where(mask, values, jnp.zeros((), values.dtype))
 
 
 def launch(
