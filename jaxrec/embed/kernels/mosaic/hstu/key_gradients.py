@@ -31,6 +31,7 @@ from jaxrec.embed.kernels.mosaic.hstu.tiles import (
     add_product,
     buffers_that_fit,
     each_block,
+    each_turn,
     hidden,
     launch,
     places,
@@ -135,11 +136,12 @@ def key_gradients(
             def attend(key_sums: Any, value_sums: Any) -> tuple[Array, Array]:
                 def step(turn: Array, mask: Callable[..., Any]) -> None:
                     queries, gradients = buffers.wait(turn)
-                    scores, of_weights = products((keys, queries), (values, gradients))
+                    (scores,) = products((keys, queries))
                     weights, slope = silu_and_slope(scores, alpha)
-                    of_scores = (slope * of_weights).astype(dtype)
-                    weights, of_scores = mask(weights.astype(dtype), of_scores)
+                    weights, slope = mask(weights.astype(dtype), slope)
                     add_product(value_sums, weights, gradients, staged(0))
+                    (of_weights,) = products((values, gradients))
+                    of_scores = (slope * of_weights).astype(dtype)
                     add_product(key_sums, of_scores, queries, staged(1))
                     plgpu.wgmma_wait(0)
                     buffers.release(turn)
@@ -168,13 +170,16 @@ def key_gradients(
 
             return pl.run_scoped(attend, plgpu.ACC((PART, value_dim), jnp.float32))
 
-        def of_keys(keys: Any, values: Any, part: Array) -> Array:
+        def of_keys(part: Array) -> Array:
             def attend(sums: Any) -> Array:
                 def step(turn: Array, mask: Callable[..., Any]) -> None:
                     queries, gradients = buffers.wait(turn)
-                    scores, of_weights = products((keys, queries), (values, gradients))
+                    slot = each_turn(jnp.int32(0), turn)
+                    scores, of_weights = products(
+                        (k_memory.at[slot], queries), (v_memory.at[slot], gradients)
+                    )
                     of_scores = silu_and_slope(scores, alpha)[1] * of_weights
-                    of_scores = mask(of_scores).astype(dtype)
+                    of_scores = mask(of_scores.astype(dtype))
                     add_product(sums, of_scores, queries, staged(0))
                     plgpu.wgmma_wait(0)
                     buffers.release(turn)
@@ -211,7 +216,7 @@ def key_gradients(
 
             @pl.when(warpgroup == 1)
             def _keys() -> None:
-                sums = of_keys(keys, values, tile)
+                sums = of_keys(tile)
                 wait_for_both()
                 store(sums, alpha * scale, keys, dk, tile)
 

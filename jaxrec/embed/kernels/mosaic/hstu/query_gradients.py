@@ -25,6 +25,7 @@ from jaxrec.embed.kernels.mosaic.hstu.tiles import (
     add_product,
     buffers_that_fit,
     each_block,
+    each_turn,
     hidden,
     launch,
     places,
@@ -50,8 +51,7 @@ def query_gradients(
 ) -> Float[Array, "queries heads dim"]:
     """Return the gradient of the queries, given that of `output`."""
     (queries, heads, dim), value_dim, dtype = query.shape, value.shape[2], query.dtype
-    # Of 256 columns 64 keys would need more registers than there are.
-    size = PART if max(dim, value_dim) <= 128 else PART // 2
+    size = PART  # keys of a block
     meets = blocks.meetings(ranges, key.shape[0], queries=TILE, keys=size)
     inputs = [
         query,
@@ -66,19 +66,24 @@ def query_gradients(
     ]
     bytes_each = dtype.itemsize * (dim + value_dim)
     count = buffers_that_fit(TILE * bytes_each, size * bytes_each)
+    # Keys are read last and values first, so that one buffer of values delays less than one of
+    # keys.
+    key_count, value_count = max(count, 2), count
     scratch = [
         plgpu.SMEM((WARPGROUPS, PART, dim), dtype),
         plgpu.SMEM((WARPGROUPS, PART, value_dim), dtype),
         plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
-        *Buffers.scratch(count, size, [dim, value_dim], dtype),
+        *Buffers.scratch(key_count, size, [dim], dtype),
+        *Buffers.scratch(value_count, size, [value_dim], dtype),
         *([plgpu.SMEM((WARPGROUPS, PART, size), dtype)] if interpret else []),
     ]
 
     def body(*refs: Any) -> None:
         q, k, v, dout, k_edge, ranges, stretches, common, total, out, *memory = refs
         q_memory, dout_memory, is_there, *rest = memory
-        buffers = Buffers(count, *rest[:2], rest[2:4])
-        stage = rest[4] if interpret else None
+        k_buffers = Buffers(key_count, *rest[:2], rest[2:3])
+        v_buffers = Buffers(value_count, *rest[3:5], rest[5:6])
+        stage = rest[6] if interpret else None
         head, tile, warpgroup = places()
 
         @pl.when(warpgroup < WARPGROUPS)
@@ -96,19 +101,24 @@ def query_gradients(
             def attend(total: Any) -> Array:
                 def step(turn: Array, block: Array) -> None:
                     first_key = block * size
-                    keys, values = buffers.wait(turn)
-                    scores, of_weights = products((own_q, keys), (own_dout, values))
-                    of_scores = silu_and_slope(scores, alpha)[1] * of_weights
+                    (keys,) = k_buffers.wait(turn)
+                    (values,) = v_buffers.wait(turn)
+                    own = each_turn(warpgroup, turn)
+                    scores, of_weights = products(
+                        (q_memory.at[own], keys), (dout_memory.at[own], values)
+                    )
+                    v_buffers.release(turn)
+                    of_scores = (silu_and_slope(scores, alpha)[1] * of_weights).astype(dtype)
                     is_whole = (first_common <= first_key) & (first_key + size <= last_common + 1)
 
                     def mask(of_scores: Array) -> Array:
                         return hidden(seen(ends, first_key, of_scores.shape, 0), of_scores)
 
-                    of_scores = unless(is_whole, mask, of_scores).astype(dtype)
+                    of_scores = unless(is_whole, mask, of_scores)
                     of_part = None if stage is None else stage.at[warpgroup]
                     add_product(total, of_scores, keys, of_part)
                     plgpu.wgmma_wait(0)
-                    buffers.release(turn)
+                    k_buffers.release(turn)
 
                 each_block(stretches, tile, step)
                 return total[...]
@@ -125,7 +135,8 @@ def query_gradients(
             keys = Source(k, k_edge, jax.lax.div(total[0], jnp.int32(size)))
 
             def step(turn: Array, block: Array) -> None:
-                buffers.fill(turn, block, head, keys, Source(v))
+                k_buffers.fill(turn, block, head, keys)
+                v_buffers.fill(turn, block, head, Source(v))
 
             each_block(stretches, tile, step)
 

@@ -26,7 +26,7 @@ ROWS = plgpu.Layout.WGMMA.reduce(1)  # of a vector with a number for each row of
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 # Registers of a thread. A multiprocessor has 65,536, and three warpgroups have 384 threads.
 COMPUTING, COPYING = 240, 24
-SHARED_MEMORY = 220 * 1024  # bytes that a program's arrays may take on a Hopper card
+SHARED_MEMORY = 224 * 1024  # bytes that a program's arrays may take on a Hopper card
 
 
 def each_block(
@@ -53,6 +53,13 @@ def each_block(
         return jax.lax.fori_loop(begin, end, visit, (turn, *facts(begin)))[0]
 
     jax.lax.fori_loop(0, stretches[program, 0], stretch, jnp.int32(0))
+
+
+def each_turn(index: Array, turn: Array) -> Array:
+    """Return the index of memory that is read in every turn."""
+    # The shift is 0, which the compiler does not know. Otherwise it computes the address of each
+    # product's operand before the loop, and holds some dozens of them in registers that are needed.
+    return index + jax.lax.shift_right_logical(turn, 30)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +139,7 @@ class Buffers:
 
 
 def buffers_that_fit(used: int, each: int) -> int:
-    """Return how many sets of buffers of ``each`` bytes fit, two to four, beside ``used`` bytes."""
+    """Return how many sets of buffers of ``each`` bytes fit beside ``used`` bytes, one to four."""
     return int(np.clip((SHARED_MEMORY - used) // each, 1, 4))
 
 
