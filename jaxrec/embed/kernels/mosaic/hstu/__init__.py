@@ -77,7 +77,7 @@ def attention_gradients(
     common: dict[str, Any] = {"alpha": alpha, "scale": scale, "interpret": interpret}
     whole = padded_ranges(ranges)
     of_query = query_gradients(*inputs, whole, offsets[1, -1], **common)
-    of_key, of_value = key_gradients(*inputs, whole, offsets[0, -1], **common)
+    of_key, of_value = key_gradients(*inputs, whole, offsets[:, -1], **common)
     found = ((of_query, query), (of_key, key), (of_value, value))
     of_vectors = (each[: like.shape[0], :, : like.shape[2]] for each, like in found)
     return (*of_vectors, jnp.zeros_like(bias))

@@ -52,13 +52,16 @@ def key_gradients(
     value: Float[Array, "keys heads value_dim"],
     gradient: Float[Array, "queries heads value_dim"],
     ranges: Ranges,
-    num_queries: Int32[Array, ""],
+    numbers: Int32[Array, "2"],
     *,
     alpha: float,
     scale: float,
     interpret: bool,
 ) -> tuple[Float[Array, "keys heads dim"], Float[Array, "keys heads value_dim"]]:
-    """Return the gradients of keys and values, given that of `output`."""
+    """Return the gradients of keys and values, given that of `output`.
+
+    ``numbers`` of queries and of keys are no padding.
+    """
     (keys, heads, dim), value_dim, dtype = key.shape, value.shape[2], key.dtype
     is_shared = max(dim, value_dim) > 128
     size = PART if is_shared else TILE  # keys of a program
@@ -68,12 +71,13 @@ def key_gradients(
         key,
         value,
         gradient,
-        blocks.edge(query, num_queries, PART),
-        blocks.edge(gradient, num_queries, PART),
+        blocks.edge(query, numbers[0], PART),
+        blocks.edge(gradient, numbers[0], PART),
+        blocks.edge(value, numbers[1], PART),
         ranges,
         blocks.stretches(meets.T),
         blocks.common(ranges, PART),
-        num_queries[None],
+        numbers,
     ]
     bytes_each = dtype.itemsize * (dim + value_dim)
     count = buffers_that_fit(size * bytes_each, PART * bytes_each)
@@ -88,15 +92,21 @@ def key_gradients(
     ]
 
     def body(*refs: Any) -> None:
-        (q, k, v, dout, q_edge, dout_edge, ranges, stretches, common, total, dk, dv, *memory) = refs
+        q, k, v, dout, *edges, ranges, stretches, common, totals, dk, dv = refs[:13]
+        memory = refs[13:]
         k_memory, v_memory, is_there, *rest = memory
         buffers = Buffers(count, *rest[:2], rest[2:4])
         head, tile, warpgroup = places()
 
+        def edge_of(index: int) -> Array:
+            return jax.lax.div(totals[index], jnp.int32(PART))
+
         def copy_keys(part: Array, slot: Any) -> None:
-            rows = pl.ds(part * PART, PART), head
-            for source, memory in ((k, k_memory), (v, v_memory)):
-                plgpu.copy_gmem_to_smem(source.at[rows], memory.at[slot], is_there.at[slot])
+            for source, memory in (
+                (Source(k), k_memory),
+                (Source(v, edges[2], edge_of(1)), v_memory),
+            ):
+                source.copy(part, head, memory.at[slot], is_there.at[slot])
 
         def store(sums: Array, factor: float, memory: Any, out: Any, part: Array) -> None:
             memory[...] = (sums * factor).astype(dtype)
@@ -232,12 +242,11 @@ def key_gradients(
             plgpu.set_max_registers(COPYING, action="decrease")
             if is_shared:
                 copy_keys(tile, 0)
-            edge = jax.lax.div(total[0], jnp.int32(PART))
+            queries = Source(q, edges[0], edge_of(0))
+            gradients = Source(dout, edges[1], edge_of(0))
 
             def step(turn: Array, block: Array) -> None:
-                buffers.fill(
-                    turn, block, head, Source(q, q_edge, edge), Source(dout, dout_edge, edge)
-                )
+                buffers.fill(turn, block, head, queries, gradients)
 
             each_block(stretches, tile, step)
 
