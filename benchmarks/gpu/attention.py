@@ -8,8 +8,8 @@ share of the sum of absolute values that make up the number, and whether a secon
 bits. Then, if all checks passed, one for each shape, way and direction: milliseconds (minimum and
 median over rounds), those of the card's kernels, and TFLOP/s by the work that the lengths need:
 four operations for each pair that the mask shows, head and column forward, ten backward. The ways
-are the Mosaic kernels and XLA's tiles. ``--seconds`` ends the run in time: what no longer begins has
-a line that says so. The exit status is 1 if a check or a call failed.
+are the Mosaic kernels and XLA's tiles. ``--seconds`` ends the run in time: what no longer begins
+has a line that says so. The exit status is 1 if a check or a call failed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 CASES = [
     *(Case(name, LENGTHS, 128, mask=tuple(mask.items())) for name, mask in MASKS.items()),
-    *(Case(f"d{dim}", LENGTHS, dim, mask=(("num_targets", TARGETS),)) for dim in (32, 64, 192, 256)),
+    *(
+        Case(f"d{dim}", LENGTHS, dim, mask=(("num_targets", TARGETS),))
+        for dim in (32, 64, 192, 256)
+    ),
     Case("float16", LENGTHS, 128, dtype="float16"),
     Case("float16 d256", LENGTHS, 256, dtype="float16"),
     Case("d64 values of 256", LENGTHS, 64, 256),

@@ -26,7 +26,7 @@ def padded(array: Shaped[Array, "n heads dim"]) -> Shaped[Array, "rows heads col
     return jnp.pad(array, [(0, rows), (0, 0), (0, columns)]) if rows or columns else array
 
 
-def padded_ranges(ranges: Ranges) -> Ranges:
+def padded_ranges(ranges: Ranges) -> Int32[Array, "ends rows"]:
     """Pad the queries to whole tiles; those of padding see no keys."""
     missing = -ranges.shape[1] % TILE
     nothing = np.array([_NOWHERE, -1, -1, _NOWHERE], np.int32)[: len(ranges), None]
@@ -45,7 +45,7 @@ def meetings(
         keys: Keys of a block.
     """
     first, last, own, *group = ranges.reshape(len(ranges), -1, queries)
-    start = keys * jnp.arange(num_keys // keys, dtype=jnp.int32)
+    start = keys * jnp.arange(num_keys // keys, dtype=jnp.int32)[None]
 
     def reached(begin: Array, end: Array) -> Array:
         exists = begin <= end
@@ -68,7 +68,7 @@ def stretches(meets: Bool[Array, "rows blocks"]) -> Int32[Array, "rows 7"]:
         The number of stretches, then three pairs ``(begin, end)``, of which that many count.
     """
     count = meets.shape[1]
-    block = jnp.arange(count, dtype=jnp.int32)
+    block = jnp.arange(count, dtype=jnp.int32)[None]
 
     def first(is_one: Array) -> Array:
         return jnp.where(is_one, block, count).min(1, initial=count, keepdims=True)

@@ -251,4 +251,3 @@ def launch(
 def places() -> tuple[Array, Array, Array]:
     """Return the head, the tile and the warpgroup that a thread computes."""
     return jax.lax.axis_index(HEADS), jax.lax.axis_index(TILES), jax.lax.axis_index(WARPGROUP)
-
