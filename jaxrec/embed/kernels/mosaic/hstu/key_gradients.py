@@ -142,15 +142,16 @@ def key_gradients(
         def staged(index: int) -> Any:
             return rest[5].at[index, warpgroup] if interpret else None
 
-        def both(keys: Any, values: Any, part: Array) -> tuple[Array, Array]:
+        def both(part: Array) -> tuple[Array, Array]:
             def attend(key_sums: Any, value_sums: Any) -> tuple[Array, Array]:
                 def step(turn: Array, mask: Callable[..., Any]) -> None:
                     queries, gradients = buffers.wait(turn)
-                    (scores,) = products((keys, queries))
+                    own = each_turn(warpgroup, turn)
+                    (scores,) = products((k_memory.at[own], queries))
                     weights, slope = silu_and_slope(scores, alpha)
                     weights, slope = mask(weights.astype(dtype), slope)
                     add_product(value_sums, weights, gradients, staged(0))
-                    (of_weights,) = products((values, gradients))
+                    (of_weights,) = products((v_memory.at[own], gradients))
                     of_scores = (slope * of_weights).astype(dtype)
                     add_product(key_sums, of_scores, queries, staged(1))
                     plgpu.wgmma_wait(0)
@@ -165,11 +166,11 @@ def key_gradients(
                 plgpu.ACC((PART, value_dim), jnp.float32),
             )
 
-        def of_values(keys: Any, part: Array) -> Array:
+        def of_values(part: Array) -> Array:
             def attend(sums: Any) -> Array:
                 def step(turn: Array, mask: Callable[..., Any]) -> None:
                     queries, gradients = buffers.wait(turn)
-                    (scores,) = products((keys, queries))
+                    (scores,) = products((k_memory.at[0], queries))
                     weights = mask(silu(scores, alpha)).astype(dtype)
                     add_product(sums, weights, gradients, staged(0))
                     plgpu.wgmma_wait(0)
@@ -204,7 +205,7 @@ def key_gradients(
             copy_keys(part, warpgroup)
             keys, values = k_memory.at[warpgroup], v_memory.at[warpgroup]
             plgpu.barrier_wait(is_there.at[warpgroup])
-            key_sums, value_sums = both(keys, values, part)
+            key_sums, value_sums = both(part)
             store(key_sums, alpha * scale, keys, dk, part)
             store(value_sums, scale, values, dv, part)
             plgpu.wait_smem_to_gmem(0)
@@ -220,7 +221,7 @@ def key_gradients(
 
             @pl.when(warpgroup == 0)
             def _values() -> None:
-                sums = of_values(keys, tile)
+                sums = of_values(tile)
                 wait_for_both()
                 store(sums, scale, values, dv, tile)
 
