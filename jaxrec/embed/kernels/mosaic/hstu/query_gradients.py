@@ -94,7 +94,6 @@ def query_gradients(
             own_q, own_dout = q_memory.at[warpgroup], dout_memory.at[warpgroup]
             for source, memory in ((q, own_q), (dout, own_dout)):
                 plgpu.copy_gmem_to_smem(source.at[rows], memory, is_there.at[warpgroup])
-            ends = read_ranges(ranges, part * PART, ROWS)
             first_common, last_common = common[part, 0], common[part, 1]
             plgpu.barrier_wait(is_there.at[warpgroup])
 
@@ -112,6 +111,8 @@ def query_gradients(
                     is_whole = (first_common <= first_key) & (first_key + size <= last_common + 1)
 
                     def mask(of_scores: Array) -> Array:
+                        # Read here, they take no registers in turns without a mask.
+                        ends = read_ranges(ranges, part * PART, ROWS)
                         return hidden(seen(ends, first_key, of_scores.shape, 0), of_scores)
 
                     of_scores = unless(is_whole, mask, of_scores)
