@@ -8,8 +8,9 @@
 #     kernels   times of lookups and updates
 #     peers     times of FBGEMM and of torch.nn.EmbeddingBag on the same shapes
 #     steps     times of whole training steps: DLRM, DLRM-DCNv2, SASRec; jaxrec, then TorchRec
+#     attention HSTU attention on Hopper cards: checks against float64, then times beside XLA's
 #
-# All parts run if none is named; each ends within four minutes. Every line of results is appended
+# All parts run if none is named; each ends within four minutes, attention within six. Every line of results is appended
 # to $RESULTS as soon as it is there, so that a run which is cut keeps what it has, and parts may run
 # one at a time: the page is made from all lines of the file. What did not begin in time is named.
 # A dry run proves the script on a CPU: few small shapes, kernels interpreted, nothing of it a time.
@@ -38,12 +39,15 @@ if [[ ${1:-} == --dry-run ]]; then
 fi
 python=${PYTHON:-python3}
 peer=${PEER_PYTHON:-$python}
-parts=(check kernels peers steps)
+parts=(check kernels peers steps attention)
 (($#)) && parts=("$@")
 for part in "${parts[@]}"; do
     case $part in
-    check | kernels | peers | steps) ;;
-    *) echo "there is no part '$part'; there are check, kernels, peers and steps" >&2 && exit 2 ;;
+    check | kernels | peers | steps | attention) ;;
+    *)
+        echo "there is no part '$part'; there are check, kernels, peers, steps and attention" >&2
+        exit 2
+        ;;
     esac
 done
 
@@ -144,6 +148,10 @@ steps() {
     else
         echo "-- TorchRec is not here: the head of benchmarks/gpu.sh says how to bring it"
     fi
+}
+
+attention() {
+    limited 350 "$python" -m benchmarks.gpu.attention || status=1
 }
 
 for part in "${parts[@]}"; do

@@ -58,6 +58,12 @@ TESTED_BY = {
         "embed/kernels/triton/sorted_lookups",
         "embed/kernels/triton/tile",
     ),
+    "embed/kernels/mosaic/hstu/test_kernels": (
+        "embed/kernels/mosaic/hstu/key_gradients",
+        "embed/kernels/mosaic/hstu/output",
+        "embed/kernels/mosaic/hstu/query_gradients",
+        "embed/kernels/mosaic/hstu/tiles",
+    ),
     "embed/kernels/test_packed_updates": ("embed/kernels/mosaic/stored_rows",),
     "embed/kernels/test_primitives": (
         "embed/kernels/base",

@@ -2,15 +2,18 @@
 
     python -m benchmarks.gpu.compile [--card h200] [--quick] [--no-steps] [--only REGEX]
     python -m benchmarks.gpu.compile --backends mosaic
+    python -m benchmarks.gpu.compile --attention alone
 
 Prints a line for each kernel and each training step, then a sentence for each failure; the exit
 status is 1 if there is one. A run of all backends without ``--only`` writes
-``benchmarks/results/compiled.<card>.jax-<version>.md``, unless told ``--no-write``.
+``benchmarks/results/compiled.<card>.jax-<version>.md``, unless told ``--no-write``; HSTU attention,
+which has kernels for Hopper cards alone, has a page ``compiled_attention.*`` of its own.
 docs/gpu.md says how to set this up and what the figures mean.
 
 A failure is: a program that does not compile; a spill; a copy of a table, or temporaries as large
 as the tables; an addition of floats by atomics; more round trips to memory, fewer bytes under way
-or more launches than `benchmarks.gpu.limits` allows.
+or more launches than `benchmarks.gpu.limits` allows; or a kernel of attention that breaks a rule of
+`benchmarks.gpu.matrix_code`.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ os.environ["JAXREC_CACHE_DIR"] = str(pathlib.Path(__file__).with_name("no answer
 import jax
 import tyro
 
-from benchmarks.gpu import programs
+from benchmarks.gpu import attention_programs, matrix_code, programs
 from benchmarks.gpu.backends import BACKENDS, module, reason_missing
 from benchmarks.gpu.cards import CARDS, Card
 from benchmarks.gpu.launches import Launches
@@ -60,6 +63,7 @@ class Options:
         backends: Backends of the kernels; none: all that this JAX has.
         quick: Compile two widths, one optimizer and small batches only.
         steps: Whether to compile training steps.
+        attention: Whether to compile HSTU attention for a Hopper card, too, or alone.
         write: Whether to write the page of results.
         only: Regular expression found in the names of the programs to compile; None: all.
     """
@@ -68,6 +72,7 @@ class Options:
     backends: tuple[Literal[BACKENDS], ...] = ()  # type: ignore[valid-type]
     quick: bool = False
     steps: bool = True
+    attention: Literal["too", "alone", "not"] = "too"
     write: bool = True
     only: str | None = None
 
@@ -114,8 +119,32 @@ class Report:
     kernels: list[KernelRow] = dataclasses.field(default_factory=list)
     calls: list[str] = dataclasses.field(default_factory=list)
     steps: list[str] = dataclasses.field(default_factory=list)
+    attention: list[str] = dataclasses.field(default_factory=list)
     refused: list[str] = dataclasses.field(default_factory=list)
     failures: list[str] = dataclasses.field(default_factory=list)
+
+    def attention_page(self, options: str) -> str:
+        """Return the results of HSTU attention, in Markdown."""
+        failed = [f"- {each}" for each in self.failures if " attention" in each] or ["None."]
+        calls = [each for each in self.calls if " attention" in each]
+        return "\n".join(
+            [
+                f"# HSTU attention compiled for {self.card.name} by JAX {jax.__version__}\n",
+                f"Made by `python -m benchmarks.gpu.compile{options}` without a GPU. Nothing was "
+                "timed; docs/gpu.md says what the figures mean.\n",
+                *ATTENTION_HEADER,
+                *self.attention,
+                "\nKernels and the like that a call launches:\n",
+                *CALL_HEADER,
+                *calls,
+                "\nBounds by the tensor cores alone, which no schedule can exceed:\n",
+                *attention_programs.BOUND_HEADER,
+                *attention_programs.bounds(self.card),
+                "\nFailures:\n",
+                *failed,
+                "",
+            ]
+        )
 
     def page(self, options: str, contents: str) -> str:
         """Return the results, made with options of the command line, in Markdown.
@@ -154,6 +183,12 @@ CALL_HEADER = (
     f"| call | launches | {' | '.join(Launches.NAMES)} |",
     "|---|---|" + "---|" * len(Launches.NAMES),
 )
+ATTENTION_HEADER = (
+    "| program | kernel | registers | spilled bytes | matrix products a turn | waits for them "
+    "| clocks of the tensor cores | of special functions | instructions | with a mask "
+    "| copies by the copy engine |",
+    "|---|---|---|---|---|---|---|---|---|---|---|",
+)
 STEP_HEADER = (
     "| step | arguments GB | of them in place | temporaries GB | kernels with float atomics "
     f"| launches | {' | '.join(Launches.NAMES)} |",
@@ -166,6 +201,11 @@ def main(options: Options) -> None:
     card, tools = CARDS[options.card], find_tools()
     report = Report(card)
     backends = options.backends or [x for x in BACKENDS if reason_missing(x) is None]
+    if options.attention != "not" and "mosaic" in backends and card.major == 9:
+        compile_attention(options, tools, report)
+    if options.attention == "alone":
+        print(*report.failures or ["No failure."], sep="\n")
+        sys.exit(bool(report.failures))
     print(*KERNEL_HEADER, sep="\n")
     for program in _chosen(calls(backends, options.quick), options.only):
         if (reason := programs.refusal(program)) is not None:
@@ -188,6 +228,19 @@ def main(options: Options) -> None:
         path.write_text(report.page(used, contents(backends, options.quick, options.steps)))
         print(path)
     sys.exit(bool(report.failures))
+
+
+def compile_attention(options: Options, tools: pathlib.Path, report: Report) -> None:
+    """Compile the calls of HSTU attention, and write their page."""
+    print(*ATTENTION_HEADER, sep="\n")
+    for program in _chosen(attention_programs.calls(options.quick), options.only):
+        if (built := build(program, report)) is not None:
+            check_attention(program, built, tools, report)
+    if options.write and options.only is None and not options.quick:
+        path = RESULTS / f"compiled_attention.{options.card}.jax-{jax.__version__}.md"
+        used = "" if options.card == "h200" else f" --card {options.card}"
+        path.write_text(report.attention_page(f"{used} --attention alone"))
+        print(path)
 
 
 def contents(backends: Sequence[str], quick: bool, steps: bool) -> str:
@@ -258,6 +311,34 @@ def check_call(program: Program, built: Built, tools: pathlib.Path, report: Repo
         has = ", ".join(kernel.name for kernel in own) or "none"
         report.failures.append(f"No kernel of {program.name} has a limit: it has {has}.")
     report.calls.append(f"| {' | '.join(map(str, (program.name, *launches.cells())))} |")
+
+
+def check_attention(program: Program, built: Built, tools: pathlib.Path, report: Report) -> None:
+    """Add the lines of a call of attention, and hold its kernels to their rules."""
+    found = [each for each in kernels(built.compiled, tools, "hstu") if each.is_mosaic]
+    if not found:
+        report.failures.append(f"{program.name} has no kernel.")
+    for kernel in found:
+        report.failures += matrix_code.failures(kernel, program.name)
+        copies = sum(each.name.startswith("UTMALDG") for each in kernel.instructions)
+        for loop in matrix_code.loops_of(kernel):
+            cells = (
+                program.name,
+                kernel.name,
+                kernel.registers,
+                kernel.spilled,
+                loop.products,
+                loop.waits,
+                f"{loop.tensor_clocks:.0f}",
+                f"{loop.special_clocks:.0f}",
+                loop.whole,
+                loop.masked,
+                copies,
+            )
+            report.attention.append(f"| {' | '.join(map(str, cells))} |")
+            print(report.attention[-1], flush=True)
+    cells = program.name, *built.launches.cells()
+    report.calls.append(f"| {' | '.join(map(str, cells))} |")
 
 
 def check_step(program: Program, built: Built, tools: pathlib.Path, report: Report) -> None:

@@ -78,6 +78,7 @@ def page(card: Line, lines: Sequence[Line]) -> str:
         "[gpu.md](../../docs/gpu.md#times) says what the shapes are.\n",
         *(f"{note}\n" for note in card.get("notes", [])),
         *_steps(steps),
+        *_attention([line for line in lines if line["kind"] == "attention"]),
         "## Times\n",
         "| shape | primitive | implementation | ms of the card | of FBGEMM's | ms of the host "
         "| of FBGEMM's | share |",
@@ -128,6 +129,30 @@ def _steps(steps: Sequence[Line]) -> Iterator[str]:
         )
         cells += [show(line[name]) if name in line else "" for name, show in others]
         yield f"{start} {' | '.join(cells)} |"
+    yield ""
+
+
+def _attention(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield the table of HSTU attention; nothing without any."""
+    if not lines:
+        return
+    yield "## HSTU attention\n"
+    yield (
+        "Causal attention of rows, bfloat16, forward and both ways together. TFLOP/s count the "
+        "work that the lengths need: four operations for each pair, head and column forward, ten "
+        "backward.\n"
+    )
+    yield "| shape | direction | implementation | ms | ms of the card | launches | TFLOP/s |"
+    yield "|---|---|---|---|---|---|---|"
+    for line in sorted(lines, key=_place):
+        shape = line["shape"].removeprefix("attention ")
+        start = f"| {shape} | {line['primitive']} | {line['implementation']} |"
+        if "exception" in line:
+            yield f"{start} {_one_line(line['exception'])} | | | |"
+            continue
+        device = f"{line['device_ms']:.3f}" if "device_ms" in line else ""
+        cells = f"{_fastest(line['ms']):.3f}", device, line.get("launches", "")
+        yield f"{start} {' | '.join(map(str, cells))} | {line['tflop_per_s']:.0f} |"
     yield ""
 
 
@@ -190,7 +215,7 @@ def _left_out(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def _that_ran(lines: Sequence[Line]) -> list[Line]:
-    return [line for line in lines if line["kind"] in ("time", "check", "step")]
+    return [line for line in lines if line["kind"] in ("time", "check", "step", "attention")]
 
 
 def _place(line: Line) -> tuple[str, str, str]:

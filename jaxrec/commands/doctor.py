@@ -56,16 +56,20 @@ def run(options: Sequence[str]) -> int:
         warnings.simplefilter("ignore", RuntimeWarning)
         choices = [choose_flat()]
         choices += [choice for dtype in parsed.dtypes for choice in choose(parsed.dim, dtype)]
+        attention = choose_attention()
     tuning, tuning_problems = read_tuning()
     for title, lines in {
         f"jaxrec {_version('jaxrec') or 'is not installed'}": versions(),
         "Machine": machine(),
-        "Kernels": [line for call, choice in choices for line in describe(call, choice)],
+        "Kernels": [
+            line for call, choice in [*choices, *attention] for line in describe(call, choice)
+        ],
         "Choices of jaxrec tune": [] if tuning is None else list(map(str, tuning.calls)),
     }.items():
         if lines:
             print(title, *(f"  {line}" for line in lines), sep="\n")
     found = [*problems([choice for _, choice in choices]), *tuning_problems]
+    found += failed_trials([choice for _, choice in attention])
     print("To mend" if found else "Nothing to mend.", *(f"  {each}" for each in found), sep="\n")
     return 1 if found else 0
 
@@ -144,9 +148,27 @@ def choose_flat() -> tuple[str, Choice]:
     return "flatten_bags", kernels.describe("flatten_bags", *batch, _layout(), 1000)
 
 
+def choose_attention() -> list[tuple[str, Choice]]:
+    """Return names of the passes of `hstu_attention`, each with the implementation that runs it."""
+    # On CPUs they compute in float32, whatever the type of the vectors.
+    dtype = jnp.bfloat16 if trial.cards() else jnp.float32
+    vectors = jax.ShapeDtypeStruct((1024, 4, 128), dtype)
+    ranges, offsets = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((3, 1024), (2, 9)))
+    operands = vectors, vectors, vectors, ranges, offsets, jnp.zeros((0, 4))
+    calls = {"attention": (*operands, 1.0), "attention_gradients": (*operands, vectors, 1.0)}
+    title = f"of {jnp.dtype(dtype).name} heads of 128"
+    try:
+        return [(f"{name} {title}", kernels.describe(name, *calls[name])) for name in calls]
+    except ValueError:  # JAXREC_KERNELS names no kernels of attention.
+        return []
+
+
 def describe(call: str, choice: Choice) -> list[str]:
     """Return lines that name the implementation that runs a call, and why others do not."""
-    lines = [f"{call}: {choice.name(_platform())}"]
+    name = choice.name(_platform())
+    # The reference takes memory for all pairs, and `hstu_attention` never runs it.
+    is_tiled = name == "reference" and choice.primitive.startswith("attention")
+    lines = [f"{call}: {'tiles of XLA' if is_tiled else name}"]
     for name, reason in choice.refused.items():
         # Without a GPU, the reason why a GPU kernel does not run is noise.
         if name not in _tried() or trial.cards():
@@ -200,6 +222,17 @@ def problems(choices: Sequence[Choice]) -> list[str]:
             if name in _tried():
                 found.append(f"{choice.primitive} runs without its {name} kernel: {reason}.")
     return found
+
+
+def failed_trials(choices: Sequence[Choice]) -> list[str]:
+    """Return sentences about kernels that failed their trials on this machine's GPU."""
+    # Other reasons are no problem here: attention has kernels for some cards alone.
+    return [
+        f"{choice.primitive} runs without its {name} kernel: {reason}."
+        for choice in choices
+        for name, reason in choice.refused.items()
+        if reason.startswith(registry.FAILED)
+    ]
 
 
 def _tried() -> set[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Int32, Real
 
@@ -263,10 +264,16 @@ def hstu_attention(
         target_group_size=target_group_size,
     )
     biases = jax.tree.map(jnp.asarray, {"position": position_bias, "time": time_bias})
-    attend = functools.partial(_attend_pointwise, alpha=1.0 if alpha is None else float(alpha))
+    # A number is part of the compiled program, so that kernels apply it for nothing.
+    is_number = scale is None or isinstance(scale, (int, float, np.number))
+    factors = () if is_number else (_of_queries(scale, query),)
+    attend = functools.partial(
+        _attend_pointwise,
+        alpha=1.0 if alpha is None else float(alpha),
+        factor=float(scale) if is_number and scale is not None else 1.0,
+    )
     if query_timestamps is None and query_lengths is None:
         query_timestamps = timestamps
-    factors = () if scale is None else (_of_queries(scale, query),)
     times = (query_timestamps, timestamps)
     return _tiled(
         attend, lengths, query_lengths, mask, times, biases, query, key, value, *factors,
@@ -293,21 +300,25 @@ def _attend_pointwise(
     value: Array,
     *scale: Array,
     alpha: float,
+    factor: float,
 ) -> Array:
-    bias = biases["position"]
-    if biases["time"] is None and native_attention.takes(query, key, value, bias):
-        tiled = functools.partial(_sum_without_times, alpha)
-        out = native_attention.attend(tiled, alpha, plan, bias, query, key, value)
+    bias, platforms = biases["position"], ()
+    if biases["time"] is None:
+        platforms = native_attention.platforms(query, key, value, bias)
+    if platforms:
+        tiled = functools.partial(_sum_without_times, alpha, factor)
+        call = native_attention.Call(tiled, alpha, factor, platforms)
+        out = native_attention.attend(call, plan, bias, query, key, value)
     else:
-        out = _sum_pointwise(alpha, plan, biases, query, key, value)
+        out = _sum_pointwise(alpha, factor, plan, biases, query, key, value)
     # A factor of the query may as well come after the sum, where it costs nothing.
-    for factor in scale:
-        out = jnp.where(_exists(plan, query), out * factor[:, None, None], 0)
+    for each in scale:
+        out = jnp.where(_exists(plan, query), out * each[:, None, None], 0)
     return out.astype(value.dtype)
 
 
 def _sum_pointwise(
-    alpha: float, plan: TilePlan, biases: Any, query: Array, key: Array, value: Array
+    alpha: float, factor: float, plan: TilePlan, biases: Any, query: Array, key: Array, value: Array
 ) -> Array:
     """Return the sum over keys, ``[queries, heads, value_dim]``, in float32 or wider."""
     pointwise = functools.partial(_pointwise, alpha=alpha)
@@ -319,11 +330,13 @@ def _pointwise(
 ) -> Array:
     q, k, v = _blocks(plan, query, key, value)
     tile = functools.partial(_hstu_tile, alpha=alpha)
-    return _flat(plan, sum_tiles(tile, plan, biases, q, (k, v)), query)
+    return factor * _flat(plan, sum_tiles(tile, plan, biases, q, (k, v)), query)
 
 
-def _sum_without_times(alpha: float, plan: TilePlan, bias: Array | None, *arrays: Array) -> Array:
-    return _sum_pointwise(alpha, plan, {"position": bias, "time": None}, *arrays)
+def _sum_without_times(
+    alpha: float, factor: float, plan: TilePlan, bias: Array | None, *arrays: Array
+) -> Array:
+    return _sum_pointwise(alpha, factor, plan, {"position": bias, "time": None}, *arrays)
 
 
 def _hstu_tile(biases: Any, q: Array, keys: Any, tiles: Tiles, *, alpha: float) -> Array:

@@ -347,11 +347,12 @@ def attention(
     offsets: Int32[Array, "2 starts"],
     bias: Float[Array, "distances heads"],
     alpha: float,
+    scale: float = 1.0,
 ) -> Float[Array, "queries heads value_dim"]:
     form = jax.ShapeDtypeStruct((*query.shape[:2], value.shape[2]), query.dtype)
     call = native_function("attention", [form])
     (out,) = call(query, key, value, ranges, offsets, bias, alpha=np.float32(alpha))
-    return out
+    return scale * out
 
 
 def attention_gradients(
@@ -363,9 +364,10 @@ def attention_gradients(
     bias: Float[Array, "distances heads"],
     gradient: Float[Array, "queries heads value_dim"],
     alpha: float,
+    scale: float = 1.0,
 ) -> tuple[Array, Array, Array, Array]:
     forms = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (query, key, value, bias)]
     call = native_function("attention_gradients", forms)
-    operands = (query, key, value, ranges, offsets, bias, gradient)
+    operands = (query, key, value, ranges, offsets, bias, scale * gradient)
     of_query, of_key, of_value, of_bias = call(*operands, alpha=np.float32(alpha))
     return of_query, of_key, of_value, of_bias

@@ -177,8 +177,9 @@ def attention(
     offsets: Int32[Array, "2 starts"],
     bias: Float[Array, "distances heads"],
     alpha: float,
+    scale: float = 1.0,
 ) -> Float[Array, "queries heads value_dim"]:
-    """Return ``SiLU(alpha q k^T + bias) v``, summed over the keys that each query sees.
+    """Return ``scale * SiLU(alpha q k^T + bias) v``, summed over the keys that each query sees.
 
     Args:
         query: Queries of all rows, one after the other.
@@ -191,6 +192,7 @@ def attention(
         bias: Bias by the distance from key to query, the last one for larger distances. Without
             any distance: no bias.
         alpha: Factor of the products.
+        scale: Factor of the sums.
     """
     # Memory is quadratic: this defines the primitive. `jaxrec.nn.hstu_attention` computes it tile
     # by tile where no other implementation does.
@@ -199,12 +201,15 @@ def attention(
     is_seen = (first <= place) & (place <= last)
     for start in group:
         is_seen = is_seen | ((start <= place) & (place <= own))
-    scores = alpha * jnp.einsum("ahd,bhd->hab", query, key)
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    products = jnp.einsum("ahd,bhd->hab", query.astype(wide), key.astype(wide))
+    scores = alpha * products
     if bias.shape[0]:
         distance = jnp.clip(own - place, 0, bias.shape[0] - 1)
         scores = scores + jnp.moveaxis(bias[distance], -1, 0)
     weights = jnp.where(is_seen[None], jax.nn.silu(scores), 0)
-    return jnp.einsum("hab,bhe->ahe", weights, value)
+    out = jnp.einsum("hab,bhe->ahe", weights, value.astype(wide))
+    return (scale * out).astype(value.dtype)
 
 
 def attention_gradients(
@@ -216,11 +221,12 @@ def attention_gradients(
     bias: Float[Array, "distances heads"],
     gradient: Float[Array, "queries heads value_dim"],
     alpha: float,
+    scale: float = 1.0,
 ) -> tuple[Array, Array, Array, Array]:
     """Return the gradients of query, key, value and bias, given that of `attention`."""
 
     def forward(query: Array, key: Array, value: Array, bias: Array) -> Array:
-        return attention(query, key, value, ranges, offsets, bias, alpha)
+        return attention(query, key, value, ranges, offsets, bias, alpha, scale)
 
     return jax.vjp(forward, query, key, value, bias)[1](gradient)
 

@@ -52,6 +52,7 @@ from jaxrec.embed.kernels.trial import Form
 P = ParamSpec("P")
 R = TypeVar("R")
 
+FAILED = "on this "  # begins the reason of a trial that failed
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 TUNED_PLATFORMS = ("cpu", "cuda")
 PRIMITIVES: dict[str, Primitive] = {}
@@ -93,7 +94,7 @@ class Implementation:
         if reason is not None or trials is None:
             return reason
         failure = trials.failure(Form.of(primitive, arguments))
-        return None if failure is None else f"on this {trials.card.device_kind} {failure}"
+        return None if failure is None else f"{FAILED}{trials.card.device_kind} {failure}"
 
     def follows(self, call: TunedCall, primitive: str, arguments: Mapping[str, Any]) -> bool:
         """Return whether this implementation takes a call with the options of a recorded choice."""

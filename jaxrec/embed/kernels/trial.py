@@ -59,6 +59,8 @@ class Form:
     bounded: bool = False  # whether the elements of gradients are clipped
     row_format: RowFormat | None = None  # of packed rows
     averaged: bool = False  # in `flatten_bags`: whether the bags of some features are averaged
+    value_dim: int = 0  # of attention, whose ``dim`` is that of queries
+    grouped: bool = False  # whether queries of attention have groups
 
     @classmethod
     def of(cls, primitive: str, arguments: Mapping[str, Any]) -> Form:
@@ -66,6 +68,15 @@ class Form:
         if primitive == "flatten_bags":
             is_mean = any(arguments["layout"].means)
             return cls(primitive, weighted=arguments["weights"] is not None, averaged=is_mean)
+        if primitive in ("attention", "attention_gradients"):
+            query, value = arguments["query"], arguments["value"]
+            return cls(
+                primitive,
+                jnp.dtype(query.dtype).name,
+                query.shape[2],
+                value_dim=value.shape[2],
+                grouped=arguments["ranges"].shape[0] > 3,
+            )
         rows = arguments["table"] if "table" in arguments else arguments["gradients"]
         dim = rows.shape[1]
         row_format = rows.row_format if is_packed(rows) else None
@@ -93,7 +104,8 @@ class Form:
         rows = self.dtype if self.row_format is None else repr(self.row_format)
         parts = [self.primitive, f"D{self.dim}" if self.dim else "", rows, self.other_dtype]
         parts += ["weighted"] * self.weighted + ["averaged"] * self.averaged
-        parts += ["bounded"] * self.bounded
+        parts += ["bounded"] * self.bounded + ["grouped"] * self.grouped
+        parts += [f"values of {self.value_dim}"] if self.value_dim else []
         parts += [] if self.optimizer is None else [repr(self.optimizer)]
         return " ".join(filter(None, parts))
 
@@ -212,12 +224,50 @@ def _used_state(optimizer: RowOptimizer, dim: int, rng: np.random.Generator) -> 
     return jax.jit(update)(rows, gradients, optimizer.init(NUM_ROWS, dim), np.int32(2))
 
 
+# Rows of attention: several blocks of 128 in one, several in one block, and one of targets alone.
+_LENGTHS, _TARGETS = (5, 0, 300, 1, 90, 70), (0, 0, 40, 1, 89, 0)
+
+
+def _attention(form: Form, rng: np.random.Generator, _: int) -> Example:
+    ends = np.cumsum(_LENGTHS)
+    row = np.repeat(np.arange(len(_LENGTHS)), _LENGTHS)
+    place, count = np.arange(ends[-1]), ends[-1] + 9  # nine elements of padding
+    first, last = (ends - _LENGTHS)[row], np.minimum(place, (ends - _TARGETS)[row] - 1)
+    fields = [first, last, place, place] if form.grouped else [first, place, place]
+    nothing = [np.iinfo(np.int32).max, -1, -1, np.iinfo(np.int32).max]
+    ranges = [
+        np.concatenate([field, np.full(9, value)])
+        for field, value in zip(fields, nothing, strict=False)
+    ]
+    widths = {"query": form.dim, "key": form.dim, "value": form.value_dim}
+    vectors = {
+        name: rng.uniform(-1, 1, (count, 2, width)).astype(form.dtype)
+        for name, width in widths.items()
+    }
+    arrays = {
+        **vectors,
+        "ranges": np.stack(ranges).astype(np.int32),
+        "offsets": np.tile(np.append(0, ends), (2, 1)).astype(np.int32),
+        "bias": np.zeros((0, 2), np.float32),
+    }
+    # Scores are about 1, and so are sums.
+    return arrays, {"alpha": 3 * form.dim**-0.5, "scale": 0.25}
+
+
+def _attention_gradients(form: Form, rng: np.random.Generator, _: int) -> Example:
+    arrays, static = _attention(form, rng, 0)
+    gradient = rng.uniform(-1, 1, arrays["value"].shape).astype(form.dtype)
+    return {**arrays, "gradient": gradient}, static
+
+
 _EXAMPLES: dict[str, Callable[[Form, np.random.Generator, int], Example]] = {
     "row_lookup": _row_lookup,
     "flatten_bags": _flatten_bags,
     "pooled_lookup": _pooled_lookup,
     "sum_rows": _sum_rows,
     "fused_update": _fused_update,
+    "attention": _attention,
+    "attention_gradients": _attention_gradients,
 }
 
 
@@ -259,7 +309,7 @@ def _compare(
         # Bytes, so that NaN equals NaN and -0.0 does not equal 0.0.
         if _bytes(found) != _bytes(again):
             return "it gives other bits when it is run again"
-        if (problem := _difference(wanted, found)) is not None:
+        if (problem := _difference(wanted, found, _ROUNDING.get(primitive))) is not None:
             return problem
     return None
 
@@ -278,8 +328,15 @@ _STEPS = {
 }
 
 
-def _difference(wanted: Any, found: Any) -> str | None:
-    """Return in which way a result is not the reference's; None: it is."""
+# Attention multiplies scores that were rounded to 16 bits.
+_ROUNDING = {"attention": 0.01, "attention_gradients": 0.01}
+
+
+def _difference(wanted: Any, found: Any, precision: float | None) -> str | None:
+    """Return in which way a result is not the reference's; None: it is.
+
+    ``precision``: the error that a number may have; None: that of rounding a result alone.
+    """
     if is_packed(found):
         wide, narrow = np.asarray(wanted[:]), np.asarray(found[:])
         # Roundings of the optimizer's formula may differ. A few numbers are then rounded the other
@@ -297,7 +354,7 @@ def _difference(wanted: Any, found: Any) -> str | None:
             return None
         return f"{np.count_nonzero(found != wanted)} of its integers are others"
     # Sums are exact. Roundings of the optimizer's formula and of the results may differ.
-    precision = max(1e-5, float(jnp.finfo(found.dtype).eps))
+    precision = precision or max(1e-5, float(jnp.finfo(found.dtype).eps))
     wide, narrow = wanted.astype(np.float32), found.astype(np.float32)
     if np.allclose(narrow, wide, rtol=precision, atol=precision, equal_nan=True):
         return None

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxrec import optim
 from jaxrec.embed import kernels
 from jaxrec.embed.formats import FORMATS, TABLE_FORMATS, PackedRows
-from jaxrec.embed.kernels import answers, reference, registry, trial, triton
+from jaxrec.embed.kernels import answers, mosaic, reference, registry, trial, triton
 from jaxrec.embed.kernels.answers import Answers, Trials
 from jaxrec.embed.kernels.trial import Form, compare
 from jaxrec.embed.kernels.triton.readers import reader_of
@@ -49,6 +49,10 @@ FORMS = [
     Form("sum_rows", "bfloat16", 40, weighted=True, bounded=True),
     Form("fused_update", "bfloat16", 16, "bfloat16", True, RULES["rowwise_adagrad"]),
     *(Form("fused_update", "float32", 20, "float32", False, rule) for rule in RULES.values()),
+]
+ATTENTION = [
+    Form("attention", "bfloat16", 32, value_dim=8, grouped=True),
+    Form("attention_gradients", "float16", 16, value_dim=16),
 ]
 
 
@@ -109,6 +113,19 @@ def test_right_kernels_pass(gpu: types.ModuleType, form: Form):
     assert compare(form, kernel) is None
 
 
+@pytest.mark.parametrize("form", ATTENTION, ids=str)
+def test_attention_that_hides_a_key_from_a_query_fails(form: Form):
+    """The kernels of Mosaic are held to the definition in `mosaic/hstu/test_kernels.py`."""
+    kernel = getattr(reference, form.primitive)
+
+    def hiding(*, ranges, **arguments):
+        return kernel(ranges=ranges.at[0, 200].add(1), **arguments)
+
+    assert Form.of(form.primitive, {**form.examples()[0][0]}) == form
+    assert compare(form, kernel) is None
+    assert "differ from the reference's" in str(compare(form, hiding))
+
+
 @pytest.mark.parametrize("kernel", [forgetful, diligent], ids=lambda kernel: kernel.__name__)
 def test_updates_that_lose_state_or_change_other_rows(kernel):
     form = Form("fused_update", "float32", 8, "float32", False, RULES["rowwise_adagrad"])
@@ -158,8 +175,11 @@ def test_forms_of_other_formats_do_not_last():
 
 
 def test_each_primitive_of_the_kernels_is_tried():
-    tried = {form.primitive for form in FORMS}
-    assert {name for name in registry.PRIMITIVES if hasattr(triton, name)} == tried
+    tried = {form.primitive for form in [*FORMS, *ATTENTION]}
+    of_gpus = {
+        name for name in registry.PRIMITIVES if hasattr(triton, name) or hasattr(mosaic, name)
+    }
+    assert of_gpus == tried
 
 
 @pytest.mark.parametrize(

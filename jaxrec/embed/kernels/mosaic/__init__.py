@@ -13,6 +13,7 @@
 * `update`: fused updates, and sums of rows' gradients.
 * `row_functions`: an optimizer's `update`, computed inside a kernel.
 * `stored_rows`: rows and their state as an update reads and writes them, packed ones too.
+* `hstu`: HSTU attention, by Hopper's copy engine and matrix products.
 """
 
 # How these kernels are built
@@ -31,6 +32,9 @@ import jax
 
 from jaxrec.embed.formats import is_packed
 from jaxrec.embed.kernels.mosaic.flat_lookups import flatten_bags as flatten_bags
+from jaxrec.embed.kernels.mosaic.hstu import attention as attention
+from jaxrec.embed.kernels.mosaic.hstu import attention_gradients as attention_gradients
+from jaxrec.embed.kernels.mosaic.hstu import refuse_attention
 from jaxrec.embed.kernels.mosaic.lookups import pooled_lookup as pooled_lookup
 from jaxrec.embed.kernels.mosaic.lookups import row_lookup as row_lookup
 from jaxrec.embed.kernels.mosaic.readers import refuse_packed
@@ -48,6 +52,8 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
     if jax.__version_info__ < _OLDEST_JAX:
         oldest = ".".join(map(str, _OLDEST_JAX))
         return f"it needs JAX {oldest} or later, and this is {jax.__version__}"
+    if primitive in ("attention", "attention_gradients"):
+        return refuse_attention(arguments)
     table = arguments.get("table")
     if table is not None and 0 in table.shape:
         return "its table has rows and columns, and this one has none"
