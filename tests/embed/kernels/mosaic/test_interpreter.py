@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrec import optim
 from jaxrec.embed.kernels import mosaic, reference
-from jaxrec.embed.kernels.mosaic import tile
+from jaxrec.embed.kernels.mosaic import programs
 from tests.embed.kernels.gpu_cases import Batch, backend
 
 pytestmark = pytest.mark.jax_version
@@ -23,8 +23,8 @@ BATCH = Batch(16, ((1, 1, 0, 1, 1, 1, 2), (1, 0, 1, 1, 1, 1, 1)), outside=True)
 @pytest.fixture(autouse=True)
 def by_the_interpreter_of_mosaic(monkeypatch):
     backend("mosaic")
-    launch = functools.partial(tile._launch, interpreter=plgpu.InterpretGPUParams())
-    monkeypatch.setattr(tile, "_interpret", launch)
+    launch = functools.partial(programs.launch, interpreter=plgpu.InterpretGPUParams())
+    monkeypatch.setattr(programs, "interpret", launch)
 
 
 def test_pooled_lookup():
