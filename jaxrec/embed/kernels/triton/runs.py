@@ -71,7 +71,8 @@ class Runs:
         first = -(-num_blocks // tile.groups)
         kernel = functools.partial(_list_runs, tile=tile, first=first)
         of_scales = None if lookups.scales is None else array(count + 1, lookups.scales.dtype)
-        runs = cls(*(array(count + 1) for _ in range(3)), of_scales, array(1))
+        of_runs = array(count + 1)
+        runs = cls(of_runs, of_runs, of_runs, of_scales, array(1))
         num_groups = (first + num_programs) * LISTING.groups
         runs, sums = launch(kernel, (lookups, counts), (runs, sums), num_groups)
         return lookups, runs, sums
