@@ -55,6 +55,10 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 if ((${#dry[@]})); then
     export JAX_PLATFORMS=cpu
+    # To compile takes most of its time: LLVM optimizes nothing, and what parts share is compiled once.
+    export XLA_FLAGS="--xla_backend_optimization_level=0 ${XLA_FLAGS:-}"
+    export JAX_COMPILATION_CACHE_DIR=$scratch/programs
+    export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
     results=${RESULTS:-$scratch/cpu.jsonl}
 elif card=$("$python" -c '
 import jax, re

@@ -108,7 +108,6 @@ TESTED_BY = {
         "nn/crossnet",
         "nn/deepfm",
         "nn/hstu",
-        "nn/positions",
         "nn/transformers",
         "nn/wide_deep",
     ),

@@ -217,7 +217,13 @@ def chosen_steps(names: Sequence[str] | None, table_gb: float, *, is_small: bool
     Args:
         names: Names of steps; None or none: all.
         table_gb: Most GB of a model's tables, without the optimizer's state.
-        is_small: Whether models and batches are small, for a dry run.
+        is_small: Whether models and batches are small, for a dry run. Each model then runs once.
     """
     steps = [STEPS[name] for name in names or STEPS]
-    return [step.small() if is_small else step.cut(int(table_gb * 1e9)) for step in steps]
+    if not is_small:
+        return [step.cut(int(table_gb * 1e9)) for step in steps]
+    # Steps that differ in their batches alone are the same when small.
+    small: dict[Step, Step] = {}
+    for step in steps:
+        small.setdefault(dataclasses.replace(step.small(), name=""), step.small())
+    return list(small.values())

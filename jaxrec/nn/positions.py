@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -14,7 +15,7 @@ from jaxtyping import Array, DTypeLike, Float, Int32
 from jaxrec.embed import EmbeddingBagCollection
 from jaxrec.embed.config import TableConfig
 from jaxrec.ragged import JaggedArray, KeyedArray, KeyedJaggedArray, complete_cumsum, lengths_range
-from jaxrec.ragged.arrays import each_device, take
+from jaxrec.ragged.arrays import AnyArray, each_device, take
 from jaxrec.ragged.offsets import without_padding
 
 
@@ -28,6 +29,59 @@ def positions_in_rows(column: JaggedArray) -> Int32[Array, "*devices capacity"]:
         [0, 1, 0, 0]
     """
     return each_device(lambda lengths: lengths_range(lengths, column.capacity), column.lengths)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def take_positions(
+    vectors: Float[Array, "positions dim"], lengths: Int32[AnyArray, "*devices rows"], capacity: int
+) -> Float[Array, "*devices capacity dim"]:
+    """Return the vector of each element's position in its row; NaN past the last vector.
+
+    Elements of padding have vector 0, and send it no gradient.
+    """
+    places = each_device(lambda lengths: lengths_range(lengths, capacity), lengths)
+    return take(vectors, places, fill_value=jnp.nan)
+
+
+# The gradient of `take` is a scatter. GPUs add it by atomics, in another order on every run, and
+# every row adds to the first positions. There each position reads its elements of all rows instead.
+def _take_forward(vectors, lengths, capacity):
+    return take_positions(vectors, lengths, capacity), (vectors, lengths)
+
+
+def _take_backward(capacity, residuals, cotangent):
+    vectors, lengths = residuals
+
+    def scattered(lengths: Array, cotangent: Array) -> Array:
+        cotangent = without_padding(cotangent, complete_cumsum(lengths))
+        places = each_device(lambda lengths: lengths_range(lengths, capacity), lengths)
+        _, vjp = jax.vjp(lambda vectors: take(vectors, places), vectors)
+        return vjp(cotangent)[0]
+
+    def gathered(lengths: Array, cotangent: Array) -> Array:
+        sum_rows = functools.partial(_sum_positions, vectors.shape[0])
+        sums = each_device(sum_rows, lengths, cotangent)
+        sums = sums if sums.ndim == vectors.ndim else sums.sum(axis=0)
+        return sums.astype(vectors.dtype)
+
+    gradient = jax.lax.platform_dependent(lengths, cotangent, cpu=scattered, default=gathered)
+    return gradient, None
+
+
+take_positions.defvjp(_take_forward, _take_backward)
+
+
+def _sum_positions(
+    count: int, lengths: Int32[Array, " rows"], values: Float[Array, "capacity dim"]
+) -> Float[Array, "positions dim"]:
+    """Return the sum over the rows of each position's elements, for the first ``count`` positions.
+
+    Example: ``[[1], [2], [4]]`` of rows with lengths 2 and 1 give ``[[5], [2]]``.
+    """
+    place = jnp.arange(count, dtype=jnp.int32)[:, None]
+    starts = complete_cumsum(lengths)[None, :-1]
+    index = jnp.where(place < lengths[None], starts + place, values.shape[0])
+    return jnp.sum(take(values, index), axis=1, dtype=jnp.float32)
 
 
 class PositionWeightedModule(nnx.Module):

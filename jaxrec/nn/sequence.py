@@ -14,10 +14,10 @@ from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingCollection
 from jaxrec.nn.arithmetic import promote
-from jaxrec.nn.positions import positions_in_rows
+from jaxrec.nn.positions import take_positions
 from jaxrec.nn.tiled_attention import BLOCK, jagged_attention
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray, complete_cumsum
-from jaxrec.ragged.arrays import AnyArray, each_device, take
+from jaxrec.ragged.arrays import AnyArray, each_device
 from jaxrec.ragged.offsets import without_padding
 
 _glorot = nnx.initializers.glorot_uniform()
@@ -74,7 +74,7 @@ class PositionEmbedding(nnx.Module):
                 )
         values = without_padding(column.values, complete_cumsum(column.lengths))
         values, vectors = promote(self.dtype, values, self.vectors[...])
-        places = take(vectors, positions_in_rows(column), fill_value=jnp.nan)
+        places = take_positions(vectors, jnp.asarray(column.lengths), column.capacity)
         return dataclasses.replace(column, values=values + places)
 
 

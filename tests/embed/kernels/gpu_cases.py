@@ -132,6 +132,11 @@ def gpu_kernels(name: str) -> Iterator[None]:
         yield
 
 
+def compiled_fast(function: Callable, **options: Any) -> Callable:
+    """``jax.jit`` without LLVM's optimizations: nobody runs kernels that are interpreted."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0}, **options)
+
+
 def lowered_for_cuda(function: Callable, *arguments: Any) -> str:
     """The program of a function for an NVIDIA GPU, which need not be there."""
     with _cuda_device():

@@ -9,9 +9,10 @@ from types import ModuleType
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 
 from jaxrec.embed.kernels import BagLayout
-from tests.embed.kernels.gpu_cases import kernels_in, lowered_for_cuda
+from tests.embed.kernels.gpu_cases import compiled_fast, kernels_in, lowered_for_cuda
 
 pytestmark = pytest.mark.jax_version
 
@@ -19,6 +20,11 @@ pytestmark = pytest.mark.jax_version
 @pytest.fixture
 def extents(gpu: ModuleType) -> ModuleType:
     return importlib.import_module(f"{gpu.__name__}.extents")
+
+
+def bag_extents(extents: ModuleType, lengths: Array, layout: BagLayout) -> tuple[Array, Array]:
+    interpreted = functools.partial(extents.bag_extents, layout=layout, interpret=True)
+    return compiled_fast(interpreted)(lengths)
 
 
 def layout(strides: tuple[int, ...]) -> BagLayout:
@@ -37,7 +43,7 @@ def layout(strides: tuple[int, ...]) -> BagLayout:
     ids=["equal_numbers", "different_numbers"],
 )
 def test_bags_in_order(extents, strides, lengths, starts, ends):
-    found = extents.bag_extents(jnp.array(lengths, jnp.int32), layout(strides), interpret=True)
+    found = bag_extents(extents, jnp.array(lengths, jnp.int32), layout(strides))
     np.testing.assert_array_equal(found, [starts, ends])
 
 
@@ -59,7 +65,7 @@ def test_bags_of_many_blocks(extents, strides: tuple[int, ...]):
         *(3 * [(0,) * len(strides)]),
     )
     lengths_now = jnp.asarray(np.concatenate(lengths), jnp.int32)
-    starts, ends = extents.bag_extents(lengths_now, made, interpret=True)
+    starts, ends = bag_extents(extents, lengths_now, made)
     expected = [start + np.cumsum(each) for start, each in zip(id_starts, lengths, strict=True)]
     np.testing.assert_array_equal(ends, np.concatenate(expected))
     np.testing.assert_array_equal(ends - starts, np.concatenate(lengths))
@@ -72,7 +78,7 @@ def test_bags_of_many_blocks(extents, strides: tuple[int, ...]):
 )
 def test_wrong_lengths_stay_in_their_segment(extents, lengths: list[int]):
     wrong = jnp.array(lengths, jnp.int32)
-    found = extents.bag_extents(wrong, layout((2, 2)), interpret=True)
+    found = bag_extents(extents, wrong, layout((2, 2)))
     starts, ends = map(np.asarray, found)
     assert (starts <= ends).all()
     assert (starts >= [10, 10, 3, 3]).all()
@@ -84,7 +90,7 @@ def test_sums_of_wrong_lengths_that_wrap_around_stay_in_their_segment(extents):
     capacity = 2**31 - 100
     made = BagLayout((50,), (capacity,), (0,), (2000,), (0,), (9,), (False,))
     lengths = jnp.full(2000, 2**31 - 1, jnp.int32)
-    starts, ends = map(np.asarray, extents.bag_extents(lengths, made, interpret=True))
+    starts, ends = map(np.asarray, bag_extents(extents, lengths, made))
     assert min(starts.min(), ends.min()) >= 50
     assert max(starts.max(), ends.max()) <= 50 + capacity
 

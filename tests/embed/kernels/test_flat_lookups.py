@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrec.embed.kernels import BAD_ROW
 from tests.embed.kernels import oracle
-from tests.embed.kernels.gpu_cases import Batch, kernels_in, lowered_for_cuda
+from tests.embed.kernels.gpu_cases import Batch, compiled_fast, kernels_in, lowered_for_cuda
 
 pytestmark = pytest.mark.jax_version
 
@@ -31,7 +33,9 @@ def test_every_lookup(gpu, name: str):
     layout = BATCHES[name].layout
     table, ids, lengths, weights = BATCHES[name].arrays()
     num_rows = table.shape[0]
-    found = gpu.flatten_bags(ids, lengths, weights, layout, num_rows, interpret=True)
+    options = {"layout": layout, "num_rows": num_rows, "interpret": True}
+    flatten = compiled_fast(functools.partial(gpu.flatten_bags, **options))
+    found = flatten(ids, lengths, weights)
     expected = oracle.lookups(
         *map(np.asarray, (ids, lengths)), None if weights is None else np.asarray(weights), layout
     )

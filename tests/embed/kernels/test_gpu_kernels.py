@@ -18,7 +18,14 @@ from jaxrec.embed import EmbeddingBagConfig, apply_gradients, init_tables, kerne
 from jaxrec.embed.kernels import Lookups, reference, use_kernels
 from jaxrec.optim.hyperparameters import UpdateStep
 from jaxrec.ragged import KeyedJaggedArray
-from tests.embed.kernels.gpu_cases import BACKENDS, Batch, gpu_kernels, kernels_in, lowered_for_cuda
+from tests.embed.kernels.gpu_cases import (
+    BACKENDS,
+    Batch,
+    compiled_fast,
+    gpu_kernels,
+    kernels_in,
+    lowered_for_cuda,
+)
 
 pytestmark = pytest.mark.jax_version
 
@@ -66,7 +73,7 @@ reference_update = jax.jit(reference.fused_update, static_argnums=(4, 6))
 @functools.cache
 def interpreted_update(gpu: ModuleType) -> Callable:
     kernel = functools.partial(gpu.fused_update, interpret=True)
-    return jax.jit(kernel, static_argnums=(4, 6))
+    return compiled_fast(kernel, static_argnums=(4, 6))
 
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
@@ -127,11 +134,12 @@ def test_a_hot_row(gpu: ModuleType, num_lookups: int, cut: int, block: int, shar
     options = {"cut": cut, "block": block, "interpret": True}
     lookups = Lookups(jnp.asarray(rows), None, None)
     update = functools.partial(gpu.fused_update, optimizer=optim.sgd(1.0), **options)
-    new_table, _ = jax.jit(update)(jnp.zeros((50, 4)), {}, lookups, gradients, step=jnp.int32(0))
+    table = jnp.zeros((50, 4))
+    new_table, _ = compiled_fast(update)(table, {}, lookups, gradients, step=jnp.int32(0))
     expected = np.zeros((50, 4), np.float32)
     np.add.at(expected, rows, gradients)
     np.testing.assert_array_equal(new_table, -expected)
-    sum_rows = jax.jit(functools.partial(gpu.sum_rows, num_rows=50, **options))
+    sum_rows = compiled_fast(functools.partial(gpu.sum_rows, num_rows=50, **options))
     np.testing.assert_array_equal(sum_rows(lookups, gradients), expected)
 
 
@@ -141,7 +149,7 @@ CUT, BLOCK, NUM_ROWS, NUM_LOOKUPS = 4, 3, 5, 120  # of all examples: one program
 @functools.cache
 def sum_by_small_cuts(gpu: ModuleType) -> Callable:
     options = {"num_rows": NUM_ROWS, "cut": CUT, "block": BLOCK, "interpret": True}
-    return jax.jit(functools.partial(gpu.sum_rows, **options))
+    return compiled_fast(functools.partial(gpu.sum_rows, **options))
 
 
 @given(rows=st.lists(st.integers(-1, NUM_ROWS + 1), min_size=NUM_LOOKUPS, max_size=NUM_LOOKUPS))
@@ -195,12 +203,12 @@ def test_rows_without_lookups_keep_their_bits(gpu: ModuleType):
 def test_tiles_of_any_shape(gpu: ModuleType, dim: int, dtype: str, lengths: tuple[int, ...]):
     """Tiles differ in the number of bags side by side, and in that of rows of each."""
     batch = Batch(dim, (lengths, lengths[::-1]), dtype=dtype, weighted=True, outside=True)
-    arguments = *batch.arrays(), batch.layout, jnp.float32
-    pooled = gpu.pooled_lookup(*arguments, interpret=True)
-    expected = reference.pooled_lookup(*arguments)
+    arrays, options = batch.arrays(), {"layout": batch.layout, "dtype": jnp.float32}
+    pool = compiled_fast(functools.partial(gpu.pooled_lookup, **options, interpret=True))
+    pooled = pool(*arrays)
+    expected = compiled_fast(functools.partial(reference.pooled_lookup, **options))(*arrays)
     np.testing.assert_allclose(pooled, expected, rtol=1e-5, atol=1e-4)
-    again = gpu.pooled_lookup(*arguments, interpret=True)
-    np.testing.assert_array_equal(again, pooled)
+    np.testing.assert_array_equal(pool(*arrays), pooled)
 
 
 @deprecated

@@ -13,7 +13,7 @@ from jaxrec import optim
 from jaxrec.embed.formats import FORMATS, TABLE_FORMATS, PackedRows, as_table, is_packed
 from jaxrec.embed.kernels import Lookups, reference
 from jaxrec.embed.state import state_format
-from tests.embed.kernels.gpu_cases import backend, lowered_for_cuda
+from tests.embed.kernels.gpu_cases import backend, compiled_fast, lowered_for_cuda
 
 pytestmark = pytest.mark.jax_version
 
@@ -57,7 +57,7 @@ def both(table, state, optimizer, *, weighted: bool = False):
     lookups, gradients = batch(table.shape[1], weighted)
     arguments = table, state, lookups, gradients, optimizer, jnp.int32(3)
     return tuple(
-        jax.jit(function, static_argnums=4)(*arguments)
+        compiled_fast(function, static_argnums=4)(*arguments)
         for function in (kernel, reference.fused_update)
     )
 

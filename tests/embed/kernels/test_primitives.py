@@ -188,6 +188,12 @@ def test_sum_rows(implementation, dim, bound):
     assert sums.dtype == jnp.float32
 
 
+@pytest.mark.every_case
+def test_sums_of_no_columns(implementation):
+    lookups = kernels.Lookups(jnp.array([1, 1, 3], jnp.int32), None, None)
+    assert kernels.sum_rows(lookups, jnp.zeros((3, 0)), 5).shape == (5, 0)
+
+
 @pytest.mark.parametrize("shape", SMALL)
 def test_fused_update(implementation, shape):
     check_update(case(shape), OPTIMIZERS["rowwise_adagrad"])

@@ -1,9 +1,10 @@
 """The primitives on NVIDIA GPUs, by the Mosaic backend of Pallas.
 
 * `indexing`: loads and stores at computed indices, which Mosaic lacks. Begin there.
-* `lanes`, `programs`: which threads hold which elements; the programs of a kernel.
+* `lanes`: which threads hold which elements.
+* `programs`: the programs of a kernel, and their launch.
 * `instructions`, `stand_ins`: what the functions of `indexing` do on a GPU, and in interpreters.
-* `tile`: tiles of rows, and the launch of a kernel.
+* `tile`: tiles of rows, and loops over them.
 * `extents`: where each bag's ids begin and end.
 * `flat_lookups`: bags as flat lookups.
 * `lookups`: pooled and plain lookups of rows.
@@ -37,7 +38,7 @@ from jaxrec.embed.kernels.mosaic.hstu import attention_gradients as attention_gr
 from jaxrec.embed.kernels.mosaic.hstu import refuse_attention
 from jaxrec.embed.kernels.mosaic.lookups import pooled_lookup as pooled_lookup
 from jaxrec.embed.kernels.mosaic.lookups import row_lookup as row_lookup
-from jaxrec.embed.kernels.mosaic.readers import refuse_packed
+from jaxrec.embed.kernels.mosaic.readers import Reader
 from jaxrec.embed.kernels.mosaic.update import fused_update as fused_update
 from jaxrec.embed.kernels.mosaic.update import refuse_update
 from jaxrec.embed.kernels.mosaic.update import sum_rows as sum_rows
@@ -62,7 +63,9 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
         return f"its rows have up to {_MOST_COLUMNS} columns, and these have {rows.shape[1]}"
     if primitive == "fused_update":
         return refuse_update(arguments)
-    return refuse_packed(table) if is_packed(table) else None
+    if is_packed(table) and Reader.of(table) is None:
+        return f"it does not unpack {table.row_format.name}"
+    return None
 
 
 _UPDATE = {"elements": (4, 8, 16), "cut": (32, 64, 128, 256), "block": (16, 64, 256, 1024)}

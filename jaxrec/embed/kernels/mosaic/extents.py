@@ -38,7 +38,9 @@ class Blocks:
         own = starts_of(self.counts), self.sizes, starts_of(self.sizes)
         return jnp.array([*own, *of_features], jnp.int32)
 
-    def launch(self, kernel: Any, inputs: Any, outputs: Any, *, interpret: bool) -> Any:
+    def launch(
+        self, kernel: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...], *, interpret: bool
+    ) -> Any:
         """Run a kernel with one program for each block; see `Tile.launch`."""
         num_groups = sum(self.counts) * BLOCK.groups
         kernel = functools.partial(kernel, blocks=self)
@@ -73,7 +75,7 @@ def bag_extents(
     totals = None
     if max(blocks.counts) > 1:
         output = jax.ShapeDtypeStruct((sum(blocks.counts),), jnp.int32)
-        totals = launch(_sum_lengths, (lengths, numbers), output)
+        (totals,) = launch(_sum_lengths, (lengths, numbers), (output,))
     output = jax.ShapeDtypeStruct((layout.num_bags,), jnp.int32)
     return launch(_write_extents, (lengths, numbers, totals), (output, output))
 
@@ -93,38 +95,37 @@ def _sum_lengths(lengths: Any, numbers: Any, out: Any, *, blocks: Blocks) -> Non
 
 def store_number(array: Any, index: Int32[Array, ""], number: Int32[Array, ""]) -> None:
     """Store one number of a program."""
-    thread = FLAT.cast(jnp.arange(FLAT.height, dtype=jnp.int32))
+    thread = FLAT.numbers(THREADS)
     everywhere = FLAT.cast(jnp.broadcast_to(number, thread.shape))
     store(array, thread + index, thread == 0, FLAT, everywhere)
 
 
-def _write_extents(
-    lengths: Any, numbers: Any, totals: Any, starts: Any, ends: Any, *, blocks: Blocks
-) -> None:
+def sum_between(array: Any, first: Array | int, end: Array, count: int) -> Int32[Array, ""]:
+    """Return the sum of ``array[first:end]``; ``count`` numbers are loaded at once."""
+
+    def add(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        start, sums = carry
+        keep_rolled()
+        place = start + FLAT.numbers(count)
+        return start + count, sums + load(array, place, place < end, FLAT)
+
+    zeros = FLAT.cast(jnp.zeros(count, jnp.int32))
+    begin = jnp.int32(first), zeros
+    sums = jax.lax.while_loop(lambda carry: carry[0] < end, add, begin)[1]
+    return jnp.sum(sums, dtype=jnp.int32)
+
+
+def _write_extents(*refs: Any, blocks: Blocks) -> None:
     """Write the extents of a block's bags, given ``totals``, the sum of each block's lengths."""
+    lengths, numbers, totals, starts, ends = refs
     _, first, stride, first_bag, length_start, id_start, capacity = blocks.here(numbers)
     place = blocks.places(first)
     counts = _load_counts(lengths, place, stride, length_start, capacity)
     # The totals are on their way together with the lengths.
-    before = 0 if totals is None else sum_before(totals, first, program())
+    before = 0 if totals is None else sum_between(totals, first, program(), THREADS)
     sums = id_start + before + running_sum(counts)
     # Sums of wrong lengths may wrap around int32, and are clipped all the same.
     limit = id_start + capacity
     for target, values in ((starts, sums - counts), (ends, sums)):
         clipped = jnp.minimum(jnp.maximum(values, id_start), limit)
         store(target, first_bag + place, place < stride, FLAT, clipped)
-
-
-def sum_before(totals: Any, first: Array, end: Array) -> Array:
-    """Return the sum of ``totals[first:end]``."""
-    place = FLAT.cast(jnp.arange(THREADS, dtype=jnp.int32))
-
-    def add(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        start, sums = carry
-        keep_rolled()
-        block = start + place
-        return start + THREADS, sums + load(totals, block, block < end, FLAT)
-
-    zeros = FLAT.cast(jnp.zeros(THREADS, jnp.int32))
-    sums = jax.lax.while_loop(lambda carry: carry[0] < end, add, (first, zeros))[1]
-    return jnp.sum(sums, dtype=jnp.int32)

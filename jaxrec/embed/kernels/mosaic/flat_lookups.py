@@ -61,21 +61,9 @@ def narrowed(weights: Weights) -> Weights:
     return weights.astype(jnp.float32)
 
 
-def _flatten(
-    ids: Any,
-    weights: Any,
-    starts: Any,
-    ends: Any,
-    numbers: Any,
-    out_rows: Any,
-    out_bags: Any,
-    out_scales: Any,
-    *,
-    blocks: Blocks,
-    layout: BagLayout,
-    num_rows: int,
-) -> None:
+def _flatten(*refs: Any, blocks: Blocks, layout: BagLayout, num_rows: int) -> None:
     """Write the lookups of one block of a feature's positions."""
+    ids, weights, starts, ends, numbers, out_rows, out_bags, out_scales = refs
     feature, first, capacity, segment, id_start, stride, bag_start, offset, count, is_mean = (
         blocks.here(numbers)
     )

@@ -42,8 +42,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -60,6 +61,51 @@ from jaxrec.embed.kernels.mosaic import instructions as ins
 from jaxrec.embed.kernels.mosaic import stand_ins
 from jaxrec.embed.kernels.mosaic.lanes import FLAT, THREADS, WARP, Lanes
 from jaxrec.embed.kernels.mosaic.programs import is_interpreted
+
+
+@dataclasses.dataclass(frozen=True)
+class _Access:
+    """Loads or stores of what each thread has of an array's rows, in chunks."""
+
+    array: Any
+    lanes: Lanes  # of rows; those of a vector have one element
+    stored: int | None = None  # elements of a row that are stored; None: rows are loaded
+    planes: int = 1
+
+    @property
+    def elements(self) -> int:
+        """Number of elements that a thread has side by side."""
+        return self.lanes.vector * self.planes
+
+    @property
+    def size(self) -> int:
+        """Bytes of a chunk, as the alignment permits."""
+        item = jnp.dtype(self.array.dtype).itemsize
+        sizes = (self.elements * item, self.lanes.first * item, (self.stored or 0) * item)
+        return math.gcd(16, *sizes, ins.stride(self.array))
+
+    def chunks(
+        self, ref: Any, index: Any, is_used: Any, shape: tuple[int, ...]
+    ) -> Iterator[tuple[tuple[int, ...], list[tuple[ir.Value, ir.Value]]]]:
+        """Yield each place in an array of a thread's registers, with the chunks of its register.
+
+        A chunk is an address, and whether a row is used and has elements there.
+        """
+        item, stride = jnp.dtype(self.array.dtype).itemsize, ins.stride(self.array)
+        lanes, width = self.lanes, self.stored or self.lanes.width
+        column = arith.muli(ins.first_column(lanes), ins.i32(self.planes))
+        # Where the first thread stores a whole row, others have no address of their own.
+        own = column if width > self.elements else ins.i32(0)
+        start = ins.address(ins.pointer(ref), own, item, lanes.first * item)
+        rows = list(zip(ins.numbers(index), ins.numbers(is_used), strict=True))
+        for i in np.ndindex(*shape):
+            (row, used), chunks = rows[i[0]], []
+            for part in range(0, self.elements * item, self.size):
+                at = i[1] * lanes.threads * self.elements + part // item
+                is_whole = at + (lanes.threads - 1) * self.elements < width
+                inside = used if is_whole else ins.and_below(used, column, width - at)
+                chunks.append((ins.address(start, row, stride, at * item), inside))
+            yield i, chunks
 
 
 def load(
@@ -79,8 +125,7 @@ def load(
     dtype, is_row = jnp.dtype(array.dtype), len(array.shape) == 2
     shape = (*index.shape, lanes.columns) if is_row else index.shape
     layout = lanes.rows if is_row else lanes.line
-    elements, size, stride = lanes.vector if is_row else 1, dtype.itemsize, ins.stride(array)
-    chunk = math.gcd(16, elements * size, lanes.first * size if is_row else 0, stride)
+    access = _Access(array, lanes if is_row else Lanes(1, 1, 1, 1))
     masks = (is_used,) if is_nan is None else (is_used, is_nan)
 
     @plgpu.inline_mgpu(
@@ -88,23 +133,14 @@ def load(
         return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=layout),
     )
     def load(_: Any, ref: Any, index: Any, is_used: Any, *is_nan: Any) -> Any:
-        column = ins.first_column(lanes) if is_row else ins.i32(0)
-        start = ins.address(ins.pointer(ref), column, size, lanes.first * size if is_row else 0)
         fills = [ins.i32(0) for _ in ins.numbers(is_used)]
         if is_nan:
             nan = ins.i32(ins.nan_bits(dtype))
             fills = [arith.select(each, nan, ins.i32(0)) for each in ins.numbers(is_nan[0])]
-        rows = list(zip(ins.numbers(index), ins.numbers(is_used), fills, strict=True))
         registers = np.empty(layout.to_mgpu().registers_shape(shape), object)
-        for i in np.ndindex(*registers.shape):
-            row, used, fill = rows[i[0]]
-            words = []
-            for part in range(elements * size // chunk):
-                at = (i[1] * lanes.threads * elements if is_row else 0) + part * chunk // size
-                is_whole = not is_row or at + (lanes.threads - 1) * elements < lanes.width
-                inside = used if is_whole else ins.and_below(used, column, lanes.width - at)
-                words += ins.load(ins.address(start, row, stride, at * size), inside, chunk, fill)
-            registers[i] = ins.from_words(words, elements, dtype)
+        for i, chunks in access.chunks(ref, index, is_used, registers.shape):
+            words = [word for each in chunks for word in ins.load(*each, access.size, fills[i[0]])]
+            registers[i] = ins.from_words(words, access.elements, dtype)
         return ins.fragments(registers, layout, dtype)
 
     return load(array, index, *masks)
@@ -124,32 +160,20 @@ def load_words(
     """
     if is_interpreted():
         return stand_ins.load_words(array, index, is_used, first, count)
-    size = math.gcd(4 * count, array.shape[1], first, 16)  # of a load, as the alignment permits
-    dtype = jnp.dtype("int32")
+    access, dtype = _Access(array, Lanes(1, 4 * count, 4 * count, 4 * count, first)), np.dtype("i4")
     word = plgpu.ShapeDtypeStruct(index.shape, dtype, layout=lanes.line)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), lanes.line, lanes.line), return_type=(word,) * count
     )
     def load(_: Any, ref: Any, index: Any, is_used: Any) -> Any:
-        start = ins.pointer(ref)
-        words = []
-        for row, used in zip(ins.numbers(index), ins.numbers(is_used), strict=True):
-            addresses = (
-                ins.address(start, row, array.shape[1], first + at)
-                for at in range(0, 4 * count, size)
-            )
-            parts = [part for each in addresses for part in ins.load(each, used, size, ins.i32(0))]
-            words.append(parts if size >= 4 else ins.joined(parts, size))
-        shape = index.registers.shape
-        return tuple(
-            ins.fragments(
-                ins.array_of([ins.from_words([each], 1, dtype) for each in of_rows], shape),
-                lanes.line,
-                dtype,
-            )
-            for of_rows in zip(*words, strict=True)
-        )
+        registers = [np.empty(index.registers.shape, object) for _ in range(count)]
+        for i, chunks in access.chunks(ref, index, is_used, index.registers.shape):
+            parts = [part for each in chunks for part in ins.load(*each, access.size, ins.i32(0))]
+            words = ins.elements_of(ins.from_words(parts, count, dtype))
+            for of_word, each in zip(registers, words, strict=True):
+                of_word[i] = ins.from_words([each], 1, dtype)
+        return tuple(ins.fragments(each, lanes.line, dtype) for each in registers)
 
     return list(load(array, index, is_used))
 
@@ -167,42 +191,16 @@ def store(
     so on. Neither unused rows nor columns of padding are stored.
     """
     planes = tuple(plane.astype(array.dtype) for plane in planes)
-    is_row, line, layout = len(array.shape) == 2, lanes.line, lanes.rows
-    if not is_row:
+    if len(array.shape) == 1:
         # As a row of one column, which the first of its threads stores.
-        layout, lanes = line, Lanes(lanes.threads, 1, lanes.threads, 1)
-    width = lanes.width * len(planes)
-    if is_row:  # the last byte of a row of 4-bit codes may have one column
-        width = min(width, array.shape[1] - lanes.first)
+        access = _Access(array, Lanes(lanes.threads, 1, lanes.threads, 1), 1)
+    else:  # the last byte of a row of 4-bit codes may have one column
+        width = min(lanes.width * len(planes), array.shape[1] - lanes.first)
+        access = _Access(array, lanes, width, len(planes))
     if is_interpreted():
-        stand_ins.store(array, index, is_used, lanes.first, width, planes)
+        stand_ins.store(array, index, is_used, lanes.first, access.stored, planes)
         return
-    size, elements = jnp.dtype(array.dtype).itemsize, lanes.vector * len(planes)
-    # The bytes of one store, as the alignment permits.
-    chunk = math.gcd(16, elements * size, width * size, lanes.first * size, ins.stride(array))
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), line, line, *(layout for _ in planes)), return_type=()
-    )
-    def store(_: Any, ref: Any, index: Any, is_used: Any, *planes: Any) -> Any:
-        column = arith.muli(ins.first_column(lanes), ins.i32(len(planes)))
-        start = ins.address(
-            ins.pointer(ref), column if is_row else ins.i32(0), size, lanes.first * size
-        )
-        rows = list(zip(ins.numbers(index), ins.numbers(is_used), strict=True))
-        for i in np.ndindex(*planes[0].registers.shape):
-            row, used = rows[i[0]]
-            words = ins.to_words([plane.registers[i] for plane in planes], chunk)
-            for part, each in enumerate(words):
-                at = (i[1] if is_row else 0) * lanes.threads * elements + part * chunk // size
-                last = at + lanes.threads * elements - elements  # of the last thread
-                inside = used if last < width else ins.and_below(used, column, width - at)
-                ins.store(
-                    ins.address(start, row, ins.stride(array), at * size), inside, chunk, each
-                )
-        return ()
-
-    store(array, index, is_used, *planes)
+    _store(access, index, is_used, lanes, planes)
 
 
 def store_words(
@@ -220,25 +218,29 @@ def store_words(
     if is_interpreted():
         stand_ins.store_words(array, index, is_used, first, words)
         return
-    count = len(words)
-    size = math.gcd(4 * count, array.shape[1], first, 16)  # of a store
+    size = 4 * len(words)  # the first thread of a row stores all of them
+    access = _Access(array, Lanes(lanes.threads, size, lanes.threads * size, size, first), size)
+    _store(access, index, is_used, lanes, words)
+
+
+def _store(
+    access: _Access, index: Array, is_used: Array, lanes: Lanes, planes: Sequence[Array]
+) -> None:
+    line = lanes.line
+    layout = line if planes[0].ndim == 1 else lanes.rows
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), *(lanes.line for _ in range(2 + count))), return_type=()
+        arg_types=(plgpu.RefType(), line, line, *(layout for _ in planes)), return_type=()
     )
-    def store(_: Any, ref: Any, index: Any, is_used: Any, *words: Any) -> Any:
-        start, column = ins.pointer(ref), ins.first_column(lanes)
-        of_rows = zip(
-            ins.numbers(index), ins.numbers(is_used), *map(ins.numbers, words), strict=True
-        )
-        for row, used, *each in of_rows:
-            first_thread = ins.and_below(used, column, 1)
-            for at, part in zip(range(0, 4 * count, size), ins.split(each, size), strict=True):
-                address = ins.address(start, row, array.shape[1], first + at)
-                ins.store(address, first_thread, size, part)
+    def store(_: Any, ref: Any, index: Any, is_used: Any, *planes: Any) -> Any:
+        shape = planes[0].registers.shape
+        for i, chunks in access.chunks(ref, index, is_used, shape):
+            words = ins.to_words([plane.registers[i] for plane in planes], access.size)
+            for each, of_chunk in zip(chunks, words, strict=True):
+                ins.store(*each, access.size, of_chunk)
         return ()
 
-    store(array, index, is_used, *words)
+    store(access.array, index, is_used, *planes)
 
 
 def running_sum(values: Int32[Array, " n"]) -> Int32[Array, " n"]:

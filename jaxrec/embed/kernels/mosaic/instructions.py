@@ -128,25 +128,6 @@ def _operand(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else "{" + ", ".join(words) + "}"
 
 
-def joined(parts: Sequence[ir.Value], size: int) -> list[ir.Value]:
-    """Join parts of ``size`` bytes, 1 or 2, to words."""
-    result = []
-    for start in range(0, len(parts), 4 // size):
-        word = parts[start]
-        for i in range(1, 4 // size):
-            word = arith.ori(word, arith.shli(parts[start + i], i32(8 * size * i)))
-        result.append(word)
-    return result
-
-
-def split(words: Sequence[ir.Value], size: int) -> list[list[ir.Value]]:
-    """Split words to what stores of ``size`` bytes store; bytes beyond those do not matter."""
-    if size >= 4:
-        return [list(words[i : i + size // 4]) for i in range(0, len(words), size // 4)]
-    shifts = range(0, 32, 8 * size)
-    return [[arith.shrui(word, i32(shift))] for word in words for shift in shifts]
-
-
 def from_words(words: Sequence[ir.Value], count: int, dtype: DTypeLike) -> ir.Value:
     """Return the ``count`` elements that words hold; words of fewer bytes hold them in low bits."""
     bits = min(8 * count * jnp.dtype(dtype).itemsize // len(words), 32)

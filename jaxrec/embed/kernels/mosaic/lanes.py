@@ -7,10 +7,11 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Int32, Shaped
 
 from jaxrec.embed.kernels.mosaic.programs import is_interpreted
 
@@ -70,6 +71,14 @@ class Lanes:
         if is_interpreted():
             return values
         return plgpu.layout_cast(values, self.line if values.ndim == 1 else self.rows)
+
+    def numbers(self, count: int) -> Int32[Array, " count"]:
+        """Return 0, 1, ..., ``count - 1``."""
+        return self.cast(jnp.arange(count, dtype=jnp.int32))
+
+    def column_ids(self, count: int) -> Int32[Array, "count columns"]:
+        """Return the number of each column, for ``count`` rows."""
+        return self.cast(jax.lax.broadcasted_iota(jnp.int32, (count, self.columns), 1))
 
     def spread(self, numbers: Shaped[Array, " n"]) -> Shaped[Array, "n columns"]:
         """Repeat each row's number in all of its columns."""

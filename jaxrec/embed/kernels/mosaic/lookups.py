@@ -14,7 +14,7 @@ from jaxrec.embed.kernels.base import BagLayout, BagRows, Ids, Lengths, RowIndic
 from jaxrec.embed.kernels.mosaic.extents import bag_extents
 from jaxrec.embed.kernels.mosaic.flat_lookups import narrowed
 from jaxrec.embed.kernels.mosaic.indexing import load, store
-from jaxrec.embed.kernels.mosaic.readers import Reader, reader_of
+from jaxrec.embed.kernels.mosaic.readers import Reader, stored_rows
 from jaxrec.embed.kernels.mosaic.tile import Terms, Tile
 from jaxrec.embed.kernels.segments import bag_rows, segment_of
 
@@ -44,15 +44,16 @@ def pooled_lookup(
         return jnp.zeros(output.shape, dtype)
     # The tile is static, so it follows from capacities: an upper bound on the mean length of bags.
     mean_length = layout.num_positions / layout.num_bags
-    stored, reader = reader_of(table)
+    reader = Reader.of(table)
+    assert reader is not None  # or `refuse` has an objection
     if depth is None and mean_length > MIDDLING:
         depth = max(DEPTH // reader.lanes.steps, 1)
     tile = Tile.of(reader.lanes, loads, depth)
     features = jnp.array([*layout.row_offsets, *layout.row_counts, *layout.means], jnp.int32)
     kernel = functools.partial(_pool, tile=tile, layout=layout, reader=reader)
     extents = bag_extents(lengths, layout, interpret=interpret)
-    inputs = ids, narrowed(weights), *extents, features, stored
-    return tile.launch(kernel, inputs, output, layout.num_bags, interpret=interpret)
+    inputs = ids, narrowed(weights), *extents, features, stored_rows(table)
+    return tile.launch(kernel, inputs, (output,), layout.num_bags, interpret=interpret)[0]
 
 
 def row_lookup(
@@ -62,26 +63,17 @@ def row_lookup(
     output = jax.ShapeDtypeStruct((rows.size, table.shape[1]), table.dtype)
     if rows.size == 0:
         return jnp.zeros(output.shape, table.dtype)
-    stored, reader = reader_of(table)
+    reader = Reader.of(table)
+    assert reader is not None  # or `refuse` has an objection
     tile = Tile.of(reader.lanes, max((loads or COPIES) // reader.planes, 1))
     kernel = functools.partial(_copy_rows, tile=tile, reader=reader)
-    return tile.launch(kernel, (rows, stored), output, rows.size, interpret=interpret)
+    inputs = rows, stored_rows(table)
+    return tile.launch(kernel, inputs, (output,), rows.size, interpret=interpret)[0]
 
 
-def _pool(
-    ids: Any,
-    weights: Any,
-    starts: Any,
-    ends: Any,
-    features: Any,
-    table: Any,
-    out: Any,
-    *,
-    tile: Tile,
-    layout: BagLayout,
-    reader: Reader,
-) -> None:
+def _pool(*refs: Any, tile: Tile, layout: BagLayout, reader: Reader) -> None:
     """Pool one bag per group."""
+    ids, weights, starts, ends, features, table, out = refs
     # Bags are taken feature by feature, so that programs that run at once read one table: up to 6 %
     # faster on an H200 by Triton (docs/gpu.md). They are written interleaved, as the output wants
     # them.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,50 +21,6 @@ from jaxrec.embed.formats.integers import HEADER_BYTES, Fused8Rows, IntegerRows
 from jaxrec.embed.kernels.mosaic.indexing import add_rounded, load, load_words
 from jaxrec.embed.kernels.mosaic.lanes import Lanes
 from jaxrec.embed.kernels.mosaic.tile import Terms
-
-
-@dataclasses.dataclass(frozen=True)
-class PlainReader:
-    """Reader of rows of floats."""
-
-    lanes: Lanes
-    planes = 1  # columns of an element
-
-    @classmethod
-    def of(cls, table: Float[Array, "rows dim"]) -> PlainReader:
-        """Return the reader of a table's rows."""
-        return cls(row_lanes(table))
-
-    def zeros(self, groups: int) -> Terms:
-        """Return zeros in the shapes of the terms of one row of each group."""
-        zeros = jnp.zeros((groups, self.lanes.columns), jnp.float32)
-        return (self.lanes.cast(zeros),)
-
-    def load(
-        self,
-        stored: Any,
-        rows: Int32[Array, " n"],
-        is_row: Bool[Array, " n"],
-        is_bad: Bool[Array, " n"],
-        weight: Float[Array, " n"] | None,
-    ) -> Terms:
-        """Load rows as terms. The kernel adds them per bag; `finish` turns the totals into rows.
-
-        Rows without ``is_row`` are zeros, and those with ``is_bad`` are NaN.
-        """
-        values = load(stored, rows, is_row, self.lanes, is_bad).astype(jnp.float32)
-        return (values if weight is None else values * self.lanes.spread(weight),)
-
-    def finish(self, sums: Terms) -> Terms:
-        """Return the sums of rows by planes, given the sums of their terms."""
-        return sums  # a plain row is its only term
-
-
-def row_lanes(table: Any) -> Lanes:
-    """Return the lanes of a matrix's rows."""
-    # A thread may load 16 bytes at once if each row begins at a multiple of as many.
-    (_, width), size = table.shape, jnp.dtype(table.dtype).itemsize
-    return Lanes.of(width, max(math.gcd(16, width * size) // size, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,22 +43,30 @@ class Numbers:
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedReader:
-    """Reader of packed rows, whose elements are ``scale * code + offset``."""
+class Reader:
+    """Reader of rows of floats, or of packed rows, whose elements are ``scale * code + offset``."""
 
-    # The terms of a row: for each plane (the columns at one position of their byte) an array of
-    # scaled codes, and the offset. A bag's offsets are added as one number, not once a column.
-    lanes: Lanes  # of the bytes of codes
-    planes: int  # columns of a byte, the first one in its lowest bits
-    numbers: Numbers | None  # the scale and the offset; None: 1 and 0
+    # The terms of a row are an array for each plane (the columns at one position of their byte),
+    # and the offset. A bag's offsets are added as one number, not once a column.
+    lanes: Lanes  # of the floats, or of the bytes of codes
+    planes: int = 1  # columns of a byte, the first one in its lowest bits
+    numbers: Numbers | None = None  # the scale and the offset; None: 1 and 0
     # Turns int32 codes into float32, too small by the factor `unit`: the scale makes up for it, and
-    # decoding takes fewer instructions.
-    decode: Callable[[Int32[Array, "*n"]], Float[Array, "*n"]]
+    # decoding takes fewer instructions. None: rows are floats.
+    decode: Callable[[Int32[Array, "*n"]], Float[Array, "*n"]] | None = None
     unit: float = 1.0
 
     @classmethod
-    def of(cls, row_format: RowFormat, dim: int) -> PackedReader | None:
-        """Return the reader of a format's rows of ``dim`` columns; None: no kernel reads them."""
+    def of(cls, table: TableArray) -> Reader | None:
+        """Return the reader of a table's rows; None: no kernel reads them."""
+        if isinstance(table, PackedRows):
+            return cls._of_packed(table.row_format, table.dim)
+        # A thread may load 16 bytes at once if each row begins at a multiple of as many.
+        (_, width), size = table.shape, jnp.dtype(table.dtype).itemsize
+        return cls(Lanes.of(width, max(math.gcd(16, width * size) // size, 1)))
+
+    @classmethod
+    def _of_packed(cls, row_format: RowFormat, dim: int) -> Reader | None:
         stride = row_format.width(dim)
 
         def lanes(width: int, first: int = 0) -> Lanes:
@@ -135,14 +99,15 @@ class PackedReader:
         return (codes,) * self.planes + (offset,) * self.has_offset
 
     def load(
-        self,
-        stored: Any,
-        rows: Int32[Array, " n"],
-        is_row: Bool[Array, " n"],
-        is_bad: Bool[Array, " n"],
-        weight: Float[Array, " n"] | None,
+        self, stored: Any, rows: Array, is_row: Array, is_bad: Array, weight: Array | None
     ) -> Terms:
-        """Load rows as terms; see `PlainReader.load`."""
+        """Load rows as terms. The kernel adds them per bag; `finish` turns the totals into rows.
+
+        Rows without ``is_row`` are zeros, and those with ``is_bad`` are NaN.
+        """
+        if self.decode is None:
+            values = load(stored, rows, is_row, self.lanes, is_bad).astype(jnp.float32)
+            return (values if weight is None else values * self.lanes.spread(weight),)
         codes = load(stored, rows, is_row, self.lanes).astype(jnp.int32)
         if self.numbers is None:
             scale, offset = self.lanes.cast(jnp.full(rows.shape, self.unit, jnp.float32)), []
@@ -169,23 +134,9 @@ class PackedReader:
         return tuple(add_rounded(plane, self.lanes.spread(offset), self.lanes) for plane in planes)
 
 
-Reader: TypeAlias = PlainReader | PackedReader
-
-
-def reader_of(table: TableArray) -> tuple[Array, Reader]:
-    """Return a table's stored rows and their reader, if `refuse_packed` has no objection."""
-    if isinstance(table, PackedRows):
-        reader = PackedReader.of(table.row_format, table.dim)
-        assert reader is not None
-        return table.stored, reader
-    return table, PlainReader.of(table)
-
-
-def refuse_packed(table: PackedRows) -> str | None:
-    """Return why no kernel reads these packed rows; None: one does."""
-    if PackedReader.of(table.row_format, table.dim) is None:
-        return f"it does not unpack {table.row_format.name}"
-    return None
+def stored_rows(table: TableArray) -> Array:
+    """Return the array of a table's rows as they are stored."""
+    return table.stored if isinstance(table, PackedRows) else table
 
 
 def _integers(codes: Int32[Array, "*n"]) -> Float[Array, "*n"]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Int32
+
+from jaxrec.embed.kernels.mosaic.lanes import Lanes
+from jaxrec.embed.kernels.mosaic.programs import interpreted
 
 # Number of rows with which functions are traced: no width of a table, so that a traced shape tells
 # rows from columns.
@@ -41,25 +44,12 @@ class Form(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class RowShape:
-    """Shapes of the three forms, and the columns that a function sees.
+    """Shapes of the three forms, and the columns that a function sees."""
 
-    Attributes:
-        groups: Rows of the tile.
-        columns: Columns of the tile, padding included.
-        dim: Columns that the function sees.
-        column_ids: Makes an int32 full array of the columns' numbers, from 0.
-        expand: Broadcasts a line to a full array.
-        is_column: Makes a full array: which columns the function sees; None: all of the tile's.
-        first: The tile's column that is the function's first.
-    """
-
-    groups: int
-    columns: int
-    dim: int
-    column_ids: Callable[[], Array]
-    expand: Callable[[Array], Array]
-    is_column: Callable[[], Bool[Array, "groups columns"]] | None = None
-    first: int = 0
+    lanes: Lanes
+    groups: int  # rows of the tile
+    first: int  # the tile's column that is the function's first
+    dim: int  # columns that the function sees
 
     def form(self, traced_shape: tuple[int, ...]) -> Form:
         """Return the form of an array, given its shape in the traced function."""
@@ -78,17 +68,34 @@ class RowShape:
 
     def traced(self, value: Any) -> jax.ShapeDtypeStruct:
         """Return the shape and type with which a value is traced."""
-        shapes = {0: (), 1: (_ROWS,), 2: (_ROWS, self.dim)}
-        return jax.ShapeDtypeStruct(shapes[jnp.ndim(value)], jnp.result_type(value))
+        shape = (_ROWS, self.dim)[: jnp.ndim(value)]
+        return jax.ShapeDtypeStruct(shape, jnp.result_type(value))
 
     def broadcast(self, value: Any, form: int) -> Any:
         """Return a value in a form that follows its own, or in its own."""
         if jnp.ndim(value) == form:
             return value
         if jnp.ndim(value) == Form.LINE:
-            return self.expand(value)
-        shape = (self.groups, self.columns)[: int(form)]
+            return self.lanes.spread(value)
+        shape = (self.groups, self.lanes.columns)[: int(form)]
         return lax.broadcast_in_dim(value, shape, ())
+
+    def together(self, values: Sequence[Any]) -> list[Any]:
+        """Return values in one form."""
+        form = max(map(jnp.ndim, values))
+        return [self.broadcast(each, form) for each in values]
+
+    def column_ids(self) -> Int32[Array, "groups columns"]:
+        """Return the number of each of the tile's columns."""
+        return self.lanes.column_ids(self.groups)
+
+    def fill_others(self, value: Any, fill: Any) -> Any:
+        """Put ``fill`` into the columns of a full array that the function does not see."""
+        if self.dim == self.lanes.columns:
+            return value
+        columns = self.column_ids()
+        is_seen = (columns >= self.first) & (columns < self.first + self.dim)
+        return lax.select(is_seen, value, self.broadcast(fill, Form.FULL))
 
 
 class UnsupportedError(ValueError):
@@ -106,7 +113,7 @@ def evaluate(function: Callable[..., Any], shape: RowShape, *arguments: Any) -> 
     """
     traced = jax.tree.map(shape.traced, arguments)
     jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*traced)
-    values = _run(jaxpr.jaxpr, jaxpr.consts, jax.tree.leaves(arguments), shape)
+    values = _run(jaxpr, jax.tree.leaves(arguments), shape)
     # A function may return a scalar for a number that is the same in all rows.
     wanted = map(lambda result: shape.form(result.shape), jax.tree.leaves(results))
     return jax.tree.unflatten(
@@ -121,41 +128,39 @@ def unsupported(function: Callable[..., Any], *arguments: Any) -> str | None:
     ``arguments`` are trees of `jax.ShapeDtypeStruct`: scalars, ``[rows]`` or ``[rows, dim]``.
     """
     rows, dim = next(x.shape for x in jax.tree.leaves(arguments) if len(x.shape) == 2)
-
-    def column_ids() -> Array:
-        return lax.broadcasted_iota(jnp.int32, (rows, dim), 1)
-
-    def expand(line: Array) -> Array:
-        return lax.broadcast_in_dim(line, (rows, dim), (0,))
-
-    shape = RowShape(rows, dim, dim, column_ids, expand)
+    shape = RowShape(Lanes(1, 1, dim, dim), rows, 0, dim)
     try:
-        jax.eval_shape(functools.partial(evaluate, function, shape), *arguments)
+        with interpreted():
+            jax.eval_shape(functools.partial(evaluate, function, shape), *arguments)
     except UnsupportedError as error:
         return str(error)
     return None
 
 
-def _run(jaxpr: Any, constants: list[Any], arguments: list[Any], shape: RowShape) -> list[Any]:
-    """Run the operations of a traced function."""
-    values: dict[Any, Any] = {}
-    for variable, constant in zip(jaxpr.constvars, constants, strict=True):
-        if np.size(constant) != 1:
-            raise UnsupportedError(f"a constant array of shape {np.shape(constant)}")
-        values[variable] = np.asarray(constant).reshape(())[()]
+def _run(traced: Any, arguments: list[Any], shape: RowShape) -> list[Any]:
+    """Run the operations of a traced function, which may have constants."""
+    has_constants = hasattr(traced, "consts")
+    jaxpr, constants = (traced.jaxpr, traced.consts) if has_constants else (traced, [])
+    if large := [np.shape(each) for each in constants if np.size(each) != 1]:
+        raise UnsupportedError(f"a constant array of shape {large[0]}")
+    values = dict(zip(jaxpr.constvars, map(_scalar, constants), strict=True))
     values.update(zip(jaxpr.invars, arguments, strict=True))
 
     def read(atom: Any) -> Any:
         if isinstance(atom, core.Literal):
             aval: Any = atom.aval
-            return np.asarray(atom.val, aval.dtype).reshape(())[()]
+            return _scalar(atom.val, aval.dtype)
         return values[atom]
 
     for equation in _needed(jaxpr):
         operands = [read(atom) for atom in equation.invars]
         name = equation.primitive.name
-        if (inner := _inner(equation.params)) is not None and name in _CALLS:
-            results = _run(inner.jaxpr, inner.consts, operands, shape)
+        if name in _CALLS:
+            inner = next(equation.params[key] for key in _CALLED if key in equation.params)
+            results = _run(inner, operands, shape)
+        elif name in _FORMULAS:
+            inner = jax.make_jaxpr(_FORMULAS[name])(*map(shape.traced, operands))
+            results = _run(inner, operands, shape)
         elif name in _RULES:
             results = [_RULES[name](shape, equation, *operands)]
         elif name in _OF_ELEMENTS:
@@ -164,6 +169,10 @@ def _run(jaxpr: Any, constants: list[Any], arguments: list[Any], shape: RowShape
             raise UnsupportedError(f"the operation {name}")
         values.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _scalar(value: Any, dtype: Any = None) -> Any:
+    return np.asarray(value, dtype).reshape(())[()]
 
 
 def _needed(jaxpr: Any) -> list[Any]:
@@ -178,11 +187,9 @@ def _needed(jaxpr: Any) -> list[Any]:
     return equations[::-1]
 
 
-# Functions within functions, which are run in place.
-_CALLS = {
-    "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call",
-    "custom_vjp_call_jaxpr", "remat", "checkpoint", "remat2",
-}  # fmt: skip
+# Functions within functions, which are run in place, and the parameters that hold them.
+_CALLS = {"jit", "closed_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call", "remat2"}
+_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 # Operations that Mosaic has, and that treat each element by itself.
 _OF_ELEMENTS = {
@@ -193,19 +200,9 @@ _OF_ELEMENTS = {
 }  # fmt: skip
 
 
-def _inner(params: Mapping[str, Any]) -> Any:
-    """Return the function that a call calls; None: the operation is no call."""
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        if name in params:
-            inner = params[name]
-            return inner if hasattr(inner, "consts") else core.ClosedJaxpr(inner, ())
-    return None
-
-
 def _on_elements(shape: RowShape, equation: Any, *operands: Any) -> Any:
     """Apply an operation to elements, after all operands have one form."""
-    form = Form(max(jnp.ndim(each) for each in operands))
-    operands = tuple(shape.broadcast(each, form) for each in operands)
+    operands = tuple(shape.together(operands))
     params = dict(equation.params)
     if equation.primitive.name == "integer_pow" and params["y"] in (0, 1):
         return operands[0] if params["y"] else lax.full_like(operands[0], 1)
@@ -227,7 +224,7 @@ def _reshape(shape: RowShape, equation: Any, operand: Any, *_: Any) -> Any:
 def _convert(shape: RowShape, equation: Any, operand: Any) -> Any:
     # Mosaic does not convert to bool.
     if jnp.issubdtype(equation.params["new_dtype"], jnp.bool):
-        return operand != shape.broadcast(np.zeros((), operand.dtype)[()], jnp.ndim(operand))
+        return operand != shape.broadcast(_scalar(0, operand.dtype), jnp.ndim(operand))
     return equation.primitive.bind(operand, **equation.params)
 
 
@@ -235,7 +232,7 @@ def _column_numbers(shape: RowShape, equation: Any) -> Any:
     params = equation.params
     size = params["shape"][params["dimension"]]
     if size == 1:
-        return np.zeros((), params["dtype"])[()]
+        return _scalar(0, params["dtype"])
     if size == _ROWS:
         raise UnsupportedError("the number of a row in the batch")
     return (shape.column_ids() - shape.first).astype(params["dtype"])
@@ -244,18 +241,17 @@ def _column_numbers(shape: RowShape, equation: Any) -> Any:
 def _reduce(
     reduce: Callable[..., Array], identity: Callable[[Any], Any]
 ) -> Callable[[RowShape, Any, Any], Any]:
+    """Return the rule of a reduction over a row's columns."""
+
     def rule(shape: RowShape, equation: Any, operand: Any) -> Any:
         sizes = {equation.invars[0].aval.shape[axis] for axis in equation.params["axes"]} - {1}
-        forms = Form(jnp.ndim(operand)), shape.form(equation.outvars[0].aval.shape)
+        forms = jnp.ndim(operand), shape.form(equation.outvars[0].aval.shape)
         if not sizes and forms[0] == forms[1]:
             return operand
         if not sizes <= {shape.dim} or forms != (Form.FULL, Form.LINE):
             raise UnsupportedError(f"{equation.primitive.name} over rows")
-        if shape.is_column is not None:
-            outside = np.asarray(identity(operand.dtype), operand.dtype)[()]
-            outside = shape.broadcast(outside, Form.FULL)
-            operand = lax.select(shape.is_column(), operand, outside)
-        return reduce(operand, axis=1)
+        fill = _scalar(identity(operand.dtype), operand.dtype)
+        return reduce(shape.fill_others(operand, fill), axis=1)
 
     return rule
 
@@ -281,74 +277,13 @@ def _one_column(shape: RowShape, equation: Any, operand: Any) -> Any:
 def _column(shape: RowShape, operand: Array, column: int) -> Array:
     """Return a column of a full array as a line."""
     is_column = shape.column_ids() == shape.first + column
-    zeros = shape.broadcast(np.zeros((), operand.dtype)[()], Form.FULL)
+    zeros = shape.broadcast(_scalar(0, operand.dtype), Form.FULL)
     # Sums of whole numbers are exact, and so is the sum of one number and zeros.
     return _sum(lax.select(is_column, operand, zeros), axis=1)
 
 
 def _sum(values: Array, axis: int) -> Array:
     return jnp.sum(values, axis=axis, dtype=values.dtype)
-
-
-def _formula(function: Callable[..., Array]) -> Callable[..., Array]:
-    """Return the rule of an operation that Mosaic lacks, given its formula."""
-
-    def rule(shape: RowShape, equation: Any, *operands: Any) -> Any:
-        form = Form(max(jnp.ndim(each) for each in operands))
-        return function(shape, form, *(shape.broadcast(each, form) for each in operands))
-
-    return rule
-
-
-def _number(shape: RowShape, form: Form, like: Any, value: float) -> Any:
-    return shape.broadcast(np.asarray(value, like.dtype)[()], form)
-
-
-def _floor(shape: RowShape, form: Form, x: Array) -> Array:
-    nearest = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
-    return lax.select(nearest > x, nearest - _number(shape, form, x, 1), nearest)
-
-
-def _ceil(shape: RowShape, form: Form, x: Array) -> Array:
-    return -_floor(shape, form, -x)
-
-
-def _expm1(shape: RowShape, form: Form, x: Array) -> Array:
-    # exp(x) - 1 = (exp(x) + 1) tanh(x / 2), which loses no digits near zero.
-    one, half = (_number(shape, form, x, value) for value in (1, 0.5))
-    return (lax.exp(x) + one) * lax.tanh(x * half)
-
-
-def _log1p(shape: RowShape, form: Form, x: Array) -> Array:
-    # Goldberg 1991, "What every computer scientist should know about floating-point arithmetic",
-    # theorem 4: the error of 1 + x cancels in the quotient. Infinity has no such quotient.
-    one, infinity = (_number(shape, form, x, value) for value in (1, np.inf))
-    sum_ = one + x
-    is_itself = (sum_ == one) | (x == infinity)
-    divisor = lax.select(is_itself, one, sum_ - one)
-    return lax.select(is_itself, x, x * (lax.log(sum_) / divisor))
-
-
-def _is_finite(shape: RowShape, form: Form, x: Array) -> Array:
-    return lax.abs(x) < _number(shape, form, x, np.inf)
-
-
-def _not(shape: RowShape, form: Form, x: Array) -> Array:
-    ones = (
-        True
-        if jnp.issubdtype(x.dtype, jnp.bool)
-        else -1
-        if jnp.issubdtype(x.dtype, jnp.signedinteger)
-        else None
-    )
-    all_bits = np.iinfo(x.dtype).max if ones is None else ones
-    return lax.bitwise_xor(x, _number(shape, form, x, all_bits))
-
-
-def _sign(shape: RowShape, form: Form, x: Array) -> Array:
-    zero, one = (_number(shape, form, x, value) for value in (0, 1))
-    sign = lax.select(x > zero, one, lax.select(x < zero, -one, zero))
-    return lax.select(x != x, x, sign)
 
 
 _RULES: dict[str, Callable[..., Any]] = {
@@ -362,11 +297,35 @@ _RULES: dict[str, Callable[..., Any]] = {
     "reduce_sum": _reduce(_sum, lambda dtype: 0),
     "reduce_max": _reduce(jnp.max, _lowest),
     "reduce_min": _reduce(jnp.min, _highest),
-    "floor": _formula(_floor),
-    "ceil": _formula(_ceil),
-    "expm1": _formula(_expm1),
-    "log1p": _formula(_log1p),
-    "is_finite": _formula(_is_finite),
-    "not": _formula(_not),
-    "sign": _formula(_sign),
+}
+
+
+def _floor(x: Array) -> Array:
+    nearest = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+    return jnp.where(nearest > x, nearest - 1, nearest)
+
+
+def _log1p(x: Array) -> Array:
+    # Goldberg 1991, "What every computer scientist should know about floating-point arithmetic",
+    # theorem 4: the error of 1 + x cancels in the quotient. Infinity has no such quotient.
+    sum_ = 1 + x
+    is_itself = (sum_ == 1) | (x == jnp.inf)
+    return jnp.where(is_itself, x, x * (jnp.log(sum_) / jnp.where(is_itself, 1.0, sum_ - 1)))
+
+
+def _sign(x: Array) -> Array:
+    zero, one = (x.dtype.type(value) for value in (0, 1))
+    return jnp.where(x != x, x, jnp.where(x > zero, one, jnp.where(x < zero, -one, zero)))
+
+
+# Operations that Mosaic lacks, by those that it has.
+_FORMULAS: dict[str, Callable[[Array], Array]] = {
+    "floor": _floor,
+    "ceil": lambda x: -_floor(-x),
+    # exp(x) - 1 = (exp(x) + 1) tanh(x / 2), which loses no digits near zero.
+    "expm1": lambda x: (jnp.exp(x) + 1) * jnp.tanh(x * 0.5),
+    "log1p": _log1p,
+    "is_finite": lambda x: jnp.abs(x) < jnp.inf,
+    "not": lambda x: x ^ np.invert(np.zeros((), x.dtype)),
+    "sign": _sign,
 }

@@ -12,15 +12,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxrec.embed.kernels.mosaic.extents import store_number
-from jaxrec.embed.kernels.mosaic.indexing import keep_rolled, load, running_sum, store
+from jaxrec.embed.kernels.mosaic.extents import store_number, sum_between
+from jaxrec.embed.kernels.mosaic.indexing import load, running_sum, store
 from jaxrec.embed.kernels.mosaic.lanes import FLAT, THREADS, Lanes
 from jaxrec.embed.kernels.mosaic.programs import program
 from jaxrec.embed.kernels.mosaic.sorted_lookups import SortedLookups, Terms
-from jaxrec.embed.kernels.mosaic.tile import Tile, cdiv
-
-# Tile of the programs that list runs: 1024 lookups, eight a thread.
-LISTING = Tile(FLAT, groups=1024)
+from jaxrec.embed.kernels.mosaic.tile import BLOCK, Tile, cdiv, loop
 
 # Rows of a part or a block that are on their way at once, and the most elements of them a thread.
 _DEPTH, _ELEMENTS = 8, 32
@@ -60,15 +57,15 @@ class Runs:
         # summed in the first pass and blocks in the second, by other programs of the same launch.
         size, num_parts = lookups.size + 1, lookups.num_parts
         gradients = lookups.gradients
-        num_programs = -(-size // LISTING.groups)
+        num_programs = -(-size // BLOCK.groups)
         lanes = row_lanes(gradients.shape[1])
         parts = Tile(lanes, max(lanes.height, FEWEST))
 
         def launch(kernel: Any, num_sums: int, inputs: Any, outputs: Any) -> Any:
             first = -(-num_sums // parts.groups)
             kernel = functools.partial(kernel, tile=parts, first=first)
-            num_groups = (first + num_programs) * LISTING.groups
-            return LISTING.launch(kernel, inputs, outputs, num_groups, interpret=interpret)
+            num_groups = (first + num_programs) * BLOCK.groups
+            return BLOCK.launch(kernel, inputs, outputs, num_groups, interpret=interpret)
 
         integers = jax.ShapeDtypeStruct((num_programs,), jnp.int32)
         sums = jax.ShapeDtypeStruct((num_parts, gradients.shape[1]), jnp.float32)
@@ -117,37 +114,21 @@ class Run:
         def find(turn: Array) -> Terms:
             return lookups.load_terms(self.start + turn, turn < count, lanes)
 
-        def add(turn: Array, terms: Terms) -> Array:
-            return lookups.load_gradients(terms, turn < count, lanes)
+        def add(turn: Array, total: Array, terms: Terms) -> Array:
+            return total + lookups.load_gradients(terms, turn < count, lanes)
 
-        total = _sum_turns(1, jnp.max(count), total, find, add)
+        longest = jnp.max(count)
+        carry = jnp.int32(1), total, find(jnp.int32(1))
+        total = loop(carry, find, add, lambda turn, _: turn < longest)
         parts = OtherParts.of(lookups, part, self.end)
         num_parts = jnp.where(self.is_run, parts.count, 0)
 
-        def add_part(turn: Array, _: None) -> Array:
-            return load(sums, parts.index(turn), turn < num_parts, lanes)
+        def add_part(turn: Array, total: Array, _: None) -> Array:
+            return total + load(sums, parts.index(turn), turn < num_parts, lanes)
 
-        return _sum_turns(0, jnp.max(num_parts), total, lambda turn: None, add_part)
-
-
-def _sum_turns(
-    first: int,
-    end: Array,
-    total: Float[Array, "groups columns"],
-    find: Callable[[Array], Any],
-    add: Callable[[Array, Any], Float[Array, "groups columns"]],
-) -> Float[Array, "groups columns"]:
-    """Add ``add(turn, find(turn))`` for each turn from ``first`` to ``end``."""
-
-    # While the rows of a turn are on their way, the bags of the next turn are loaded.
-    def go_on(carry: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
-        turn, total, found = carry
-        keep_rolled()
-        following = find(turn + 1)
-        return turn + 1, total + add(turn, found), following
-
-    begin = jnp.int32(first), total, find(jnp.int32(first))
-    return jax.lax.while_loop(lambda carry: carry[0] < end, go_on, begin)[1]
+        most = jnp.max(num_parts)
+        carry = jnp.int32(0), total, None
+        return loop(carry, lambda _: None, add_part, lambda turn, _: turn < most)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,19 +194,18 @@ def _second_pass(
 
 
 def _count_runs(lookups: SortedLookups, counts: Any, number: Array) -> None:
-    """Count the runs that begin among the lookups of listing program ``number``."""
-    position = number * LISTING.groups + _numbers(LISTING.groups, FLAT)
-    _, is_first = lookups.begin(position, FLAT)
+    """Count the runs that begin among the lookups of block ``number``."""
+    _, is_first = lookups.begin(BLOCK.ids_of(number), FLAT)
     store_number(counts, number, jnp.sum(is_first.astype(jnp.int32), dtype=jnp.int32))
 
 
 def _list_runs(lookups: SortedLookups, counts: Any, out: Runs, number: Array) -> None:
-    """List the runs that begin among the lookups of listing program ``number``."""
-    size = lookups.size
-    position = number * LISTING.groups + _numbers(LISTING.groups, FLAT)
+    """List the runs that begin among the lookups of block ``number``."""
+    position = BLOCK.ids_of(number)
     row, is_first = lookups.begin(position, FLAT)
-    bag, scale = lookups.load_terms(position, position < size, FLAT)
-    before = _sum_before(counts, number)
+    bag, scale = lookups.load_terms(position, position < lookups.size, FLAT)
+    # Many at a time: a batch may have thousands of programs, each of which waits for each turn.
+    before = sum_between(counts, 0, number, 16 * THREADS)
     place = before + running_sum(is_first.astype(jnp.int32)) - 1
     store(out.starts, place, is_first, FLAT, position)
     store(out.bags, place, is_first, FLAT, bag)
@@ -238,26 +218,9 @@ def _list_runs(lookups: SortedLookups, counts: Any, out: Runs, number: Array) ->
     pl.when(is_last)(lambda: store_number(out.count, jnp.int32(0), count))
 
 
-def _sum_before(counts: Any, end: Array) -> Int32[Array, ""]:
-    """Return the sum of ``counts[:end]``."""
-    # Many at a time: a batch may have thousands of programs, each of which waits for each turn.
-    step = 16 * THREADS
-
-    def add(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        first, totals = carry
-        keep_rolled()
-        place = first + _numbers(step, FLAT)
-        return first + step, totals + load(counts, place, place < end, FLAT)
-
-    zeros = FLAT.cast(jnp.zeros(step, jnp.int32))
-    totals = jax.lax.while_loop(lambda carry: carry[0] < end, add, (jnp.int32(0), zeros))[1]
-    return jnp.sum(totals, dtype=jnp.int32)
-
-
 def _sum_parts(lookups: SortedLookups, out: Any, tile: Tile, number: Array) -> None:
     """Sum the parts of one program, where a run goes on at the part's beginning."""
-    lanes = tile.lanes
-    part = number * tile.groups + _numbers(tile.groups, lanes)
+    part, lanes = tile.ids_of(number), tile.lanes
     start = part * lookups.cut
     row, is_used = lookups.go_on(start, lanes)
     end = jnp.minimum(start + lookups.cut, lookups.size)
@@ -270,18 +233,15 @@ def _sum_parts(lookups: SortedLookups, out: Any, tile: Tile, number: Array) -> N
         here = lookups.load_row(jnp.where(inside, position, -1), lanes)
         return here, lookups.load_terms(position, inside, lanes)
 
-    def add(found: tuple[Array, Terms]) -> Array:
-        here, terms = found
-        return lookups.load_gradients(terms, is_used & (here == row), lanes)
+    def add(terms: Terms, is_row: Array) -> Array:
+        return lookups.load_gradients(terms, is_row, lanes)
 
-    total = _sum_ahead(is_used, row, find, add, lanes)
-    store(out, part, is_used, lanes, total)
+    store(out, part, is_used, lanes, _sum_equal(row, is_used, find, add, lanes))
 
 
 def _sum_blocks(lookups: SortedLookups, sums: Any, tile: Tile, number: Array) -> None:
     """Sum the blocks of one program, and write each in the place of its first part."""
-    lanes = tile.lanes
-    first = (number * tile.groups + _numbers(tile.groups, lanes)) * lookups.block
+    first, lanes = tile.ids_of(number) * lookups.block, tile.lanes
     is_block = first < lookups.num_parts
     row, is_used = lookups.go_on(jnp.where(is_block, first * lookups.cut, -1), lanes)
     end = jnp.minimum(first + lookups.block, lookups.num_parts)
@@ -290,47 +250,41 @@ def _sum_blocks(lookups: SortedLookups, sums: Any, tile: Tile, number: Array) ->
         part = first + place
         return lookups.load_row(jnp.where(part < end, part * lookups.cut, -1), lanes), part
 
-    def add(found: tuple[Array, Array]) -> Array:
-        here, part = found
-        return load(sums, part, is_used & (here == row), lanes)
+    def add(part: Array, is_row: Array) -> Array:
+        return load(sums, part, is_row, lanes)
 
-    store(sums, first, is_used, lanes, _sum_ahead(is_used, row, find, add, lanes))
+    store(sums, first, is_used, lanes, _sum_equal(row, is_used, find, add, lanes))
 
 
-def _sum_ahead(
-    is_used: Bool[Array, " groups"],
+def _sum_equal(
     row: Int32[Array, " groups"],
+    is_used: Bool[Array, " groups"],
     find: Callable[[Array], tuple[Array, Any]],
-    add: Callable[[tuple[Array, Any]], Float[Array, "groups columns"]],
+    add: Callable[[Any, Array], Float[Array, "groups columns"]],
     lanes: Lanes,
 ) -> Float[Array, "groups columns"]:
-    """Sum the rows of each group, several at a time, until all groups have come to their end.
+    """Sum each group's terms up to its first place that has another row than ``row``.
 
-    ``find(place)`` returns the table's row at a place of a group, and what `add` needs; a group
-    ends at the first place with another row than ``row``.
+    ``find(place)`` returns the row at a place of each group, and the indices of its term, which
+    ``add(indices, is_used)`` loads.
     """
+    # Several places at a time. Groups that have come to their end wait for the others.
     depth = max(min(_ELEMENTS // (lanes.steps * lanes.vector), _DEPTH), 1)
 
-    def found_at(turn: Array) -> list[tuple[Array, Any]]:
+    def find_turn(turn: Array) -> list[tuple[Array, Any]]:
         return [find(turn * depth + i) for i in range(depth)]
 
-    def go_on(carry: tuple[Array, Array, list[Any]]) -> tuple[Array, Array, list[Any]]:
-        turn, total, found = carry
-        keep_rolled()
-        following = found_at(turn + 1)
-        for each in map(add, found):
-            total += each
-        return turn + 1, total, following
+    def is_left(here: Array) -> Bool[Array, " groups"]:
+        return is_used & (here == row)
 
-    def is_left(carry: tuple[Array, Array, list[Any]]) -> Bool[Array, ""]:
-        here = carry[2][0][0]
-        return jnp.max((is_used & (here == row)).astype(jnp.int32)) > 0
+    def add_turn(_: Array, total: Array, found: list[tuple[Array, Any]]) -> Array:
+        for each in [add(indices, is_left(here)) for here, indices in found]:
+            total += each
+        return total
+
+    def goes_on(_: Array, found: list[tuple[Array, Any]]) -> Bool[Array, ""]:
+        return jnp.max(is_left(found[0][0]).astype(jnp.int32)) > 0
 
     zeros = lanes.cast(jnp.zeros((is_used.size, lanes.columns), jnp.float32))
-    begin = jnp.int32(0), zeros, found_at(jnp.int32(0))
-    return jax.lax.while_loop(is_left, go_on, begin)[1]
-
-
-def _numbers(count: int, lanes: Lanes) -> Int32[Array, " count"]:
-    """Return 0, 1, ..., ``count - 1``."""
-    return lanes.cast(jnp.arange(count, dtype=jnp.int32))
+    carry = jnp.int32(0), zeros, find_turn(jnp.int32(0))
+    return loop(carry, find_turn, add_turn, goes_on)

@@ -12,13 +12,7 @@ from jaxtyping import Array
 from jaxrec.embed.kernels.mosaic.lanes import Lanes
 
 
-def load(
-    array: Any,
-    index: Array,
-    is_used: Array,
-    lanes: Lanes,
-    is_nan: Array | None,
-) -> Array:
+def load(array: Any, index: Array, is_used: Array, lanes: Lanes, is_nan: Array | None) -> Array:
     values = array[...]
     index = jnp.where(is_used, index, 0)
     if values.ndim == 1:

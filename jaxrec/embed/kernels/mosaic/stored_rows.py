@@ -73,19 +73,14 @@ class StoredRows:
         values = load(self.stored, row, is_used, self.lanes)
         if values.ndim == 1:
             return values.astype(jnp.float32)
-        row_format = self.row_format
-        if isinstance(row_format, UnscaledRows):
-            return self._evaluate(lambda x: row_format.unpack(x, x.shape[-1]), values)
-        match row_format:
-            case TrainedInt8Rows():
-                numbers = self._load_numbers(row, is_used, 2)
-                scale, offset = map(self.lanes.spread, numbers)
-                return values.astype(jnp.int32).astype(jnp.float32) * scale + offset
-            case ScaledFloat8Rows():
-                codes = self._decode(row_format, values.astype(jnp.uint32))
-                scales = self._load_numbers(row, is_used, len(self._blocks(row_format)))
-                return codes * self._join(scales, row_format)
-        raise TypeError(refuse_format(row_format))
+        dim = self.array.shape[1]
+        count = (self.row_format.width(dim) - dim) // 4  # of float32 numbers behind the codes
+        words = load_words(self.stored, row, is_used, self.lanes, dim, count) if count else []
+        numbers = [jax.lax.bitcast_convert_type(word, jnp.float32) for word in words]
+        numbers = list(map(self.lanes.spread, numbers))
+        if isinstance(self.row_format, ScaledFloat8Rows):
+            numbers = [self._join(numbers)]
+        return self._evaluate(functools.partial(_unpack, self.row_format), values, *numbers)
 
     def store(
         self,
@@ -103,90 +98,63 @@ class StoredRows:
         if step is not None and row_format != PlainRows("float32"):
             bits = functools.partial(random_bits, dim=self.array.shape[1], salt=self.salt)
             noise = self._evaluate(bits, row, step)
-        match row_format:
-            case UnscaledRows():
-                codes = self._evaluate(functools.partial(_pack, row_format), values, noise)
-                store(self.stored, row, is_used, lanes, codes)
-                return
-            case TrainedInt8Rows():
-                quantize = functools.partial(_quantize, row_format)
-                codes, *numbers = self._evaluate(quantize, values, noise)
-                codes = codes.astype(jnp.int32)
-            case ScaledFloat8Rows():
-                quantize = functools.partial(_quantize, row_format)
-                blocks = [
-                    evaluate(quantize, shape, values, noise) for shape in self._blocks(row_format)
-                ]
-                numbers = [scale for _, scale in blocks]
-                codes = self._encode(
-                    row_format, self._join([code for code, _ in blocks], row_format)
-                )
-            case _:
-                raise TypeError(refuse_format(row_format))
+        if isinstance(row_format, UnscaledRows):
+            codes = self._evaluate(functools.partial(_pack, row_format), values, noise)
+            store(self.stored, row, is_used, lanes, codes)
+            return
+        quantize = functools.partial(_quantize, row_format)
+        blocks = [evaluate(quantize, shape, values, noise) for shape in self._blocks]
+        codes = self._join([codes for codes, *_ in blocks])
+        codes = self._evaluate(functools.partial(_encode, row_format), codes)
         store(self.stored, row, is_used, lanes, codes.astype(jnp.uint8))
+        numbers = [number for _, *of_block in blocks for number in of_block]
         words = [jax.lax.bitcast_convert_type(number, jnp.int32) for number in numbers]
         store_words(self.stored, row, is_used, lanes, self.array.shape[1], words)
 
     @functools.cached_property
     def shape(self) -> RowShape:
         """The update's whole rows, as `evaluate` takes them."""
-        return self._shape(0, self.array.shape[1])
-
-    def _shape(self, first: int, stop: int) -> RowShape:
-        lanes, groups = self.lanes, self.groups
-
-        def is_column() -> Array:
-            columns = _column_ids(lanes, groups)
-            return (columns >= first) & (columns < stop)
-
-        return RowShape(
-            groups,
-            lanes.columns,
-            stop - first,
-            functools.partial(_column_ids, lanes, groups),
-            lanes.spread,
-            None if (first, stop) == (0, lanes.columns) else is_column,
-            first,
-        )
-
-    def _blocks(self, row_format: ScaledFloat8Rows) -> list[RowShape]:
-        """Return the blocks of columns that share a scale."""
-        dim = self.array.shape[1]
-        size = row_format.block or dim
-        return [self._shape(first, min(first + size, dim)) for first in range(0, dim, size)]
-
-    def _join(self, blocks: list[Array], row_format: ScaledFloat8Rows) -> Array:
-        """Return full arrays from numbers of each block: lines, or full arrays."""
-        shapes = self._blocks(row_format)
-        if blocks[0].ndim == 1:
-            blocks = [self.lanes.spread(each) for each in blocks]
-        joined = blocks[0]
-        for shape, each in zip(shapes[1:], blocks[1:], strict=True):
-            joined = jnp.where(shape.column_ids() < shape.first, joined, each)
-        return joined
+        return RowShape(self.lanes, self.groups, 0, self.array.shape[1])
 
     def _evaluate(self, function: Any, *arguments: Any) -> Any:
         return evaluate(function, self.shape, *arguments)
 
-    def _load_numbers(
-        self, row: Array, is_used: Array, count: int
-    ) -> list[Float[Array, " groups"]]:
-        """Load the float32 numbers behind the codes of each row."""
-        words = load_words(self.stored, row, is_used, self.lanes, self.array.shape[1], count)
-        return [jax.lax.bitcast_convert_type(word, jnp.float32) for word in words]
+    @property
+    def _blocks(self) -> list[RowShape]:
+        """Blocks of columns that share a scale."""
+        dim = self.array.shape[1]
+        size = getattr(self.row_format, "block", None) or dim
+        return [
+            dataclasses.replace(self.shape, first=first, dim=min(size, dim - first))
+            for first in range(0, dim, size)
+        ]
 
-    def _decode(self, row_format: ScaledFloat8Rows, codes: Array) -> Float[Array, "groups columns"]:
-        if row_format.code == UNSIGNED:
-            return self._evaluate(row_format.grid.decode, codes)
-        sizes = self._evaluate(row_format.grid.decode, codes & 0x7F)
-        return jnp.where((codes & 0x80) != 0, -sizes, sizes)
+    def _join(self, blocks: list[Array]) -> Array:
+        """Return a full array that has the numbers of each block in the block's columns."""
+        joined, *others = blocks
+        for shape, each in zip(self._blocks[1:], others, strict=True):
+            joined = jnp.where(shape.column_ids() < shape.first, joined, each)
+        return joined
 
-    def _encode(self, row_format: ScaledFloat8Rows, numbers: Array) -> Array:
-        codes = self._evaluate(row_format.grid.encode, jnp.abs(numbers))
-        if row_format.code == UNSIGNED:
-            return codes
-        sign = jax.lax.bitcast_convert_type(numbers, jnp.uint32) >> 24
-        return codes | (sign & 0x80)
+
+def _unpack(
+    row_format: RowFormat,
+    codes: Shaped[Array, "n dim"],
+    scale: Float[Array, "n dim"] | None = None,
+    offset: Float[Array, "n dim"] | None = None,
+) -> Float[Array, "n dim"]:
+    match row_format:
+        case UnscaledRows():
+            return row_format.unpack(codes, codes.shape[-1])
+        case TrainedInt8Rows():
+            return codes.astype(jnp.int32).astype(jnp.float32) * scale + offset
+        case ScaledFloat8Rows():
+            codes = codes.astype(jnp.uint32)
+            if row_format.code == UNSIGNED:
+                return row_format.grid.decode(codes) * scale
+            sizes = row_format.grid.decode(codes & 0x7F)
+            return jnp.where((codes & 0x80) != 0, -sizes, sizes) * scale
+    raise TypeError(refuse_format(row_format))
 
 
 def _pack(
@@ -210,6 +178,13 @@ def _quantize(
     return codes, *(number[:, 0] for number in numbers)
 
 
-def _column_ids(lanes: Lanes, groups: int) -> Int32[Array, "groups columns"]:
-    shape = groups, lanes.columns
-    return lanes.cast(jax.lax.broadcasted_iota(jnp.int32, shape, 1))
+def _encode(
+    row_format: TrainedInt8Rows | ScaledFloat8Rows, codes: Float[Array, "n dim"]
+) -> Shaped[Array, "n dim"]:
+    """Return codes as integers, given them as numbers."""
+    if isinstance(row_format, TrainedInt8Rows):
+        return codes.astype(jnp.int32)
+    sizes = row_format.grid.encode(jnp.abs(codes))
+    if row_format.code == UNSIGNED:
+        return sizes
+    return sizes | ((jax.lax.bitcast_convert_type(codes, jnp.uint32) >> 24) & 0x80)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -10,20 +9,16 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
+from jaxrec.embed.kernels.mosaic import programs
 from jaxrec.embed.kernels.mosaic.indexing import keep_rolled
 from jaxrec.embed.kernels.mosaic.lanes import FLAT, Lanes
-from jaxrec.embed.kernels.mosaic.programs import PROGRAMS, interpreted, program, program_on_gpu
 
 # Vectors that a thread loads in a turn of a loop, if rows are not wider.
 LOADS = 2
 
 Terms: TypeAlias = tuple[Array, ...]
-Find: TypeAlias = Callable[[Array], Any]  # loads the indices of each group's row at a position
-LoadTerms: TypeAlias = Callable[[Array, Any], Terms]  # loads these rows, given the position too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,35 +42,29 @@ class Tile:
     def launch(
         self,
         kernel: functools.partial,
-        inputs: Any,
-        outputs: Any,
+        inputs: tuple[Any, ...],
+        outputs: tuple[Any, ...],
         num_groups: int,
         *,
         interpret: bool,
-    ) -> Any:
+    ) -> tuple[Any, ...]:
         """Run a kernel with one program for each tile of ``num_groups`` groups.
 
-        Arguments:
-            kernel: Function of references to the inputs and outputs, in this order.
-            inputs: Tuple of trees of arrays.
-            outputs: Tree of `jax.ShapeDtypeStruct` for new arrays, and of arrays to change in
-                place.
-            num_groups: Number of groups.
-            interpret: Whether to run the kernel without a GPU.
+        ``kernel`` is a function of references to the inputs and outputs, tuples of trees. Outputs
+        are `jax.ShapeDtypeStruct` for new arrays, or arrays that are changed in place.
         """
-        programs = -(-num_groups // self.groups)
         arrays, tree = jax.tree.flatten(inputs)
         targets, output_tree = jax.tree.flatten(outputs)
 
         def body(*refs: Any) -> None:
-            of_inputs = jax.tree.unflatten(tree, refs[: len(arrays)])
-            of_outputs = jax.tree.unflatten(output_tree, refs[len(arrays) :])
-            several = isinstance(of_outputs, tuple)
-            kernel(*of_inputs, *(of_outputs if several else (of_outputs,)))
+            of_inputs, of_outputs = refs[: len(arrays)], refs[len(arrays) :]
+            kernel(
+                *jax.tree.unflatten(tree, of_inputs), *jax.tree.unflatten(output_tree, of_outputs)
+            )
 
-        launch = _interpret if interpret else _launch
-        results = launch(body, kernel.func.__name__.strip("_"), programs, arrays, targets)
-        return jax.tree.unflatten(output_tree, results)
+        run = programs.interpret if interpret else programs.launch
+        name, count = kernel.func.__name__.strip("_"), -(-num_groups // self.groups)
+        return jax.tree.unflatten(output_tree, run(body, name, count, arrays, targets))
 
     @property
     def output_lanes(self) -> Lanes:
@@ -84,32 +73,61 @@ class Tile:
 
     def group_ids(self) -> Int32[Array, " groups"]:
         """Return the indices of the groups of this program's tile."""
-        place = self.lanes.cast(jnp.arange(self.groups, dtype=jnp.int32))
-        return program() * self.groups + place
+        return self.ids_of(programs.program())
+
+    def ids_of(self, number: Int32[Array, ""]) -> Int32[Array, " groups"]:
+        """Return the indices of the groups of tile ``number``."""
+        return number * self.groups + self.lanes.numbers(self.groups)
 
     def sum_rows(
-        self, lengths: Int32[Array, " groups"], find: Find, load: LoadTerms, zeros: Terms
+        self,
+        lengths: Int32[Array, " groups"],
+        find: Callable[[Array], Any],
+        load: Callable[[Array, Any], Terms],
+        zeros: Terms,
     ) -> Terms:
         """Sum the terms of each group's rows, given the groups' numbers of rows.
 
-        The longest group decides how often `find` and ``load`` are called; they must mask
-        positions behind their group's end.
+        ``find(position)`` loads the indices of each group's row at a position, and
+        ``load(position, found)`` these rows. The longest group decides how often they are called;
+        they must mask positions behind their group's end.
         """
 
-        # While the rows of a turn are on their way, the indices of the next turn are loaded.
-        def add(carry: tuple[Array, Terms, list[Any]]) -> tuple[Array, Terms, list[Any]]:
-            first, totals, found = carry
-            keep_rolled()
-            following = [find(first + self.depth + i) for i in range(self.depth)]
-            rows = [load(first + i, each) for i, each in enumerate(found)]
-            for terms in rows:
+        def find_turn(first: Array) -> list[Any]:
+            return [find(first + i) for i in range(self.depth)]
+
+        def add(first: Array, totals: Terms, found: list[Any]) -> Terms:
+            for terms in [load(first + i, each) for i, each in enumerate(found)]:
                 totals = tuple(map(jnp.add, totals, terms))
-            return first + self.depth, totals, following
+            return totals
 
         # The first indices are on their way while the threads agree on the longest group.
-        carry = jnp.int32(0), zeros, [find(jnp.int32(i)) for i in range(self.depth)]
+        found = find_turn(jnp.int32(0))
         longest = jnp.max(lengths)
-        return jax.lax.while_loop(lambda carry: carry[0] < longest, add, carry)[1]
+        carry = jnp.int32(0), zeros, found
+        return loop(carry, find_turn, add, lambda first, _: first < longest, self.depth)
+
+
+def loop(
+    carry: tuple[Array, Any, Any],
+    find: Callable[[Array], Any],
+    add: Callable[[Array, Any, Any], Any],
+    goes_on: Callable[[Array, Any], Bool[Array, ""]],
+    step: int = 1,
+) -> Any:
+    """Return the totals after a loop, given the first turn, the totals, and ``find(turn)``.
+
+    ``find(turn)`` loads the indices of a turn's rows, and ``add(turn, totals, found)`` the rows.
+    """
+
+    # While the rows of a turn are on their way, the indices of the next turn are loaded.
+    def go_on(carry: tuple[Array, Any, Any]) -> tuple[Array, Any, Any]:
+        turn, totals, found = carry
+        keep_rolled()
+        following = find(turn + step)
+        return turn + step, add(turn, totals, found), following
+
+    return jax.lax.while_loop(lambda carry: goes_on(carry[0], carry[2]), go_on, carry)[1]
 
 
 # Tile of the kernels that go over all bags, positions or lookups: eight a thread.
@@ -119,60 +137,3 @@ BLOCK = Tile(FLAT, groups=1024)
 def cdiv(dividend: Array, divisor: int) -> Array:
     """Divide int32 numbers, rounding up; `pl.cdiv` fails if JAX has int64 enabled."""
     return jax.lax.div(dividend + (divisor - 1), jnp.int32(divisor))
-
-
-def _launch(
-    body: Callable[..., None],
-    name: str,
-    programs: int,
-    inputs: list[Array],
-    targets: list[Any],
-    interpreter: Any = None,
-) -> list[Array]:
-    """Run a kernel on a GPU, or by Mosaic's interpreter, given its parameters."""
-    is_new = [isinstance(each, jax.ShapeDtypeStruct) for each in targets]
-    # Mosaic changes an array in place if it gets a reference to it.
-    changed = [jax.new_ref(each) for each, new in zip(targets, is_new, strict=True) if not new]
-
-    def with_outputs(*refs: Any) -> None:
-        first, last = len(inputs), len(inputs) + len(changed)
-        in_place, new = iter(refs[first:last]), iter(refs[last:])
-        with contextlib.nullcontext() if interpreter is None else interpreted(program_on_gpu):
-            body(*refs[:first], *(next(new if each else in_place) for each in is_new))
-
-    made = plgpu.kernel(
-        with_outputs,
-        out_type=[each for each, new in zip(targets, is_new, strict=True) if new],
-        grid=(programs,),
-        grid_names=(PROGRAMS,),
-        kernel_name=name,
-        interpret=interpreter,
-    )(*inputs, *changed)
-    new, in_place = iter(made), (each[...] for each in changed)
-    return [next(new if each else in_place) for each in is_new]
-
-
-def _interpret(
-    body: Callable[..., None], name: str, programs: int, inputs: list[Array], targets: list[Any]
-) -> list[Array]:
-    """Run a kernel by Pallas' interpreter, with the functions of `stand_ins`."""
-    is_new = [isinstance(each, jax.ShapeDtypeStruct) for each in targets]
-    changed = [each for each, new in zip(targets, is_new, strict=True) if not new]
-    places = [i for i, new in enumerate(is_new) if not new]
-
-    def with_outputs(*refs: Any) -> None:
-        with interpreted(functools.partial(pl.program_id, 0)):
-            body(*refs[: len(inputs)], *refs[len(inputs) + len(changed) :])
-
-    whole = pl.BlockSpec(memory_space=pl.ANY)
-    results = pl.pallas_call(
-        with_outputs,
-        out_shape=[jax.ShapeDtypeStruct(each.shape, each.dtype) for each in targets],
-        grid=(programs,),
-        in_specs=[whole] * (len(inputs) + len(changed)),
-        out_specs=[whole] * len(targets),
-        input_output_aliases={len(inputs) + i: place for i, place in enumerate(places)},
-        interpret=True,
-        name=name,
-    )(*inputs, *changed)
-    return list(results)

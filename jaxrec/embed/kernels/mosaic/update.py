@@ -75,7 +75,8 @@ def fused_update(
     factors = None
     if optimizer.clip_norm is not None:
         kernel = functools.partial(_square_runs, tile=tile)
-        squares = launch(kernel, (runs, by_row, sums), jax.ShapeDtypeStruct((size,), jnp.float32))
+        output = jax.ShapeDtypeStruct((size,), jnp.float32)
+        (squares,) = launch(kernel, (runs, by_row, sums), (output,))
         is_run = jnp.arange(size, dtype=jnp.int32) < runs.count - 1
         rows = jnp.where(is_run, runs.rows[:size], num_rows)
         factors = norm_factors(squares, rows, optimizer.clip_norm, table_starts, num_rows)
@@ -100,14 +101,14 @@ def sum_rows(
 ) -> Float[Array, "num_rows dim"]:
     """Return the sum of each row's gradients; see `jaxrec.embed.kernels.reference`."""
     result = jnp.zeros((num_rows, gradients.shape[1]), jnp.float32)
-    if 0 in (lookups.rows.size, gradients.shape[0], num_rows):
+    if 0 in (lookups.rows.size, *result.shape, gradients.shape[0]):
         return result
     by_row = SortedLookups.of(lookups, gradients, num_rows, bound, cut, block)
     runs, sums = Runs.of(by_row, interpret=interpret)
     tile = update_tile(gradients.shape[1], elements)
     kernel = functools.partial(_write_sums, tile=tile)
-    size = lookups.rows.size
-    return tile.launch(kernel, (runs, by_row, sums), result, size, interpret=interpret)
+    inputs, size = (runs, by_row, sums), lookups.rows.size
+    return tile.launch(kernel, inputs, (result,), size, interpret=interpret)[0]
 
 
 def update_tile(dim: int, elements: int) -> Tile:
@@ -133,19 +134,9 @@ def _write_sums(runs: Runs, lookups: SortedLookups, sums: Any, out: Any, *, tile
     store(out, run.row, run.is_run, tile.lanes, run.sum(lookups, sums, tile.lanes))
 
 
-def _update(
-    runs: Runs,
-    lookups: SortedLookups,
-    sums: Any,
-    factors: Any,
-    numbers: tuple[Any, Any],
-    table: Any,
-    state: dict[str, Any],
-    *,
-    tile: Tile,
-    optimizer: RowOptimizer,
-) -> None:
+def _update(*refs: Any, tile: Tile, optimizer: RowOptimizer) -> None:
     """Update the row of one run per group."""
+    runs, lookups, sums, factors, numbers, table, state = refs
     number, lanes = tile.group_ids(), tile.lanes
     run = runs.load(number, lookups.num_rows, lanes)
     row, is_run = run.row, run.is_run

@@ -38,20 +38,44 @@ class Runs:
     count: Any  # [1], the number of runs, the last one included
 
     @classmethod
-    def of(cls, lookups: SortedLookups, *, interpret: bool) -> Runs:
-        """List the runs of sorted lookups."""
+    def of(
+        cls, lookups: SortedLookups, *, interpret: bool
+    ) -> tuple[SortedLookups, Runs, Float[Array, "parts dim"]]:
+        """List the runs of sorted lookups, and sum the parts of long ones.
+
+        Also sort the lookups' bags and scales, if they are not. A block's sum replaces that of its
+        first part.
+        """
         # Two passes without atomics: each program counts the runs that begin among its lookups, and
         # adds up the counts before its own, which tells it where its part of the list begins. A
-        # prefix sum of the counts by XLA would be three launches more.
-        size = lookups.rows.shape[0] + 1
-        launch = functools.partial(LISTING.launch, num_groups=size, interpret=interpret)
-        num_programs = -(-size // LISTING.groups)
-        kernel = functools.partial(_count_runs, tile=LISTING)
-        counts = launch(kernel, (lookups,), jax.ShapeDtypeStruct((num_programs,), jnp.int32))
-        arrays = cls(lookups.rows, lookups.rows, lookups.bags, lookups.scales, None)
-        outputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size,), x.dtype), arrays)
-        outputs = dataclasses.replace(outputs, count=jax.ShapeDtypeStruct((1,), jnp.int32))
-        return launch(functools.partial(_list_runs, tile=LISTING), (lookups, counts), outputs)
+        # prefix sum of the counts by XLA would be three launches more. The first pass gathers bags
+        # and scales, and other programs of the second pass sum blocks: each saves a launch.
+        count = lookups.rows.shape[0]
+        num_programs = -(-(count + 1) // LISTING.groups)
+
+        def array(size: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((size,), dtype)
+
+        counts, kernel = array(num_programs), functools.partial(_count_runs, tile=LISTING)
+        launch = functools.partial(LISTING.launch, interpret=interpret)
+        if lookups.order is None:
+            counts = launch(kernel, (lookups,), counts, count + 1)
+        else:
+            outputs = counts, array(count), array(count, lookups.scales.dtype)
+            counts, bags, scales = launch(kernel, (lookups,), outputs, count + 1)
+            lookups = dataclasses.replace(lookups, bags=bags, scales=scales, order=None)
+
+        sums = lookups.sum_parts(interpret=interpret)
+        num_blocks = -(-lookups.num_parts // lookups.block) if lookups.has_blocks else 0
+        tile = Tile.of(lookups.gradients.shape[1], 16, warps=LISTING.warps)
+        first = -(-num_blocks // tile.groups)
+        kernel = functools.partial(_list_runs, tile=tile, first=first)
+        of_scales = None if lookups.scales is None else array(count + 1, lookups.scales.dtype)
+        of_runs = array(count + 1)
+        runs = cls(of_runs, of_runs, of_runs, of_scales, array(1))
+        num_groups = (first + num_programs) * LISTING.groups
+        runs, sums = launch(kernel, (lookups, counts), (runs, sums), num_groups)
+        return lookups, runs, sums
 
     def load(self, run: Array, num_rows: int) -> Run:
         """Load the runs with these indices."""
@@ -79,7 +103,7 @@ class Run:
     is_run: Array
 
     def sum(self, tile: Tile, lookups: SortedLookups, sums: Any) -> Float[Array, "groups columns"]:
-        """Sum the gradients of each run; ``sums`` are from `SortedLookups.sum_parts`."""
+        """Sum the gradients of each run; ``sums`` are from `Runs.of`."""
         # Most runs have one lookup. Its bag is in the list, so its gradient is requested together
         # with the row and its state, and no loop is entered. Longer runs take a loop up to the end
         # of their first part, and a second loop over the sums of their other parts.
@@ -143,8 +167,10 @@ class OtherParts:
         return jnp.where(beyond < 0, index, self.block[:, None] + beyond * self.size)
 
 
-def _count_runs(lookups: SortedLookups, out: Any, *, tile: Tile) -> None:
-    """Count the runs that begin among a program's lookups."""
+def _count_runs(
+    lookups: SortedLookups, out: Any, bags: Any = None, scales: Any = None, *, tile: Tile
+) -> None:
+    """Count the runs that begin among a program's lookups, and gather their bags and scales."""
     position = tile.group_ids()
     _, is_first = lookups.begin(position)
     # One lane writes. Masked places must be out of range as well: the interpreter writes back to
@@ -153,16 +179,42 @@ def _count_runs(lookups: SortedLookups, out: Any, *, tile: Tile) -> None:
     place = jnp.where(writes, position // tile.groups, out.shape[0])
     count = jnp.broadcast_to(jnp.sum(is_first, dtype=jnp.int32), position.shape)
     pltriton.store(out.at[place], count, mask=writes)
+    if lookups.order is None:
+        return
+    size = lookups.rows.shape[0]
+    inside = position < size
+    place = pltriton.load(lookups.order.at[position], mask=inside, other=0)
+    # Without bags, each lookup has its own.
+    bag = place if lookups.bags is None else _gather(lookups.bags, place, inside)
+    target = jnp.where(inside, position, size)  # masked: out of range, as above
+    pltriton.store(bags.at[target], bag, mask=inside)
+    pltriton.store(scales.at[target], _gather(lookups.scales, place, inside), mask=inside)
 
 
-def _list_runs(lookups: SortedLookups, counts: Any, out: Runs, *, tile: Tile) -> None:
-    """List the runs that begin among a program's lookups."""
+def _gather(array: Any, place: Array, inside: Array) -> Array:
+    return pltriton.load(array.at[place], mask=inside, other=0)
+
+
+def _list_runs(
+    lookups: SortedLookups, counts: Any, out: Runs, sums: Any, *, tile: Tile, first: int
+) -> None:
+    """Sum blocks of parts in the first programs, and list runs in the others."""
+    number = pl.program_id(0)
+    list_some = functools.partial(_list_some, lookups, counts, out, number - first)
+    if first == 0:
+        list_some()
+        return
+    pl.when(number < first)(functools.partial(lookups.sum_blocks, sums, tile, number))
+    pl.when(number >= first)(list_some)
+
+
+def _list_some(lookups: SortedLookups, counts: Any, out: Runs, number: Array) -> None:
+    """List the runs that begin among the lookups of listing program ``number``."""
     size = out.rows.shape[0]
-    position = tile.group_ids()
+    position = LISTING.ids_of(number)
     row, is_first = lookups.begin(position)
     bag, scale = lookups.load_terms(position, position < size - 1)
-    program = pl.program_id(0)
-    before = sum_before(counts, jnp.int32(0), program)
+    before = sum_before(counts, jnp.int32(0), number)
     here = jnp.cumsum(is_first.astype(jnp.int32), dtype=jnp.int32)
     place = jnp.where(is_first, before + here - 1, size)  # masked: out of range, as above
     pltriton.store(out.starts.at[place], position, mask=is_first)
@@ -172,6 +224,6 @@ def _list_runs(lookups: SortedLookups, counts: Any, out: Runs, *, tile: Tile) ->
     pltriton.store(out.rows.at[place], row, mask=is_first)
 
     # The program of the last lookup knows the number of runs.
-    @pl.when(program == counts.shape[0] - 1)
+    @pl.when(number == counts.shape[0] - 1)
     def _() -> None:
         out.count[0] = before + jnp.sum(is_first, dtype=jnp.int32)

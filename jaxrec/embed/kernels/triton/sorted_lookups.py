@@ -33,6 +33,7 @@ class SortedLookups:
     rows: Any  # row of each lookup, ascending as unsigned numbers; those past the end are padding
     bags: Any  # bag of each lookup
     scales: Any  # factor of each lookup; None: 1
+    order: Any  # place of each lookup in bags and scales; None: they are sorted as the rows are
     gradients: Any  # [bags, dim]
     num_rows: int = dataclasses.field(metadata={"static": True})
     clip_value: float | None = dataclasses.field(metadata={"static": True})
@@ -55,16 +56,16 @@ class SortedLookups:
         rows, bags, scales = lookups.rows, lookups.bags, lookups.scales
         rows = jax.lax.bitcast_convert_type(rows, jnp.uint32)
         # Two operands, so that XLA takes CUB's radix sort. With scales, positions are sorted, and
-        # bags and scales are gathered by them.
+        # the kernel that counts runs gathers bags and scales by them.
+        order = None
         positions = jnp.arange(rows.size, dtype=jnp.int32)
         if scales is None:
             bags = positions if bags is None else bags
             rows, bags = jax.lax.sort((rows, bags), num_keys=1, is_stable=False)
         else:
             rows, order = jax.lax.sort((rows, positions), num_keys=1, is_stable=False)
-            bags, scales = order if bags is None else bags[order], scales[order]
         rows = jax.lax.bitcast_convert_type(rows, jnp.int32)
-        return cls(rows, bags, scales, gradients, num_rows, clip_value, cut, block)
+        return cls(rows, bags, scales, order, gradients, num_rows, clip_value, cut, block)
 
     @property
     def num_parts(self) -> int:
@@ -134,18 +135,35 @@ class SortedLookups:
         return Source(find, is_used, load)
 
     def sum_parts(self, *, interpret: bool) -> Float[Array, "parts dim"]:
-        """Return the sums of parts; a block's sum replaces that of its first part."""
+        """Return the sums of parts."""
         num_parts, dim = self.num_parts, self.gradients.shape[1]
         output = jax.ShapeDtypeStruct((num_parts, dim), jnp.float32)
         # At most multiples of `cut` no run goes on, and the part is empty: several side by side.
         tile = Tile.of(dim, 16)
-        launch = functools.partial(tile.launch, interpret=interpret)
-        sums = launch(functools.partial(_sum_part, tile=tile), (self,), output, num_parts)
-        if not self.has_blocks:
-            return sums
-        num_blocks = -(-num_parts // self.block)
-        kernel = functools.partial(_sum_block, tile=tile)
-        return launch(kernel, (sums, self), sums, num_blocks, in_place=True)
+        kernel = functools.partial(_sum_part, tile=tile)
+        return tile.launch(kernel, (self,), output, num_parts, interpret=interpret)
+
+    def sum_blocks(self, sums: Any, tile: Tile, number: Array) -> None:
+        """Sum the blocks of tile ``number``, and write each in the place of its first part."""
+        part = tile.ids_of(number) * self.block
+        row, is_used = self.go_on(jnp.where(part < self.num_parts, part * self.cut, -1))
+        end = jnp.minimum(part + self.block, self.num_parts)[:, None]
+
+        def find(turn: Array | int) -> tuple[Array, Array]:
+            place = part[:, None] + tile.lanes(turn)
+            return place, self.load_row(jnp.where(place < end, place * self.cut, -1))
+
+        def is_of_row(found: tuple[Array, Array]) -> Array:
+            return is_used[:, None] & (found[1] == row[:, None])
+
+        def load(found: tuple[Array, Array]) -> Array:
+            return tile.load_rows(sums, found[0], is_of_row(found))
+
+        total = tile.sum_while(Source(find, is_of_row, load))
+        # Masked places must be out of range as well: the interpreter writes back to them what it
+        # read.
+        out = jnp.where(is_used, part, sums.shape[0])
+        tile.store_rows(sums, out, is_used, total)
 
 
 def _sum_part(lookups: SortedLookups, out: Any, *, tile: Tile) -> None:
@@ -156,25 +174,3 @@ def _sum_part(lookups: SortedLookups, out: Any, *, tile: Tile) -> None:
     gradients = lookups.part(tile, start, row, is_used)
     total = tile.sum_while(gradients, 1, gradients.load(gradients.find(0)))
     tile.store_rows(out, part, is_used, total)
-
-
-def _sum_block(_inputs: Any, lookups: SortedLookups, sums: Any, *, tile: Tile) -> None:
-    """Sum one block of parts per group, and write it in the place of the block's first part."""
-    part = tile.group_ids() * lookups.block
-    row, is_used = lookups.go_on(jnp.where(part < lookups.num_parts, part * lookups.cut, -1))
-    end = jnp.minimum(part + lookups.block, lookups.num_parts)[:, None]
-
-    def find(turn: Array | int) -> tuple[Array, Array]:
-        place = part[:, None] + tile.lanes(turn)
-        return place, lookups.load_row(jnp.where(place < end, place * lookups.cut, -1))
-
-    def is_of_row(found: tuple[Array, Array]) -> Array:
-        return is_used[:, None] & (found[1] == row[:, None])
-
-    def load(found: tuple[Array, Array]) -> Array:
-        return tile.load_rows(sums, found[0], is_of_row(found))
-
-    total = tile.sum_while(Source(find, is_of_row, load))
-    # Masked places must be out of range as well: the interpreter writes back to them what it read.
-    out = jnp.where(is_used, part, sums.shape[0])
-    tile.store_rows(sums, out, is_used, total)

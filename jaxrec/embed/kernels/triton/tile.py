@@ -134,28 +134,31 @@ class Tile:
     def launch(
         self,
         kernel: functools.partial,
-        inputs: Any,
+        inputs: tuple[Any, ...],
         outputs: Any,
         num_groups: int,
         *,
         interpret: bool,
-        in_place: bool = False,
     ) -> Any:
         """Run a kernel with one program for each tile of ``num_groups`` groups.
 
-        ``outputs`` gives shapes and types. ``in_place``: the outputs take the memory of the first
-        inputs. ``interpret`` runs the kernel without a GPU.
+        ``outputs`` is a tree of `jax.ShapeDtypeStruct` for new arrays, and of arrays to change in
+        place. ``interpret`` runs the kernel without a GPU.
         """
         # Kernels index whole arrays in the GPU's memory: Pallas' blocks are consecutive, and rows
         # of a batch lie anywhere.
         whole = pl.BlockSpec(memory_space=pl.ANY)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
-        num_aliased = len(jax.tree.leaves(outputs)) if in_place else 0
+        targets, count = jax.tree.leaves(outputs), len(inputs)
+        changed = [i for i, x in enumerate(targets) if not isinstance(x, jax.ShapeDtypeStruct)]
+        # Arrays to change are inputs as well, which the kernel does not see.
+        inputs = (*inputs, [targets[i] for i in changed])
+        first = len(jax.tree.leaves(inputs)) - len(changed)
 
         def body(*refs: Any) -> None:
             token = _is_interpreted.set(interpret)
             try:
-                kernel(*refs)
+                kernel(*refs[:count], *refs[count + 1 :])
             finally:
                 _is_interpreted.reset(token)
 
@@ -165,7 +168,7 @@ class Tile:
             grid=(pl.cdiv(num_groups, self.groups),),
             in_specs=jax.tree.map(lambda _: whole, inputs),
             out_specs=jax.tree.map(lambda _: whole, shapes),
-            input_output_aliases={i: i for i in range(num_aliased)},
+            input_output_aliases={first + i: place for i, place in enumerate(changed)},
             compiler_params=pltriton.CompilerParams(num_warps=self.warps),
             interpret=interpret,
             name=kernel.func.__name__.strip("_"),
@@ -178,7 +181,11 @@ class Tile:
 
     def group_ids(self) -> Int32[Array, " groups"]:
         """Return the indices of the groups of this program's tile."""
-        return pl.program_id(0) * self.groups + jnp.arange(self.groups, dtype=jnp.int32)
+        return self.ids_of(pl.program_id(0))
+
+    def ids_of(self, number: Array) -> Int32[Array, " groups"]:
+        """Return the indices of the groups of tile ``number``."""
+        return number * self.groups + jnp.arange(self.groups, dtype=jnp.int32)
 
     def lanes(self, turn: Array | int) -> Int32[Array, "1 depth"]:
         """Return the positions of a turn's rows within their group."""

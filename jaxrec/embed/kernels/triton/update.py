@@ -69,8 +69,7 @@ def fused_update(
     num_rows, dim = table.shape
     bound, size = optimizer.clip_value, lookups.rows.size
     by_row = SortedLookups.of(lookups, gradients, num_rows, bound, cut, block)
-    runs = Runs.of(by_row, interpret=interpret)
-    sums = by_row.sum_parts(interpret=interpret)
+    by_row, runs, sums = Runs.of(by_row, interpret=interpret)
     warps = warps or run_warps(dim, table.dtype)
     tile = Tile.of_runs(dim, elements or run_elements(dim, state), warps)
     launch = functools.partial(tile.launch, interpret=interpret)
@@ -88,10 +87,8 @@ def fused_update(
     # Numbers that change from step to step (rates, hyperparameters) are operands of the kernel.
     set_now, step = resolve(optimizer, step)
     numbers = (jnp.stack(numbers_of_step(set_now, step)), jnp.reshape(step, 1))
-    tables = (table, state)
     kernel = functools.partial(_update, tile=tile, optimizer=set_now)
-    inputs = (tables, runs, by_row, sums, factors, numbers)
-    return launch(kernel, inputs, tables, size, in_place=True)
+    return launch(kernel, (runs, by_row, sums, factors, numbers), (table, state), size)
 
 
 def sum_rows(
@@ -108,16 +105,14 @@ def sum_rows(
 ) -> Float[Array, "num_rows dim"]:
     """Return the sum of each row's gradients; see `jaxrec.embed.kernels.reference`."""
     result = jnp.zeros((num_rows, gradients.shape[1]), jnp.float32)
-    if 0 in (lookups.rows.size, gradients.shape[0], num_rows):
+    if 0 in (lookups.rows.size, *result.shape, gradients.shape[0]):
         return result
     by_row = SortedLookups.of(lookups, gradients, num_rows, bound, cut, block)
-    runs = Runs.of(by_row, interpret=interpret)
-    sums = by_row.sum_parts(interpret=interpret)
+    by_row, runs, sums = Runs.of(by_row, interpret=interpret)
     tile = Tile.of_runs(gradients.shape[1], elements, warps)
     kernel = functools.partial(_write_sums, tile=tile)
-    inputs = (result, runs, by_row, sums)
-    size = lookups.rows.size
-    return tile.launch(kernel, inputs, result, size, interpret=interpret, in_place=True)
+    inputs, size = (runs, by_row, sums), lookups.rows.size
+    return tile.launch(kernel, inputs, result, size, interpret=interpret)
 
 
 def run_elements(dim: int, state: Mapping[str, Any]) -> int:
@@ -145,16 +140,13 @@ def _square_runs(runs: Runs, lookups: SortedLookups, sums: Any, out: Any, *, til
     pltriton.store(out.at[number], squares, mask=number < out.shape[0])
 
 
-def _write_sums(
-    _inputs: Any, runs: Runs, lookups: SortedLookups, sums: Any, out: Any, *, tile: Tile
-) -> None:
+def _write_sums(runs: Runs, lookups: SortedLookups, sums: Any, out: Any, *, tile: Tile) -> None:
     """Write the gradient of one run per group to its row."""
     run = runs.load(tile.group_ids(), lookups.num_rows)
     tile.store_rows(out, run.row, run.is_run, run.sum(tile, lookups, sums))
 
 
 def _update(
-    _inputs: Any,
     runs: Runs,
     lookups: SortedLookups,
     sums: Any,

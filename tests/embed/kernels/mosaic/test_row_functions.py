@@ -9,23 +9,22 @@ import pytest
 
 from jaxrec import optim
 from jaxrec.embed.formats.rounding import random_bits
+from jaxrec.embed.kernels.mosaic.lanes import Lanes
+from jaxrec.embed.kernels.mosaic.programs import interpreted
 from jaxrec.embed.kernels.mosaic.row_functions import RowShape, evaluate, unsupported
 
 GROUPS, DIM, COLUMNS = 5, 6, 8
 LACKING = {"floor", "ceil", "expm1", "log1p", "is_finite", "sign", "not", "reshape", "slice"}
 
 
+@pytest.fixture(autouse=True)
+def outside_of_kernels():
+    with interpreted():
+        yield
+
+
 def shape_of(first: int = 0, dim: int = DIM) -> RowShape:
-    columns = jax.lax.broadcasted_iota(jnp.int32, (GROUPS, COLUMNS), 1)
-    return RowShape(
-        GROUPS,
-        COLUMNS,
-        dim,
-        lambda: columns,
-        lambda line: jnp.broadcast_to(line[:, None], (GROUPS, COLUMNS)),
-        lambda: (columns >= first) & (columns < first + dim),
-        first,
-    )
+    return RowShape(Lanes(1, 1, COLUMNS, COLUMNS), GROUPS, first, dim)
 
 
 def padded(rows: np.ndarray) -> jax.Array:
