@@ -302,9 +302,8 @@ def _attend_pointwise(
     alpha: float,
     factor: float,
 ) -> Array:
-    bias, platforms = biases["position"], ()
-    if biases["time"] is None:
-        platforms = native_attention.platforms(query, key, value, bias)
+    bias, has_times = biases["position"], biases["time"] is not None
+    platforms = () if has_times else native_attention.platforms(query, key, value, bias)
     if platforms:
         tiled = functools.partial(_sum_without_times, alpha, factor)
         call = native_attention.Call(tiled, alpha, factor, platforms)
@@ -322,7 +321,7 @@ def _sum_pointwise(
 ) -> Array:
     """Return the sum over keys, ``[queries, heads, value_dim]``, in float32 or wider."""
     pointwise = functools.partial(_pointwise, alpha=alpha)
-    return isolate(pointwise, plan, biases, query, key, value)
+    return factor * isolate(pointwise, plan, biases, query, key, value)
 
 
 def _pointwise(
@@ -330,7 +329,7 @@ def _pointwise(
 ) -> Array:
     q, k, v = _blocks(plan, query, key, value)
     tile = functools.partial(_hstu_tile, alpha=alpha)
-    return factor * _flat(plan, sum_tiles(tile, plan, biases, q, (k, v)), query)
+    return _flat(plan, sum_tiles(tile, plan, biases, q, (k, v)), query)
 
 
 def _sum_without_times(
