@@ -26,6 +26,7 @@ from jaxrec.train.config import TrainConfig
 from jaxrec.train.datasets import LogDataset, ParquetDataset, split_datasets
 from jaxrec.train.features import saved_encoder
 from jaxrec.train.model import load_model, predict, saved_config
+from jaxrec.train.models import model_kind
 
 PICTURE_FILE = "quality.png"
 QUALITY_FILE = "quality.json"
@@ -87,6 +88,9 @@ def run(options: Sequence[str]) -> int:
     source = pathlib.Path(parsed.run)
     # All options are checked before the model is loaded, as far as they can be.
     config = _read_config(source)
+    kind = model_kind(config, saved_encoder(source))
+    if (reason := kind.refuse_export()) is not None:
+        raise QuantizeError(f"{source}: {reason}")
     out = _free_directory(parsed.out or source.with_name(f"{source.name}-{parsed.dtype}"))
     model = load_model(source, parsed.step)
     widths = {
@@ -100,7 +104,7 @@ def run(options: Sequence[str]) -> int:
     shares = {
         name: float(share) for name, share in _by_table("--prune", parsed.prune, names).items()
     }
-    rows, held_out = split_datasets(config, encoder=saved_encoder(source))
+    rows, held_out = split_datasets(config, encoder=kind.encoder)
     rules = _rules(model, shares, rows if parsed.prune_by == "frequency" else None, config)
     print(f"quantizing {len(names)} tables of {source}")
     try:
@@ -113,9 +117,13 @@ def run(options: Sequence[str]) -> int:
         )
     except ValueError as error:
         raise QuantizeError(str(error)) from None
-    print(f"comparing both models on {len(held_out):,} held-out rows\n")
-    batches = held_out.batches(config.data.batch_size)
-    report = quality(model, small, batches, predict=_labelled_logits)
+    if [label.kind for label in kind.encoder.schema.labels.values()] == ["binary"]:
+        print(f"comparing both models on {len(held_out):,} held-out rows\n")
+        batches = held_out.batches(config.data.batch_size)
+        report = quality(model, small, batches, predict=_labelled_logits)
+    else:
+        print("comparing the rows of both models; scores are those of a label of 0 and 1\n")
+        report = quality(model, small)
     print(report)
     step = all_steps(source)[-1] if parsed.step is None else parsed.step
     _save(small, report, source, out, step)

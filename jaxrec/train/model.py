@@ -67,8 +67,8 @@ def make_kind(
     return model, Optimizer(model, optax.adam(schedule))
 
 
-def predict(model: Any, batch: ClickBatch) -> Float[Array, " batch"]:
-    """Return the outputs of a batch, ``[batch]``; raw ids get their rows as by `with_rows`."""
+def predict(model: Any, batch: ClickBatch) -> Float[Array, "batch *labels"]:
+    """Return the outputs of a batch for each label; raw ids get their rows as by `with_rows`."""
     batch = with_rows(model, batch)
     return model(batch.dense, batch.features)
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from jaxrec.arguments import ConfigError
 from jaxrec.train.checkpoint import PreservationPolicy
 from jaxrec.train.config import TrainConfig
-from jaxrec.train.models.kind import Measure
+from jaxrec.train.models.kind import LOSS, Measure
 from jaxrec.train.progress import HELD_OUT, draw_summary, read_history
 
 RESULTS_FILE = "results.json"
@@ -90,7 +90,7 @@ def write_results(
 ) -> None:
     """Write the results' file and the picture of a run's curves to its directory."""
     (output / RESULTS_FILE).write_text(json.dumps(results, indent=2) + "\n")
-    titles = {measure.name: measure.title for measure in measures}
+    titles = {measure.name: measure.title for measure in (*measures, LOSS)}
     try:
         draw_summary(read_history(output / HISTORY_FILE), results, titles, output / SUMMARY_FILE)
     except ImportError as error:

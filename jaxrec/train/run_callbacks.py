@@ -16,7 +16,13 @@ from jaxrec.train.callbacks import SaveCheckpoints
 from jaxrec.train.datasets import Dataset
 from jaxrec.train.early_stopping import EarlyStopping
 from jaxrec.train.interrupt import Interrupt
-from jaxrec.train.models.kind import EvaluationStopped, HeldOutBatches, Measure, ModelKind
+from jaxrec.train.models.kind import (
+    LOSS,
+    EvaluationStopped,
+    HeldOutBatches,
+    Measure,
+    ModelKind,
+)
 from jaxrec.train.open_vocabularies import describe, scalars
 from jaxrec.train.progress import Progress
 from jaxrec.train.trainer import Callback, StepResult, Trainer
@@ -60,9 +66,8 @@ class RunningMetrics(Callback):
         self.progress.advance(int(self._sums[-1][0]))
         self._samples.append(values)
         if self.progress.is_due():
-            shown = shown_values(
-                self.kind.measures, self.kind.running_values(np.sum(self._sums, axis=0)), 1
-            )
+            running = self.kind.running_values(np.sum(self._sums, axis=0))
+            shown = shown_values((*self.kind.measures, LOSS), running, 1)
             self.progress.show(result.step, shown, describe(self._model))
         if result.step % self.every == 0:
             self._record_values()

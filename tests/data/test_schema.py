@@ -6,7 +6,7 @@ import pytest
 from jaxrec.data import DataError, Schema, SchemaError, read_schema
 from jaxrec.data.column_types import check_columns, infer_schema
 from jaxrec.data.criteo.log import criteo_schema
-from jaxrec.data.schema import CategoricalColumn, DenseColumn
+from jaxrec.data.schema import CategoricalColumn, DenseColumn, LabelColumn
 
 pytestmark = pytest.mark.every_case
 
@@ -45,6 +45,39 @@ def test_read_and_written(tmp_path):
     assert read_schema(path) == Schema(
         "y", {"a": DenseColumn(), "b": DenseColumn()}, {"c": CategoricalColumn()}
     )
+
+
+def test_labels():
+    """Several, of two kinds, and none."""
+    both = Schema.from_dict({"label": {"y": {}, "z": {"kind": "number"}}, "categorical": ["a"]})
+    assert both.labels == {"y": LabelColumn(), "z": LabelColumn("number")}
+    assert (both.label, both.columns) == ("y", ("y", "z", "a"))
+    assert both.to_dict()["label"] == {"y": {}, "z": {"kind": "number"}}
+    plain = Schema.from_dict({"label": ["y", "z"], "categorical": ["a"]})
+    assert plain.to_dict()["label"] == ["y", "z"]
+    none = Schema.from_dict({"label": [], "categorical": ["a"]})
+    assert (none.label, none.labels, none.columns) == (None, {}, ("a",))
+    for schema in (both, plain, none):
+        assert Schema.from_dict(schema.to_dict()) == schema
+    with pytest.raises(SchemaError, match="label is 'z', not the first of labels"):
+        Schema("z", {}, {"a": CategoricalColumn()}, labels={"y": LabelColumn()})
+
+
+def test_columns_that_share_a_table():
+    columns = {"item": {"min_count": 3, "pooling": "mean"}, "clicked": {"table": "item"}}
+    schema = Schema.from_dict({"label": "y", "categorical": columns})
+    assert schema.categorical["clicked"] == CategoricalColumn(
+        min_count=3, pooling="mean", table="item"
+    )
+    assert Schema.from_dict(schema.to_dict()) == schema
+    for clicked, message in (
+        ({"table": "user"}, "shares the table of 'user'; it must name .*: item"),
+        ({"table": "clicked"}, "shares the table of 'clicked'"),
+        ({"table": "item", "min_count": 4}, "and so its min_count, 3; leave min_count out"),
+        ({"table": 3}, "table must be the name of a column, got 3"),
+    ):
+        with pytest.raises(SchemaError, match=message):
+            Schema.from_dict({"label": "y", "categorical": columns | {"clicked": clicked}})
 
 
 WRONG = {

@@ -48,6 +48,10 @@ class Measure:
     unit: str = ""
 
 
+# Mean loss of a batch, shown while a model trains that measures nothing else of its steps.
+LOSS = Measure("loss", "loss", "min")
+
+
 class EvaluationStopped(Exception):
     """An evaluation was stopped before its end."""
 
@@ -194,7 +198,7 @@ class ModelKind(abc.ABC):
         """
         return {}
 
-    def predictions(self, model: Any, dense: Array, features: Any) -> dict[str, Array]:
+    def predictions(self, model: Any, dense: Any, features: Any) -> dict[str, Array]:
         """Return the outputs of the exported model, ``[batch, ...]`` by name.
 
         A kind that cannot be exported says so by `refuse_export`.

@@ -25,9 +25,6 @@ from jaxrec.train.open_vocabularies import with_rows
 # The first sums of a loss's output "sums", before those of each task.
 _SHARED = ("samples", "weights")
 
-# Name of the sum of all losses, for models of several labels.
-LOSS = Measure("loss", "loss", "min")
-
 
 class LabelTask(abc.ABC):
     """Loss and metrics of a label, of which a model computes one number for each sample."""

@@ -11,6 +11,7 @@ from jaxtyping import Array, DTypeLike, Float
 from jaxrec.embed import EmbeddingBagCollection
 from jaxrec.nn import PLE, MMoE
 from jaxrec.nn.click_model import ClickModel, num_columns, with_dense
+from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.train.models.rows import RowModel
 
 # Numbers of experts, and sizes of the tower of each task.
@@ -34,6 +35,10 @@ class TaskModel(ClickModel):
         self.layers = layers
         self.num_dense = num_dense
         self.dtype = dtype
+
+    def __call__(self, dense: Any, features: KeyedJaggedArray) -> Float[Array, "batch tasks"]:
+        """Return the outputs of a batch, ``[batch, tasks]``."""
+        return self.logits(dense, self.lookup(features))
 
     def logits(self, dense: Any, embedded: Any) -> Float[Array, "batch tasks"]:
         return self.layers(with_dense(embedded, dense, self.num_dense, self.dtype))

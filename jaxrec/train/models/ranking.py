@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxrec.train.models.kind import Measure, ModelKind
+from jaxrec.train.models.kind import LOSS, Measure, ModelKind
 
 # Number of ranks that count.
 K = 10
-
-LOSS = "loss"
 
 # Largest number of scores that are computed at once.
 _SCORES = 1 << 24
@@ -39,7 +37,7 @@ class RankingModel(ModelKind):
         self, sums: Float[np.ndarray, " n"], samples: Mapping[str, np.ndarray] | None = None
     ) -> dict[str, float]:
         _, loss, weights = sums.tolist()
-        return {LOSS: loss / weights if weights else float("nan")}
+        return {LOSS.name: loss / weights if weights else float("nan")}
 
     def refuse_export(self) -> str | None:
         return (

@@ -23,8 +23,8 @@ from jaxrec.train.datasets import (
     check_held_out,
     split_datasets,
 )
-from jaxrec.train.models.kind import HeldOutBatches, Measure, ModelKind
-from jaxrec.train.models.labels import LOSS, LabelTask, label_loss, label_tasks, task_sums
+from jaxrec.train.models.kind import LOSS, HeldOutBatches, Measure, ModelKind
+from jaxrec.train.models.labels import LabelTask, label_loss, label_tasks, task_sums
 
 # End of the names of the tables of width 1 that a linear part has beside the others.
 LINEAR = " (linear)"
@@ -134,7 +134,7 @@ class RowModel(ModelKind):
                 values["best_auc"] = auc(probabilities, labels)
         return values
 
-    def predictions(self, model: Any, dense: Array, features: Any) -> dict[str, Array]:
+    def predictions(self, model: Any, dense: Any, features: Any) -> dict[str, Array]:
         outputs = model(dense, features)
         outputs = outputs.reshape(outputs.shape[0], -1)
         predictions: dict[str, Array] = {}

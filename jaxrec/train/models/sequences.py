@@ -25,6 +25,7 @@ from jaxrec.data.encode import joined
 from jaxrec.data.encoder import bags_of
 from jaxrec.embed import EmbeddingCollection, EmbeddingConfig
 from jaxrec.nn import BERT4Rec, SASRec, last_states, sampled_softmax_loss
+from jaxrec.nn.tiled_attention import BLOCK
 from jaxrec.optim import RowOptimizer
 from jaxrec.ragged import KeyedJaggedArray, Packer
 from jaxrec.ragged.capacity import LengthMoments
@@ -256,7 +257,10 @@ class SequenceKind(RankingModel):
         items = EmbeddingCollection(
             self.tables(), optimizer=self.row_optimizer(num_steps), rngs=rngs
         )
-        return self._model(items, {"max_length": self.config.model.max_length, "rngs": rngs})
+        length = self.config.model.max_length
+        return self._model(
+            items, {"max_length": length, "block_size": min(BLOCK, length), "rngs": rngs}
+        )
 
     @abc.abstractmethod
     def _model(self, items: EmbeddingCollection, options: Mapping[str, Any]) -> SASRec | BERT4Rec:
@@ -307,7 +311,7 @@ class SASRecKind(SequenceKind):
     name = "sasrec"
 
     def sample(self, row: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        row = row[-self.config.model.max_length - 1 :]
+        row = _window(row, self.config.model.max_length + 1, rng)
         return row[:-1], row[1:]
 
     def question(self, row: np.ndarray) -> np.ndarray:
@@ -326,7 +330,7 @@ class BERT4RecKind(SequenceKind):
     _mask_rate = 0.3
 
     def sample(self, row: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        row = row[-self.config.model.max_length :]
+        row = _window(row, self.config.model.max_length, rng)
         is_masked = rng.random(len(row)) < self._mask_rate
         # At least one, more often the last: that is the mask of `question`.
         is_masked[-1 if rng.random() < 0.5 else rng.integers(len(row))] = True
@@ -339,6 +343,12 @@ class BERT4RecKind(SequenceKind):
 
     def _model(self, items: EmbeddingCollection, options: Mapping[str, Any]) -> BERT4Rec:
         return BERT4Rec(items, **options)
+
+
+def _window(row: np.ndarray, length: int, rng: np.random.Generator) -> np.ndarray:
+    """Return a random stretch of a sequence, which is the whole sequence if it is short."""
+    start = rng.integers(max(1, len(row) - length + 1))
+    return row[start : start + length]
 
 
 def _is_real(column: Any) -> Bool[Array, "*devices capacity"]:
