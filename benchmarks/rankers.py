@@ -167,6 +167,8 @@ def movielens(options: Options, seed: int) -> Data:
 
     size, rng = options.batch_size, np.random.default_rng(seed)
     train = np.flatnonzero(place >= 4)
+    if not len(train):
+        raise SystemExit(f"{options.data}: no user has {4 * each + each + 1} ratings")
     epochs = -(-options.steps * size // len(train))
     order = np.concatenate([rng.permutation(train) for _ in range(epochs)])
     return Data(

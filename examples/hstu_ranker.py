@@ -32,7 +32,7 @@ HELD_OUT = 20  # batches
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    steps: int = 300
+    steps: int = 600
     batch_size: int = 128
     num_items: int = 100
     max_history: int = 20
@@ -41,6 +41,7 @@ class Settings:
     window: int = 1
     """Events before it that a token sees in a layer, and a candidate before the history's end."""
     learning_rate: float = 5e-3
+    """Decays to 0 along a cosine."""
     seed: int = 0
 
 
@@ -54,13 +55,13 @@ def make_log(settings: Settings) -> GeneratedEvents:
     )
 
 
-def make_model(settings: Settings, log: GeneratedEvents) -> HSTURanker:
+def make_model(settings: Settings, log: GeneratedEvents, rate: optax.Schedule) -> HSTURanker:
     rngs = nnx.Rngs(settings.seed)
     table = jaxrec.EmbeddingConfig(
         "item", log.num_items, settings.dim, feature_names=("history", "candidate")
     )
     return HSTURanker(
-        jaxrec.EmbeddingCollection([table], optimizer=jaxrec.optim.adam(3e-3), rngs=rngs),
+        jaxrec.EmbeddingCollection([table], optimizer=jaxrec.optim.adam(rate), rngs=rngs),
         RankerFeatures(
             {"history": "candidate"}, times=("time", "now"), actions=("action", "label")
         ),
@@ -119,8 +120,9 @@ def serve(settings: Settings, log: GeneratedEvents, model: HSTURanker) -> float:
 
 def main(settings: Settings) -> dict[str, float]:
     log = make_log(settings)
-    model = make_model(settings, log)
-    optimizer = jaxrec.Optimizer(model, optax.adam(settings.learning_rate))
+    rate = optax.cosine_decay_schedule(settings.learning_rate, settings.steps)
+    model = make_model(settings, log, rate)
+    optimizer = jaxrec.Optimizer(model, optax.adam(rate))
     step, begun, losses = compile_step(train_step, model, optimizer), time.perf_counter(), []
     for count in range(settings.steps):
         losses.append(float(step(draw_batch(settings, log, count))))

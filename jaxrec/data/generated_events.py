@@ -191,9 +191,9 @@ class GeneratedEvents:
       `best_auc` is its AUC.
     * **Order-blind.** Independent draws from one law are exchangeable: given the bag of a history's
       items, each of them is equally likely to be the newest. So a model of the bag ranks at best by
-      ``0.1 + 0.8 m / n``, where ``m`` of the ``n`` items have the genre ``g(candidate) - s``. Plays,
-      and times apart from their items, tell it nothing more than ``s``. `order_blind_auc` is its
-      AUC. It is below the best if histories have more than one event.
+      ``0.1 + 0.8 m / n``, where ``m`` of the ``n`` items have the genre ``g(candidate) - s``. Plays
+      tell it nothing more, and times without their items only ``s``. `order_blind_auc` is its AUC.
+      It is below the best if histories have more than one event.
     * **Time-blind.** A model that knows the order of the items, but no times, ranks at best by
       ``0.1 + 0.8 p``, where ``p`` is the probability of a gap after which the user wants the
       candidate's genre: 0.5 or 0. `time_blind_auc` is its AUC.
