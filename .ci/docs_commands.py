@@ -58,6 +58,15 @@ COMMANDS = (
         "--vocabulary.eviction lfu",
         "--data.batch-size 100 --data.table-rows 2000 --output dynamic",
     ),
+    (
+        "jaxrec train --model hstu_ranker --ranker.history 20 --ranker.window 1",
+        "--data.generated-rows 500 --data.generated-eval-rows 100 --output ranker_generated",
+    ),
+    ("jaxrec train --model hstu_ranker --data ratings/u.data --windows 4 --output ranker", ""),
+    (
+        "jaxrec train --model hstu_ranker --data listens.parquet --item item_id is_organic",
+        "--output ranker_listens",
+    ),
     ("jaxrec train [CONFIG.yaml] --data LOG --output RUN [--checkpoint.every 1000]", SMALL),
     ("jaxrec train --resume RUN", "--data.epochs 2"),
     ("jaxrec train --resume RUN --devices 8", "--data.epochs 3"),
@@ -202,13 +211,17 @@ tables:
 
 # Writes rows with the columns of the schema in docs/data.md.
 COLUMNS = """
-import numpy as np, pyarrow as pa, pyarrow.parquet as pq
+import pathlib, jaxrec, numpy as np, pyarrow as pa, pyarrow.parquet as pq
 draw = np.random.default_rng(0).integers
 columns = {"click": draw(2, size=1000), "importance": draw(1, 3, 1000)}
 columns |= {"age": draw(90, size=1000) / 2, "price": draw(100, size=1000) / 7}
 columns |= {name: draw(9, size=1000).astype(str) for name in ("city", "user")}
 columns |= {"item": draw(-(2**63), 2**63, 1000), "tags": [["a", "b"], [], ["a"], ["c"]] * 250}
 pq.write_table(pa.table(columns), "clicks.parquet")
+jaxrec.data.write_events(jaxrec.data.GeneratedEvents(100), "listens.parquet")
+pathlib.Path("ratings").mkdir()
+ratings = [f"{n % 30}\\t{n % 17}\\t{1 + n % 5}\\t{n}\\n" for n in range(2000)]
+pathlib.Path("ratings/u.data").write_text("".join(ratings))
 """
 
 
