@@ -323,8 +323,12 @@ def test_wrong_rows(served, name):
 
 def test_wrong_keys(served):
     batch = short()
-    with pytest.raises(TypeError, match=r"keys are integers or strings, got 1\.5"):
-        predict(served, batch, ["a", 1.5])
+    for wrong in (1.5, True, b"a"):
+        with pytest.raises(TypeError, match=f"keys are integers or strings, got {wrong!r}"):
+            predict(served, batch, ["a", wrong])
+    predict(served, batch, np.array([3, 4]))
+    predict(served, batch, [3, 4])
+    assert outcomes(served) == (2, 0, 2)
     with pytest.raises(ValueError, match="a key for each row; got 1 for 2 rows"):
         predict(served, batch, ["a"])
     lacking = jaxrec.KeyedJaggedArray.from_lists({name: batch[name] for name in HISTORY})
