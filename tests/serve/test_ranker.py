@@ -148,22 +148,20 @@ def test_a_request_under_way_keeps_its_variables(served):
         served.replace(old.arrays, version=0)
 
 
-def test_few_bytes_keep_the_last_caches(path, served):
+def test_few_bytes_keep_the_last_caches(served):
     batch = rankers.lists([3, 3, 3], [1, 1, 1])
     predict(served, batch, ["a", "b", "c"])
     size = served.cache_counts.bytes // 3
-    small = load_ranker(path, cache_bytes=2 * size)
-    small._compiled = served._compiled
-    predict(small, batch, ["a", "b", "c"])
-    counts = small.cache_counts
+    served._caches = HistoryCaches(2 * size, served.variables)
+    predict(served, batch, ["a", "b", "c"])
+    counts = served.cache_counts
     assert (counts.caches, counts.bytes, counts.evictions) == (2, 2 * size, 1)
     wanted = expected(model("start"), batch)
-    assert_scores(predict(small, batch, ["c", "b", "a"][::-1]), wanted)
-    none = load_ranker(path, cache_bytes=0)
-    none._compiled = served._compiled
+    assert_scores(predict(served, batch, ["a", "b", "c"]), wanted)
+    served._caches = HistoryCaches(0, served.variables)
     for _ in range(2):
-        assert_scores(predict(none, batch, ["a", "b", "c"]), wanted)
-    assert none.cache_counts == jaxrec.serve.CacheCounts(misses=6)
+        assert_scores(predict(served, batch, ["a", "b", "c"]), wanted)
+    assert served.cache_counts == jaxrec.serve.CacheCounts(misses=6)
 
 
 def cache_of(size, marker):
@@ -323,8 +321,12 @@ def test_wrong_rows(served, name):
 
 def test_wrong_keys(served):
     batch = short()
-    with pytest.raises(TypeError, match=r"keys are integers or strings, got 1\.5"):
-        predict(served, batch, ["a", 1.5])
+    for wrong in (1.5, True, b"a"):
+        with pytest.raises(TypeError, match=f"keys are integers or strings, got {wrong!r}"):
+            predict(served, batch, ["a", wrong])
+    predict(served, batch, np.array([3, 4]))
+    predict(served, batch, [3, 4])
+    assert outcomes(served) == (2, 0, 2)
     with pytest.raises(ValueError, match="a key for each row; got 1 for 2 rows"):
         predict(served, batch, ["a"])
     lacking = jaxrec.KeyedJaggedArray.from_lists({name: batch[name] for name in HISTORY})
