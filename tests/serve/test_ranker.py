@@ -25,7 +25,7 @@ from tests.serve.artifact.edited import write_manifest
 from tests.serve.artifact.test_damage import edit
 from tests.serve.rankers import HISTORY, SIZES, TARGETS, expected, exported, model, row
 
-pytestmark = pytest.mark.jax_version
+pytestmark = [pytest.mark.usefixtures("compiled_fast"), pytest.mark.jax_version]
 
 LENGTHS, COUNTS = [12, 3, 0, 7], [3, 5, 2, 0]
 
@@ -260,9 +260,13 @@ def test_other_rankers(tmp_path, options, dtype):
     ranker.eval()
     can_append = options.get("count_from") == "start"
     export_ranker(
-        ranker, tmp_path / "ranker", history_sizes=(5, 12), candidate_sizes=(4,),
-        append_sizes=(3,) if can_append else (), platforms=("cpu",),
-    )  # fmt: skip
+        ranker,
+        tmp_path / "ranker",
+        history_sizes=(5, 12) if can_append else (12,),
+        candidate_sizes=(4,),
+        append_sizes=(3,) if can_append else (),
+        platforms=("cpu",),
+    )
     served = load_ranker(tmp_path / "ranker")
     batch = rankers.lists([4, 12], [6, 2])
     assert_scores(predict(served, batch, ["a", "b"]), expected(ranker, batch))
@@ -319,8 +323,12 @@ def test_wrong_rows(served, name):
 
 def test_wrong_keys(served):
     batch = short()
-    with pytest.raises(TypeError, match=r"keys are integers or strings, got 1\.5"):
-        predict(served, batch, ["a", 1.5])
+    for wrong in (1.5, True, b"a"):
+        with pytest.raises(TypeError, match=f"keys are integers or strings, got {wrong!r}"):
+            predict(served, batch, ["a", wrong])
+    predict(served, batch, np.array([3, 4]))
+    predict(served, batch, [3, 4])
+    assert outcomes(served) == (2, 0, 2)
     with pytest.raises(ValueError, match="a key for each row; got 1 for 2 rows"):
         predict(served, batch, ["a"])
     lacking = jaxrec.KeyedJaggedArray.from_lists({name: batch[name] for name in HISTORY})

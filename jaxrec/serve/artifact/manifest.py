@@ -16,7 +16,7 @@ import numpy as np
 from jaxrec.embed.formats import FORMATS
 from jaxrec.files.manifest import StoredFile, seal, unseal
 from jaxrec.serve.artifact.batch_spec import ArrayInput, ArrayOutput, BatchSpec, Structure
-from jaxrec.serve.artifact.ranker_spec import RankerSpec
+from jaxrec.serve.artifact.ranker_spec import RankerProgram, RankerSpec
 
 FORMAT = "jaxrec model 1"
 MANIFEST_FILE = "manifest.json"
@@ -262,9 +262,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     def check(self) -> None:
         """Raise a ValueError where entries contradict each other or have impossible sizes."""
-        programs = [*self.programs, *(() if self.ranker is None else self.ranker.programs)]
-        used = [*(array.file for array in self.arrays), *(each.file for each in programs)]
-        used += [each.stablehlo for each in programs if each.stablehlo is not None]
+        used = [*(array.file for array in self.arrays), *(each.file for each in self.all_programs)]
+        used += [each.stablehlo for each in self.all_programs if each.stablehlo is not None]
         used += [] if self.encoding is None else self.encoding.files
         if missing := [file for file in used if file not in self.files]:
             raise ValueError(f"it uses {missing[0]!r}, which is not among its files")
@@ -364,8 +363,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     def platforms(self) -> tuple[str, ...]:
         """Return the platforms that there are programs for."""
-        programs = [*self.programs, *(() if self.ranker is None else self.ranker.programs)]
-        return tuple(dict.fromkeys(each.platform for each in programs))
+        return tuple(dict.fromkeys(each.platform for each in self.all_programs))
+
+    @property
+    def all_programs(self) -> list[Program | RankerProgram]:
+        """Programs of the model, or of the ranker."""
+        return [*self.programs, *(() if self.ranker is None else self.ranker.programs)]
 
 
 def read_manifest(directory: pathlib.Path) -> Manifest:

@@ -50,11 +50,11 @@ class ServedArtifact:
         self.manifest = manifest
         self.platform = _platform(device)
         self._directory, self._device = directory, device
-        self._signatures: Mapping[Hashable, Signature] = {}
+        self._signatures: Mapping[Any, Signature] = {}
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._lock = threading.Lock()
 
-    def _read(self, signatures: Mapping[Hashable, Signature]) -> None:
+    def _read(self, signatures: Mapping[Any, Signature]) -> None:
         """Read the programs, by a key of each, and the arrays of the manifest."""
         directory, manifest = self._directory, self.manifest
         for signature in signatures.values():

@@ -11,6 +11,7 @@ from jaxrec.serve.artifact.batch_spec import BatchSpec
 from jaxrec.serve.artifact.ranker_spec import RankerSpec
 from jaxrec.serve.http.argument_columns import ArgumentColumns
 from jaxrec.serve.http.input_columns import InputColumn, InputColumns
+from jaxrec.serve.ranker.caches import KEY_TYPES
 from jaxrec.serve.ranker.export import CACHE_KEY
 from jaxrec.serve.ranker.rows import RankerRequest
 
@@ -38,7 +39,7 @@ class RankerColumns(InputColumns[RankerRequest]):
     def request(self, table: pa.Table) -> RankerRequest:
         history, candidates = self._arguments.inputs(table)
         keys = joined(table[CACHE_KEY]).to_pylist()
-        if wrong := [key for key in keys if not isinstance(key, int | str | None)]:
+        if wrong := [key for key in keys if type(key) not in KEY_TYPES]:
             raise TypeError(
                 f"column {CACHE_KEY!r}: {wrong[0]!r} is neither text nor an integer; give the id "
                 "of a user, or null to keep no cache"

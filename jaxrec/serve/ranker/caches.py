@@ -13,6 +13,9 @@ import numpy as np
 # Usually a user's id.
 Key: TypeAlias = int | str
 
+# Types of a row's key. Not of subclasses: True is not the key 1.
+KEY_TYPES = (int, str, type(None))
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class History:

@@ -268,8 +268,9 @@ def _probe(
         sizes.append,
     )
     names = list(pure.shapes)
-    of_size = [platform, "encode", sizes.history[0], 0]
-    encode = _export_step(pure, batch, spec, names, *of_size, keep_unused=False)
+    encode = _export_step(
+        pure, batch, spec, names, platform, "encode", sizes.history[0], 0, keep_unused=False
+    )
     shapes = [(each.dtype.name, each.shape[1:]) for each in encode.out_avals]
     layers = (len(shapes) - NUM_SCALARS) // 2
     labels = [f"{kind}/{layer}" for kind in ("keys", "values") for layer in range(layers)]
@@ -284,8 +285,8 @@ def _probe(
         return CacheSize(events, (*arrays, *(ArrayOutput(x, "int32", ()) for x in scalars)))
 
     spec = msgspec.structs.replace(spec, caches=tuple(cache(x) for x in sizes.history))
-    of_size = [platform, "score", sizes.history[0], sizes.candidates[0]]
-    score = _export_step(pure, batch, spec, names, *of_size, keep_unused=False)
+    smallest = sizes.history[0], sizes.candidates[0]
+    score = _export_step(pure, batch, spec, names, platform, "score", *smallest, keep_unused=False)
     used = {*used_arrays(encode, names), *used_arrays(score, names)}
     return spec, [name for name in names if name in used]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,14 @@ from jaxrec.serve.artifact.manifest import ArtifactError, Manifest, read_manifes
 from jaxrec.serve.artifact.program_file import Signature
 from jaxrec.serve.artifact.ranker_spec import RankerSpec, Step
 from jaxrec.serve.artifact.served import ServedArtifact, ServedVariables, check_files
-from jaxrec.serve.ranker.caches import Cache, CacheCounts, History, HistoryCaches, Key
+from jaxrec.serve.ranker.caches import (
+    KEY_TYPES,
+    Cache,
+    CacheCounts,
+    History,
+    HistoryCaches,
+    Key,
+)
 from jaxrec.serve.ranker.rows import RankerRequest, Row
 
 # A gigabyte holds some 300 histories of 1,024 events, of 3 layers of 128 columns.
@@ -89,8 +97,9 @@ class ServedRanker(ServedArtifact):
             ValueError: An id is outside of its table; a row has too many events or candidates, or
                 features of different lengths. The message names the feature and the row.
         """
-        given = [None] * batch.strides[0] if keys is None else list(keys)
-        if wrong := [key for key in given if not isinstance(key, int | str | None)]:
+        given: list[Any] = [None] * batch.strides[0] if keys is None else list(keys)
+        given = [int(key) if isinstance(key, np.integer) else key for key in given]
+        if wrong := [key for key in given if type(key) not in KEY_TYPES]:
             raise TypeError(f"keys are integers or strings, got {wrong[0]!r}")
         request = RankerRequest.of_batch(self.ranker, self.manifest.batch, batch, given)
         return self.predict_request(request)
@@ -118,11 +127,10 @@ class ServedRanker(ServedArtifact):
         results = []
         for part in _micro_batches(row.candidates, self.ranker.candidate_sizes):
             size = next(x for x in self.ranker.candidate_sizes if part.shape[1] <= x)
-            arguments = (*cache.arrays, *_packed([*part], (size,) * len(part)))
+            packed = _packed([*part], (size,) * len(part))
             # JAX runs the program while the next part is packed.
-            results.append(
-                (part.shape[1], self._run(variables, "score", cache.events, size, arguments))
-            )
+            outputs = self._run(variables, "score", cache.events, size, [*cache.arrays, *packed])
+            results.append((part.shape[1], outputs))
         for count, outputs in results:
             yield [np.asarray(output)[:count] for output in outputs]
 
@@ -164,7 +172,7 @@ class ServedRanker(ServedArtifact):
         events = max(size.events, known.events)
         new = history.events[:, known.history.num_events :]
         count = next(x for x in self.ranker.append_sizes if new.shape[1] <= x)
-        arguments = (*arrays, *_packed([*new], (count,) * len(new)))
+        arguments = [*arrays, *_packed([*new], (count,) * len(new))]
         appended = self._run(variables, "append", events, count, arguments)
         return Cache(history, events, tuple(appended))
 

@@ -12,6 +12,7 @@ import pyarrow as pa
 from jaxrec.serve.http.bodies import ArrowDecoder, JsonDecoder
 from jaxrec.serve.http.limits import RequestError
 from jaxrec.serve.http.predictor import Predictor, Scores
+from jaxrec.serve.http.ranker_predictor import RankerPredictor
 from tests.serve.http.endpoint import stream
 
 _VALUES = (
@@ -85,7 +86,9 @@ class Bodies:
         return columns
 
 
-def outcome(predictor: Predictor, decode: Callable[[bytes], Any], body: bytes) -> int:
+def outcome(
+    predictor: Predictor | RankerPredictor, decode: Callable[[bytes], Any], body: bytes
+) -> int:
     """Return the status that a body gets: 200, or that of a clear error.
 
     Raises:
@@ -105,6 +108,6 @@ def outcome(predictor: Predictor, decode: Callable[[bytes], Any], body: bytes) -
     return result.status
 
 
-def decoders(predictor: Predictor) -> tuple[JsonDecoder, ArrowDecoder]:
+def decoders(predictor: Predictor | RankerPredictor) -> tuple[JsonDecoder, ArrowDecoder]:
     """Return decoders of the bodies of a model."""
     return JsonDecoder(predictor.columns, 1000), ArrowDecoder(predictor.columns, 1000)

@@ -9,14 +9,21 @@ import threading
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxrec.serve import load_ranker
 from jaxrec.serve.artifact.refresh import Refresher
 from jaxrec.serve.http.limits import Limits
+from jaxrec.serve.http.ranker_predictor import RankerPredictor
 from jaxrec.tier import publish
+from tests.fuzz import max_examples
 from tests.nn import rankers
 from tests.serve.http.endpoint import ARROW, endpoint, process, wait
+from tests.serve.http.fuzz import Bodies, decoders, outcome
 from tests.serve.rankers import OPTIONS, expected, exported, model, request
+
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 
 BATCH = rankers.lists([12, 3, 0, 7], [3, 5, 2, 0])
 KEYS = ["a", "7", None, "b"]
@@ -110,6 +117,7 @@ WRONG = {
     "no list": (changed(item=[1, 2]), "column 'item', sample 0: expected `array`"),
     "other rows": (changed(cache_key=["a"]), "has 2 samples, but column 'cache_key' has 1"),
     "key of floats": (changed(cache_key=[1.5, 2.5]), "column 'cache_key', sample 0: expected"),
+    "key of bools": (changed(cache_key=[True, False]), "column 'cache_key'"),
     "keys of two types": (changed(cache_key=["a", 2]), "sample 1: 2 is of another type"),
     "value that is null": (changed(time=[[1, None, 3], [1, 2]]), "column 'time', sample 0"),
     "no body": ("", "the body is not JSON"),
@@ -128,6 +136,22 @@ def test_wrong_requests(client, name):
         if len(answers) == 1 or ("key" not in name and "null" not in name):
             assert message in answer.json["error"]
     assert client.post(request(BATCH, KEYS)).status == 200
+
+
+@pytest.fixture(scope="module")
+def predictor(path):
+    return RankerPredictor(load_ranker(path, cache_bytes=1 << 16))
+
+
+@settings(max_examples=max_examples(60))
+@given(seed=st.integers(0, 2**63), is_json=st.booleans())
+def test_bodies_that_are_nearly_right(predictor, seed, is_json):
+    bodies = Bodies(request(BATCH, KEYS), seed)
+    decode_json, decode_arrow = decoders(predictor)
+    if is_json:
+        outcome(predictor, decode_json.decode, bodies.json_body())
+    else:
+        outcome(predictor, decode_arrow.decode, bodies.arrow_body())
 
 
 def test_missing_columns_and_too_many_rows(client):
