@@ -285,9 +285,9 @@ def _attend_pointwise(
     alpha: float,
     factor: float,
 ) -> Array:
-    bias, platforms = biases["position"], ()
-    if biases["time"] is None:
-        platforms = native_attention.platforms(query, key, value, bias)
+    bias = biases["position"]
+    has_times = biases["time"] is not None
+    platforms = () if has_times else native_attention.platforms(query, key, value, bias)
     if platforms:
         tiled = functools.partial(_sum_without_times, alpha, factor)
         call = native_attention.Call(tiled, alpha, factor, platforms)
