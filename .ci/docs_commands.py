@@ -88,6 +88,7 @@ COMMANDS = (
         "jaxrec train --model hstu_ranker --data listens.parquet --item item_id is_organic",
         "--output ranker_listens",
     ),
+    (
         "jaxrec train --data clicks.parquet --model dcn_v2 --epochs 20 --evaluate-every 100 "
         "--patience 3 --output early",
         "--data.batch-size 100 --evaluate-every 5",
@@ -134,6 +135,7 @@ COMMANDS = (
     ),
     ("python -m benchmarks.dlrm --batch 8192", "--batch 64 --max-rows 1000 --steps 2"),
     ("python -m benchmarks.gpu.dlrm --losses", "--steps sasrec_512x200"),
+    ("python -m benchmarks.gpu.attention --dry-run", ""),
     ("python -m benchmarks.core_distance", "--times 2"),
     ("python -m benchmarks.growth", "--only tables --largest 3 --seconds 0.01"),
     ("python -m benchmarks.dense_dtype", "--models dlrm --batch 64 --steps 2 --rounds 1"),
@@ -221,6 +223,7 @@ LEFT_OUT = {
     "--rounds 3 --seconds 1": "takes minutes",
     "python -m benchmarks.gpu.compile": CUDA,
     "python -m benchmarks.gpu.compile --backends mosaic": CUDA,
+    "python -m benchmarks.gpu.compile --attention alone": CUDA,
     "python -m benchmarks.gpu.compile --quick --no-steps": CUDA,
     "python -m benchmarks.gpu.compile --only 'fused_update .* D128'": CUDA,
     "python -m benchmarks.gpu.doc_tables": "writes the docs",

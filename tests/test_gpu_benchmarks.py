@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # The benchmarks are no installed package. Behind the installed jaxrec, which stays what is tested.
 sys.path.append(str(ROOT))
 
-from benchmarks.gpu import doc_tables, limits, report, step_shapes  # noqa: E402
+from benchmarks.gpu import doc_tables, limits, matrix_code, report, step_shapes  # noqa: E402
 from benchmarks.gpu.launches import Launches  # noqa: E402
 from benchmarks.gpu.launches import parse as parse_thunks  # noqa: E402
 from benchmarks.gpu.machine_code import Kernel, parse  # noqa: E402
@@ -85,6 +85,15 @@ def test_pages_are_made_of_runs_that_were_cut(tmp_path):
     assert row == ["0.500", "0.50", "1.000", "1.00", "50% to 100%"]
     assert "ValueError: no \\| room" in page
     assert "Left out, for want of time: triton c." in page
+
+
+def test_pages_have_the_rates_of_attention(tmp_path):
+    line = {"kind": "attention", "implementation": "mosaic", "primitive": "both", "ms": [2.0, 3.0]}
+    line |= {"shape": "attention 32 x 1024", "device_ms": 1.5, "launches": 9, "tflop_per_s": 321.4}
+    failed = line | {"primitive": "forward", "exception": "ValueError: no"}
+    page = report.page(CARD, report.read(written(tmp_path, CARD, line, failed)))
+    assert rows_of(page, "32 x 1024", "both") == [["mosaic", "2.000", "1.500", "9", "321"]]
+    assert rows_of(page, "32 x 1024", "forward")[0][:2] == ["mosaic", "ValueError: no"]
 
 
 def kernel(code, **others):
@@ -189,6 +198,46 @@ def test_models_are_cut_to_the_memory_of_their_tables(name):
     assert whole.cut(10**12) == whole
 
 
+ATTENTION = """
+UTMALDG.2D [UR4], [UR6];
+.L_x_0:
+HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT, gsb0;
+WARPGROUP.DEPBAR.LE gsb0, 0x0;
+MUFU.TANH R5, R6;
+BRA `(.L_x_1);
+FSEL R5, R5, RZ, P1;
+FSEL R6, R6, RZ, P1;
+.L_x_1:
+BRA `(.L_x_0);
+EXIT;
+.L_x_2:
+BRA `(.L_x_0);
+"""
+
+
+def test_loops_of_matrix_products():
+    (loop,) = matrix_code.loops_of(kernel(ATTENTION))
+    assert loop == matrix_code.Loop(1, 64.0, 8.0, whole=4, masked=6, waits=1)
+    assert loop.share == 1.0
+    assert list(matrix_code.failures(kernel(ATTENTION), "p")) == []
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("UTMALDG.2D [UR4], [UR6];", "NOP;", "loads nothing by the copy engine"),
+        ("HGMMA", "HMMA", "no loop with products of warpgroups"),
+        ("MUFU.TANH R5, R6;", "LDL R5, [R1];", "moves registers to memory 1 times"),
+        ("MUFU.TANH R5, R6;", "UTMALDG.2D [UR4], [UR6];", "starts copies in the loop"),
+        ("MUFU.TANH R5, R6;", "WARPGROUP.DEPBAR.LE gsb0, 0x0;", "waits 2 times for 1 groups"),
+    ],
+)
+def test_kernels_of_attention_that_break_a_rule(old, new, reason):
+    (failure,) = matrix_code.failures(kernel(ATTENTION.replace(old, new)), "p")
+    assert reason in failure
+
+
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", step_shapes.STEPS)
 def test_batches_have_ids_of_their_tables(name):
@@ -244,9 +293,9 @@ def test_the_script_runs_dry(tmp_path):
     )
     assert ended.returncode == 0, ended.stderr + ended.stdout
     lines = [json.loads(line) for line in results.read_text().splitlines()]
-    assert {line["kind"] for line in lines} == {"card", "check", "time", "step"}
+    assert {line["kind"] for line in lines} == {"card", "check", "time", "step", "attention"}
     assert all(line["passed"] for line in lines if line["kind"] == "check")
-    timed = [line for line in lines if line["kind"] in ("time", "step")]
+    timed = [line for line in lines if line["kind"] in ("time", "step", "attention")]
     assert all(line["ms"][0] > 0 for line in timed)
     steps = step_shapes.chosen_steps(None, 1, is_small=True)
     assert {step.name for step in steps} == PEER_STEPS.keys()
@@ -259,4 +308,4 @@ def test_the_script_runs_dry(tmp_path):
 def test_the_script_names_parts_that_are_not_there():
     ended = run(["bash", "benchmarks/gpu.sh", "--dry-run", "kernel"])
     assert ended.returncode == 2
-    assert "there is no part 'kernel'; there are check, kernels, peers and steps" in ended.stderr
+    assert "part 'kernel'; there are check, kernels, peers, steps and attention" in ended.stderr

@@ -153,13 +153,18 @@ def main() -> None:
 
 def work(is_dry: bool) -> Iterator[tuple[dict[str, str], Callable[[], dict[str, Any]]]]:
     """Yield the start of each line, and a function that returns its end."""
-    for case in DRY_CASES if is_dry else CASES:
+    vectors = jax.ShapeDtypeStruct((128, 1, 64), jnp.bfloat16)
+    call = {"query": vectors, "key": vectors, "value": vectors, "bias": jnp.zeros((0, 1))}
+    if (reason := mosaic.refuse("attention", call)) is not None:
+        print(f"-- Mosaic's kernels of attention do not run here: {reason}", file=sys.stderr)
+    cases = DRY_CASES if is_dry else CASES
+    for case in () if reason else cases:
         start = {"kind": "check", "implementation": "mosaic", "primitive": "attention"}
         run = functools.partial(check, case, interpret=is_dry)
         yield start | {"shape": f"attention {case.name}"}, run
     for way, names in WAYS.items():
         # Interpreted kernels are checked above, and cannot be named here.
-        if is_dry and way == "mosaic":
+        if way == "mosaic" and (is_dry or reason):
             continue
         for shape in DRY_SHAPES if is_dry else SHAPES:
             for direction in ("forward", "both"):

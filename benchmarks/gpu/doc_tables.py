@@ -219,8 +219,29 @@ def _launches(column: str, names: tuple[str, ...]) -> Iterator[str]:
                     yield f"| {backend} {name} | {version} | {cells} |"
 
 
+def attention() -> Iterator[str]:
+    """Yield the loops of HSTU attention's kernels, by the newest JAX."""
+    path = sorted(RESULTS.glob(f"compiled_attention.{COMPILED_CARD}.jax-*.md"))[-1]
+    names = (
+        "matrix products a turn",
+        "clocks of the tensor cores",
+        "of special functions",
+        "instructions",
+        "with a mask",
+        "spilled bytes",
+    )
+    yield f"| columns | kernel | {' | '.join(names)} |"
+    yield "|---|---|" + "---|" * len(names)
+    for row in rows(path):
+        found = re.search(r"D(64|128|256) bfloat16 targets", row.get("program", ""))
+        if found is not None:
+            cells = found[1], f"`{row['kernel']}`", *(row[name] for name in names)
+            yield f"| {' | '.join(cells)} |"
+
+
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "cards": cards,
+    "attention": attention,
     "times": times,
     "pooled lookup": lambda: kernels("pooled_lookup", "pool", PLAIN_ROWS),
     "update": lambda: kernels("fused_update rowwise_adagrad", "update", PLAIN_ROWS),

@@ -1,4 +1,4 @@
-"""Attention runs by native kernels in a process with one device, and by XLA elsewhere."""
+"""Attention runs in kernels in a process with one device, and in XLA elsewhere."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import cpu
 from jaxrec.nn import hstu_attention
+from tests.embed.kernels.gpu_cases import backend, kernels_in, lowered_for_cuda
 
 pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("compiled_fast")]
 
@@ -102,3 +103,28 @@ def test_second_derivatives(monkeypatch):
 
     found, expected = (jax.jit(jax.hessian(loss))(x) for loss in (native, plain))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "biased", "names"),
+    [
+        ("bfloat16", False, ["hstu_output", "hstu_query_gradients", "hstu_key_gradients"]),
+        ("float32", False, []),
+        ("bfloat16", True, []),
+    ],
+    ids=["bfloat16", "float32", "biased"],
+)
+def test_programs_for_hopper_cards(monkeypatch, dtype, biased, names):
+    backend("mosaic")
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    *vectors, bias = draw(dtype)
+
+    def loss(*vectors):
+        options = {"position_bias": bias} if biased else {}
+        out = hstu_attention(*vectors, LENGTHS, num_targets=TARGETS, scale=0.1, **options)
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    with kernels.use_kernels("mosaic", "reference"):
+        program = lowered_for_cuda(jax.value_and_grad(loss, argnums=(0, 1, 2)), *vectors)
+    every = "hstu_output", "hstu_query_gradients", "hstu_key_gradients"
+    assert kernels_in(program, *every) == names

@@ -50,13 +50,17 @@ def attention(
     interpret: bool = False,
 ) -> Float[Array, "queries heads value_dim"]:
     """Return the output of attention; see `jaxrec.embed.kernels.reference`."""
-    (queries, _, _), columns = query.shape, value.shape[2]
-    inputs = [padded(each) for each in (query, key, value)]
     out = output(
-        *inputs, padded_ranges(ranges), offsets[1, -1], alpha=alpha, scale=scale,
+        padded(query),
+        padded(key),
+        padded(value),
+        padded_ranges(ranges),
+        offsets[1, -1],
+        alpha=alpha,
+        scale=scale,
         interpret=interpret,
-    )  # fmt: skip
-    return out[:queries, :, :columns]
+    )
+    return out[: query.shape[0], :, : value.shape[2]]
 
 
 def attention_gradients(
@@ -73,14 +77,22 @@ def attention_gradients(
     interpret: bool = False,
 ) -> tuple[Array, Array, Array, Array]:
     """Return the gradients of query, key, value and bias; see `jaxrec.embed.kernels.reference`."""
-    inputs = [padded(each) for each in (query, key, value, gradient.astype(query.dtype))]
-    common: dict[str, Any] = {"alpha": alpha, "scale": scale, "interpret": interpret}
-    whole = padded_ranges(ranges)
-    of_query = query_gradients(*inputs, whole, offsets[1, -1], **common)
-    of_key, of_value = key_gradients(*inputs, whole, offsets[:, -1], **common)
-    found = ((of_query, query), (of_key, key), (of_value, value))
-    of_vectors = (each[: like.shape[0], :, : like.shape[2]] for each, like in found)
-    return (*of_vectors, jnp.zeros_like(bias))
+    inputs: tuple[Array, Array, Array, Array, Array] = (
+        padded(query),
+        padded(key),
+        padded(value),
+        padded(gradient.astype(query.dtype)),
+        padded_ranges(ranges),
+    )
+    options: dict[str, Any] = {"alpha": alpha, "scale": scale, "interpret": interpret}
+    of_query = query_gradients(*inputs, offsets[1, -1], **options)
+    of_key, of_value = key_gradients(*inputs, offsets[:, -1], **options)
+    return (
+        of_query[: query.shape[0], :, : query.shape[2]],
+        of_key[: key.shape[0], :, : key.shape[2]],
+        of_value[: value.shape[0], :, : value.shape[2]],
+        jnp.zeros_like(bias),
+    )
 
 
 def refuse_attention(arguments: Mapping[str, Any]) -> str | None:

@@ -45,16 +45,18 @@ def meetings(
         keys: Keys of a block.
     """
     first, last, own, *group = ranges.reshape(len(ranges), -1, queries)
-    start = keys * jnp.arange(num_keys // keys, dtype=jnp.int32)[None]
+    first_key = keys * jnp.arange(num_keys // keys, dtype=jnp.int32)[None]
 
     def reached(begin: Array, end: Array) -> Array:
         exists = begin <= end
         lowest = jnp.where(exists, begin, _NOWHERE).min(1)[:, None]
         highest = jnp.where(exists, end, -1).max(1)[:, None]
-        return (lowest < start + keys) & (start <= highest)
+        return (lowest < first_key + keys) & (first_key <= highest)
 
     result = reached(first, last)
-    return result | reached(*group, own) if group else result
+    for start in group:
+        result = result | reached(start, own)
+    return result
 
 
 def stretches(meets: Bool[Array, "rows blocks"]) -> Int32[Array, "rows 7"]:

@@ -86,16 +86,16 @@ def key_gradients(
         plgpu.SMEM((parts, PART, dim), dtype),
         plgpu.SMEM((parts, PART, value_dim), dtype),
         plgpu.Barrier(num_arrivals=2, num_barriers=parts),
-        *Buffers.scratch(count, PART, [dim, value_dim], dtype),
+        Buffers.scratch(count, PART, [dim, value_dim], dtype),
         plgpu.Barrier(num_arrivals=WARPGROUPS),
-        *([plgpu.SMEM((2, WARPGROUPS, *SHAPE), dtype)] if interpret else []),
+        plgpu.SMEM((2, WARPGROUPS, *SHAPE), dtype) if interpret else None,
     ]
 
     def body(*refs: Any) -> None:
         q, k, v, dout, *edges, ranges, stretches, common, totals, dk, dv = refs[:13]
         memory = refs[13:]
-        k_memory, v_memory, is_there, *rest = memory
-        buffers = Buffers(count, *rest[:2], rest[2:4])
+        k_memory, v_memory, is_there, of_queries, are_done, stage = memory
+        buffers = Buffers(count, *of_queries)
         head, tile, warpgroup = places()
 
         def edge_of(index: int) -> Array:
@@ -113,7 +113,7 @@ def key_gradients(
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(memory, out.at[pl.ds(part * PART, PART), head])
 
-        def visit(part: Array, step: Callable[[Array, Array, Callable[..., Any]], None]) -> None:
+        def visit(part: Array, step: Callable[[Array, Callable[..., Any]], None]) -> None:
             """Call ``step(turn, mask)`` for each block of queries."""
             first_key = part * PART
 
@@ -140,7 +140,7 @@ def key_gradients(
             each_block(stretches, tile, one, facts)
 
         def staged(index: int) -> Any:
-            return rest[5].at[index, warpgroup] if interpret else None
+            return None if stage is None else stage.at[index, warpgroup]
 
         def both(part: Array) -> tuple[Array, Array]:
             def attend(key_sums: Any, value_sums: Any) -> tuple[Array, Array]:
@@ -213,8 +213,8 @@ def key_gradients(
         def compute_together() -> None:
             # The results take the place of the keys and values, which both warpgroups read.
             def wait_for_both() -> None:
-                plgpu.barrier_arrive(rest[4])
-                plgpu.barrier_wait(rest[4])
+                plgpu.barrier_arrive(are_done)
+                plgpu.barrier_wait(are_done)
 
             keys, values = k_memory.at[0], v_memory.at[0]
             plgpu.barrier_wait(is_there.at[0])

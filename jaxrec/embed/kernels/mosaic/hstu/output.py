@@ -69,21 +69,15 @@ def output(
         plgpu.SMEM((WARPGROUPS, PART, value_dim), dtype) if value_dim != dim else None,
         plgpu.Barrier(num_barriers=WARPGROUPS),
         plgpu.Barrier(num_arrivals=WARPGROUPS),
-        *Buffers.scratch(count, size, [dim], dtype),
-        *Buffers.scratch(count, size, [value_dim], dtype),
+        Buffers.scratch(count, size, [dim], dtype),
+        Buffers.scratch(count, size, [value_dim], dtype),
         plgpu.SMEM((WARPGROUPS, PART, size), dtype) if interpret else None,
     ]
-    has_memory = [each is not None for each in scratch]
 
     def body(*refs: Any) -> None:
-        q, k, v, v_edge, ranges, stretches, common, total, out, *used = refs
-        memory = iter(used)
-        q_memory, out_memory, q_there, tensor_cores, *rest = (
-            next(memory) if each else None for each in has_memory
-        )
-        k_buffers = Buffers(count, *rest[:2], rest[2:3])
-        v_buffers = Buffers(count, *rest[3:5], rest[5:6])
-        stage = rest[6]
+        q, k, v, v_edge, ranges, stretches, common, total, out, *memory = refs
+        q_memory, out_memory, q_there, tensor_cores, *both, stage = memory
+        k_buffers, v_buffers = (Buffers(count, *each) for each in both)
         head, tile, warpgroup = places()
 
         @pl.when(warpgroup < WARPGROUPS)
@@ -152,7 +146,7 @@ def output(
         "hstu_output",
         inputs,
         [form],
-        [each for each in scratch if each is not None],
+        scratch,
         (heads, queries // TILE),
         interpret,
     )

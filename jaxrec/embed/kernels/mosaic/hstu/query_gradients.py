@@ -73,17 +73,15 @@ def query_gradients(
         plgpu.SMEM((WARPGROUPS, PART, dim), dtype),
         plgpu.SMEM((WARPGROUPS, PART, value_dim), dtype),
         plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
-        *Buffers.scratch(key_count, size, [dim], dtype),
-        *Buffers.scratch(value_count, size, [value_dim], dtype),
-        *([plgpu.SMEM((WARPGROUPS, PART, size), dtype)] if interpret else []),
+        Buffers.scratch(key_count, size, [dim], dtype),
+        Buffers.scratch(value_count, size, [value_dim], dtype),
+        plgpu.SMEM((WARPGROUPS, PART, size), dtype) if interpret else None,
     ]
 
     def body(*refs: Any) -> None:
         q, k, v, dout, k_edge, ranges, stretches, common, total, out, *memory = refs
-        q_memory, dout_memory, is_there, *rest = memory
-        k_buffers = Buffers(key_count, *rest[:2], rest[2:3])
-        v_buffers = Buffers(value_count, *rest[3:5], rest[5:6])
-        stage = rest[6] if interpret else None
+        q_memory, dout_memory, is_there, of_keys, of_values, stage = memory
+        k_buffers, v_buffers = Buffers(key_count, *of_keys), Buffers(value_count, *of_values)
         head, tile, warpgroup = places()
 
         @pl.when(warpgroup < WARPGROUPS)

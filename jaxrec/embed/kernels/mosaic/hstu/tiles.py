@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from jaxrec.embed.kernels.mosaic.hstu.blocks import PART
 
+_gpu: Any = plgpu  # older versions of JAX, on which no kernel runs, lack some of its names
 WARPGROUPS = 2  # that compute
 # Axes of the grid, and of the warpgroups. Users' meshes have axes of other names.
 HEADS, TILES, WARPGROUP = "jaxrec_head", "jaxrec_tile", "jaxrec_warpgroup"
@@ -107,7 +108,7 @@ class Buffers:
     count: int
     full: Any
     free: Any
-    memory: tuple[Any, ...]
+    memory: list[Any]
 
     @staticmethod
     def scratch(count: int, size: int, dims: Sequence[int], dtype: Any) -> list[Any]:
@@ -115,7 +116,7 @@ class Buffers:
         return [
             plgpu.Barrier(num_arrivals=len(dims), num_barriers=count),
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=count),
-            *(plgpu.SMEM((count, size, dim), dtype) for dim in dims),
+            [plgpu.SMEM((count, size, dim), dtype) for dim in dims],
         ]
 
     def slot(self, turn: Array) -> Array:
@@ -195,13 +196,13 @@ def silu_and_slope(
 def read_ranges(ranges: Any, start: Array, layout: Any) -> list[Int32[Array, " queries"]]:
     """Return the ends of the intervals of a part's queries, a number for each row or column."""
     return [
-        plgpu.load(ranges.at[i, pl.ds(start, PART)], layout=layout, optimized=False)
+        _gpu.load(ranges.at[i, pl.ds(start, PART)], layout=layout, optimized=False)
         for i in range(ranges.shape[0])
     ]
 
 
 def seen(
-    ends: Sequence[Int32[Array, " queries"]], first_key: Array, shape: tuple[int, int], axis: int
+    ends: Sequence[Int32[Array, " queries"]], first_key: Array, shape: tuple[int, ...], axis: int
 ) -> Bool[Array, "a b"]:
     """Return whether each query, along ``axis``, sees each key, along the other one."""
     layout = plgpu.Layout.WGMMA
@@ -244,7 +245,7 @@ def launch(
         thread_name=WARPGROUP,
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        interpret=_gpu.InterpretGPUParams() if interpret else None,
     )(*inputs)
 
 
