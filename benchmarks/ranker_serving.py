@@ -175,7 +175,7 @@ def main(options: Options) -> None:
             "hit": cached(options, path, "hit"),
             "hit, JSON": over_json(options, path),
         }
-        lines = []
+        lines: list[dict[str, Any]] = []
         for way, requests in ways.items():
             times = milliseconds(requests)
             lines.append(

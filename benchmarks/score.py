@@ -213,6 +213,7 @@ def write_inputs(
         "tables": [
             {"name": table.name, "rows": table.num_embeddings, "pooling": table.pooling}
             for table in table_configs(model_kind(config, encoder))
+            if isinstance(table, jaxrec.EmbeddingBagConfig)  # all are
         ],
         "dim": model.embedding_dim,
         "bottom": [*model.bottom_layer_sizes, model.embedding_dim],
