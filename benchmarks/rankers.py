@@ -66,7 +66,7 @@ class Data:
     """One log's rows as batches of the features `EVENTS` and `CANDIDATES`, all of one shape.
 
     ``train`` gives the batch of a step. The last batch of ``validation`` and ``test`` is filled up
-    with rows beyond their ``labels``. ``bounds`` are AUCs that no model of a kind exceeds.
+    with rows beyond their ``labels``. ``bounds`` are the best AUCs of the test rows.
     ``reads_actions`` says whether actions of the history tell something of the labels.
     """
 
@@ -106,6 +106,11 @@ def generated(options: Options, seed: int) -> Data:
     def batch(rows: range) -> Batch:
         return log.requests(rows.start, rows.stop).batch(log.max_history)
 
+    tested = log.requests(second, last)
+
+    def bound(probabilities: np.ndarray) -> float:
+        return auc(probabilities.ravel(), tested.labels.ravel())
+
     return Data(
         log.num_items,
         log.max_history,
@@ -119,9 +124,9 @@ def generated(options: Options, seed: int) -> Data:
             for start, stop in ((first, second), (second, last))
         ),
         {
-            "best_auc": log.best_auc,
-            "order_blind_auc": log.order_blind_auc,
-            "time_blind_auc": log.time_blind_auc,
+            "best_auc": bound(tested.probabilities),
+            "order_blind_auc": bound(tested.order_blind),
+            "time_blind_auc": bound(tested.time_blind),
         },
         reads_actions=False,
     )

@@ -100,6 +100,10 @@ SHOWN = {
         names["kept"][0] in (24, 200) and names["loss"] > 0
     ),
     "sequences: Balance devices": lambda names: names["after"] < 1.1 < names["before"],
+    "sequences: How it compares": lambda names: (
+        names["order_blind"] < names["time_blind"] < names["best"]
+        and names["listens"].batch_size == 128
+    ),
     "sequences: Serve": lambda names: names["difference"] < 1e-5 and names["grown"].tolist() == [4],
     "training: Batches that are not full": lambda names: names["logits"][0] > 0,
 }
