@@ -25,6 +25,27 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 GENERATED = "--data.generated-rows 20000 --data.generated-eval-rows 4000"
 SMALL = "--data.batch-size 104 --data.table-rows 1000 --data.eval-fraction 0.2"
 
+# Options of the commands of docs/choosing_a_model.md.
+_LIKED = "--label liked --exclude rating timestamp loved history"
+_USUAL = "--epochs 3 --patience 3"
+_SEQUENCES = "--user user --item movie --time timestamp"
+SMALL_MODEL = "--batch-size 100 --model.embedding-dim 4 --epochs 1"
+CHOICES = (
+    f"{_LIKED} --model dlrm {_USUAL} --output dlrm",
+    f"{_LIKED} --model dcn_v2 {_USUAL} --output dcn",
+    f"{_LIKED} --model deepfm {_USUAL} --output deepfm",
+    f"{_LIKED} --model wide_deep {_USUAL} --output wide",
+    "--label liked --exclude rating timestamp loved --model din --history history --item movie "
+    f"{_USUAL} --output din",
+    f"--label liked loved --exclude rating timestamp history --model mmoe {_USUAL} --output mmoe",
+    f"--label liked loved --exclude rating timestamp history --model ple {_USUAL} --output ple",
+    "--label rating --exclude liked timestamp loved history --model dcn_v2 "
+    f"{_USUAL} --output stars",
+    f"{_LIKED} --model two_tower --item movie genres year --epochs 10 --patience 3 --output towers",
+    f"--model sasrec {_SEQUENCES} --output sasrec",
+    f"--model bert4rec {_SEQUENCES} --output bert",
+)
+
 # Commands of the docs, and the options that make them small. Each finds the files of those before.
 COMMANDS = (
     ("jaxrec doctor", ""),
@@ -50,7 +71,7 @@ COMMANDS = (
     ("jaxrec export run model", ""),
     ("jaxrec predict model clicks.parquet -o scores.parquet", ""),
     (
-        "jaxrec train --data clicks.parquet --schema schema.yaml --model.name deepfm",
+        "jaxrec train --data clicks.parquet --schema schema.yaml --model deepfm",
         "--data.batch-size 100 --output deepfm",
     ),
     (
@@ -67,6 +88,12 @@ COMMANDS = (
         "jaxrec train --model hstu_ranker --data listens.parquet --item item_id is_organic",
         "--output ranker_listens",
     ),
+    (
+        "jaxrec train --data clicks.parquet --model dcn_v2 --epochs 20 --evaluate-every 100 "
+        "--patience 3 --output early",
+        "--data.batch-size 100 --evaluate-every 5",
+    ),
+    *((f"jaxrec train --data ratings.parquet {options}", SMALL_MODEL) for options in CHOICES),
     ("jaxrec train [CONFIG.yaml] --data LOG --output RUN [--checkpoint.every 1000]", SMALL),
     ("jaxrec train --resume RUN", "--data.epochs 2"),
     ("jaxrec train --resume RUN --devices 8", "--data.epochs 3"),
@@ -208,7 +235,7 @@ tables:
   - {name: user, num_embeddings: 4096, embedding_dim: 64}
 """
 
-# Writes rows with the columns of the schema in docs/data.md.
+# Writes rows with the columns of docs/choosing_a_model.md, and of the schema in docs/data.md.
 COLUMNS = """
 import pathlib, jaxrec, numpy as np, pyarrow as pa, pyarrow.parquet as pq
 draw = np.random.default_rng(0).integers
@@ -221,6 +248,14 @@ jaxrec.data.write_events(jaxrec.data.GeneratedEvents(100), "listens.parquet")
 pathlib.Path("ratings").mkdir()
 ratings = [f"{n % 30}\\t{n % 17}\\t{1 + n % 5}\\t{n}\\n" for n in range(2000)]
 pathlib.Path("ratings/u.data").write_text("".join(ratings))
+rating = draw(1, 6, size=1000)
+ratings = {"user": draw(50, size=1000), "movie": draw(40, size=1000), "rating": rating / 1.0}
+ratings |= {"liked": rating > 3, "loved": rating > 4, "timestamp": draw(10**9, size=1000)}
+ratings |= {"age": draw(90, size=1000) / 2, "gender": ["F", "M"] * 500}
+ratings |= {"occupation": ["artist", "doctor"] * 500, "year": draw(1950, 2000, size=1000)}
+ratings |= {"genres": [["Drama"], ["Comedy", "Drama"]] * 500}
+ratings |= {"history": [draw(40, size=n % 5).tolist() for n in range(1000)]}
+pq.write_table(pa.table(ratings), "ratings.parquet")
 """
 
 

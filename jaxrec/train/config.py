@@ -199,7 +199,7 @@ class ModelConfig:
     layer of size 1 follows."""
     cross_layers: int = 3
     """Number of layers of DCN-v2's cross network."""
-    max_length: int = 50
+    max_length: int = 100
     """Largest number of items of a sequence that SASRec and BERT4Rec read, the last ones."""
     table_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of the tables."""

@@ -112,12 +112,12 @@ def test_the_names_of_the_command_line_are_those_of_the_kinds():
 @pytest.mark.every_case
 def test_defaults_of_a_kind(tmp_path):
     assert default_config("dlrm") == TrainConfig()
-    assert default_config("sasrec").data.batch_size == 128
+    assert default_config("sasrec").data.batch_size == 64
     assert default_config("nothing") == TrainConfig()
     # A file's options come before the defaults of the kind that it names.
     (tmp_path / "run.yaml").write_text("{model: {name: sasrec}, data: {epochs: 7}}")
     config = load_config(tmp_path / "run.yaml", default_config("sasrec"))
-    assert (config.data.epochs, config.data.batch_size) == (7, 128)
+    assert (config.data.epochs, config.data.batch_size) == (7, 64)
 
 
 @pytest.mark.every_case
@@ -131,7 +131,7 @@ def test_options_of_earlier_versions(tmp_path):
 
 
 # Compiling the others takes long.
-QUICK = ("dcn_v2", "two_tower")
+QUICK = ("dcn_v2",)
 
 
 @pytest.mark.every_case
@@ -220,6 +220,7 @@ def naive_ranks(queries, items, wanted):
                      for s, w in zip(scores, wanted, strict=True)])  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_towers_rank_all_items(runs):
     run = runs("two_tower")
     kind, model = kind_of(run), load_model(run)

@@ -25,7 +25,6 @@ from jaxrec.data.encode import joined
 from jaxrec.data.encoder import bags_of
 from jaxrec.embed import EmbeddingCollection, EmbeddingConfig
 from jaxrec.nn import BERT4Rec, SASRec, last_states, sampled_softmax_loss
-from jaxrec.nn.tiled_attention import BLOCK
 from jaxrec.optim import RowOptimizer
 from jaxrec.ragged import KeyedJaggedArray, Packer
 from jaxrec.ragged.capacity import LengthMoments
@@ -138,11 +137,11 @@ class SequenceKind(RankingModel):
 
     needs_label = False
     defaults: ClassVar[Mapping[str, Any]] = {
-        "data.batch_size": 128,
+        "data.batch_size": 64,
         "data.epochs": 100,
         "model.embedding_dim": 64,
-        "optimizer.learning_rate": 0.001,
-        "optimizer.table_learning_rate": 0.001,
+        "optimizer.learning_rate": 0.002,
+        "optimizer.table_learning_rate": 0.002,
         "patience": 10,
     }
 
@@ -257,10 +256,7 @@ class SequenceKind(RankingModel):
         items = EmbeddingCollection(
             self.tables(), optimizer=self.row_optimizer(num_steps), rngs=rngs
         )
-        length = self.config.model.max_length
-        return self._model(
-            items, {"max_length": length, "block_size": min(BLOCK, length), "rngs": rngs}
-        )
+        return self._model(items, {"max_length": self.config.model.max_length, "rngs": rngs})
 
     @abc.abstractmethod
     def _model(self, items: EmbeddingCollection, options: Mapping[str, Any]) -> SASRec | BERT4Rec:
