@@ -80,6 +80,14 @@ COMMANDS = (
         "--data.batch-size 100 --data.table-rows 2000 --output dynamic",
     ),
     (
+        "jaxrec train --data clicks.csv --data.types zip=string",
+        "--data.batch-size 100 --output from_csv",
+    ),
+    (
+        "jaxrec train --data 'logs/*.jsonl.gz' --label click",
+        "--data.batch-size 100 --output from_json",
+    ),
+    (
         "jaxrec train --model hstu_ranker --ranker.history 20 --ranker.window 1",
         "--data.generated-rows 500 --data.generated-eval-rows 100 --output ranker_generated",
     ),
@@ -187,6 +195,7 @@ LEFT_OUT = {
     SERVING: TOGETHER,
     "jaxrec serve model --deltas versions": "ends when it is stopped; tests/serve/http does it",
     "python -m benchmarks.ranker_serving --requests 120": "takes minutes",
+    "python -m benchmarks.ranker_serving_cpp --cpp build --pjrt pjrt": "takes minutes",
     "jaxrec serve ranker --cache-mb 2048": "ends when it is stopped; tests/serve/http does it",
     "python -m benchmarks.serving_http": "needs what README does not install for all",
     "python -m benchmarks.serving_http --only fuzz --fuzz 1000000": "takes half an hour",
@@ -241,13 +250,18 @@ tables:
 
 # Writes rows with the columns of docs/choosing_a_model.md, and of the schema in docs/data.md.
 COLUMNS = """
-import pathlib, jaxrec, numpy as np, pyarrow as pa, pyarrow.parquet as pq
+import gzip, json, pathlib, jaxrec, numpy as np, pyarrow as pa, pyarrow.csv, pyarrow.parquet as pq
 draw = np.random.default_rng(0).integers
 columns = {"click": draw(2, size=1000), "importance": draw(1, 3, 1000)}
 columns |= {"age": draw(90, size=1000) / 2, "price": draw(100, size=1000) / 7}
 columns |= {name: draw(9, size=1000).astype(str) for name in ("city", "user")}
 columns |= {"item": draw(-(2**63), 2**63, 1000), "tags": [["a", "b"], [], ["a"], ["c"]] * 250}
 pq.write_table(pa.table(columns), "clicks.parquet")
+rows = pa.table({"click": columns["click"], "age": columns["age"], "zip": ["00501"] * 1000})
+pyarrow.csv.write_csv(rows, "clicks.csv")
+pathlib.Path("logs").mkdir()
+rows = "".join(json.dumps(row) + "\\n" for row in rows.to_pylist())
+pathlib.Path("logs/0.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
 jaxrec.data.write_events(jaxrec.data.GeneratedEvents(100), "listens.parquet")
 pathlib.Path("ratings").mkdir()
 lines = [f"{n % 30}\\t{n % 17}\\t{1 + n % 5}\\t{n}\\n" for n in range(2000)]

@@ -158,6 +158,11 @@ def _check_resumed(config: TrainConfig, run: TrainConfig) -> None:
             f"--vocabulary {kind} is not that of the run, whose tables have "
             f"{run.vocabulary.kind} vocabularies; leave --vocabulary out"
         )
+    if (config.ranker, config.windows) != (run.ranker, run.windows):
+        raise ConfigError(
+            "--ranker and --windows make other requests, or another model, than those of the run; "
+            "leave them out"
+        )
     rows = config.data.generated_rows
     if config.eval_only and config.data.path is None and rows != run.data.generated_rows:
         raise ConfigError(

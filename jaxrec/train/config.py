@@ -84,10 +84,10 @@ class DataConfig:
     with leading zeros: string, integer, float or boolean."""
     user: Annotated[str | None, tyro.conf.arg(aliases=["--user"])] = None
     """Name of the column of users, whose rows in the order of --time are a sequence, for --model
-    sasrec and bert4rec."""
+    sasrec, bert4rec and hstu_ranker."""
     item: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--item"])] = ()
     """Names of the columns of the item that a row is about, first its id: for --model din,
-    two_tower, sasrec and bert4rec."""
+    two_tower, sasrec, bert4rec and hstu_ranker."""
     history: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--history"])] = ()
     """Names of columns of lists, the items that a user had before, oldest first. For --model din
     one for each column of --item, whose table they share; for sasrec and bert4rec one, in place of

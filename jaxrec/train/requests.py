@@ -212,7 +212,7 @@ class RequestData:
             users = data.generated_rows + data.generated_eval_rows
             log = GeneratedEvents(users, config.seed)
             table = request_rows(log.requests(0, users))
-            return cls(TableGroups(table), table.schema, log)
+            return cls(_in_memory(table), table.schema, log)
         if has_ratings(path):
             return cls._grouped(movielens_ratings(path), data)
         files = ParquetGroups.of_directory(path)
@@ -234,7 +234,7 @@ class RequestData:
         if names.user is None:
             raise ConfigError(f"{data.path}: name the column of users with --user")
         table = group_events(log, user=names.user, time=names.time)
-        return cls(TableGroups(table), table.schema)
+        return cls(_in_memory(table), table.schema)
 
     def groups(
         self, data: DataConfig, names: Columns, schema: Schema, limits: RequestLimits
@@ -244,6 +244,12 @@ class RequestData:
             return RequestGroups(self.rows, sequence_schema(names, schema), limits)
         events = event_schema(data, self.columns.names, names, schema)
         return EventGroups(self.rows, events, limits)
+
+
+def _in_memory(table: pa.Table) -> TableGroups:
+    """Return a table in as many groups as processes shuffle together."""
+    groups = SequenceBatches.window * jax.process_count()
+    return TableGroups(table, max(1, -(-len(table) // groups)))
 
 
 def split_windows(groups: SequenceGroups, config: TrainConfig) -> tuple[TimeWindow, ...]:

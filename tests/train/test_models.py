@@ -37,6 +37,8 @@ SMALL = [
 ]
 SEQUENCES = ["--user=user", "--item=item", "--time=when", "--batch-size=4", "--patience=0"]
 SEQUENCES += ["--model.embedding-dim=4", "--model.max-length=6"]
+REQUESTS = [*SEQUENCES[:3], "--label=click", "--batch-size=8", "--model.embedding-dim=4"]
+REQUESTS += ["--ranker.dim=4", "--ranker.layers=1", "--data.table-rows=50"]
 FEATURES = ["--exclude", "when", "stars"]
 CLICKS = [*SMALL, "--label=click", *FEATURES, "buy"]
 
@@ -48,6 +50,7 @@ OPTIONS = {
        for name in ("mmoe", "ple")},
     "two_tower": [*CLICKS, "history", "--item", "item", "price"],
     **{name: SEQUENCES for name in ("sasrec", "bert4rec")},
+    "hstu_ranker": REQUESTS,
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from jaxrec.data import (
     write_histories,
 )
 from jaxrec.data.parquet import ParquetGroups
+from jaxrec.data.sequences.requests import SequenceRows
 from jaxrec.train import load_model, requests
 from jaxrec.train.config import DataConfig, ModelConfig, RankerConfig, TrainConfig
 from jaxrec.train.datasets import run_batches
@@ -91,8 +92,12 @@ def test_events_are_grouped_as_the_command_groups_them(files):
     events, users = (groups_of(config_of(files / x)) for x in ("events.parquet", "users"))
     assert list(events.sequences.columns) == list(users.sequences.columns)
     capacities = dict.fromkeys(events.sequences.columns, 1 << 12)
-    batches = [groups.read(0).batch(np.arange(60), capacities) for groups in (events, users)]
-    assert batches[0].to_lists() == batches[1].to_lists()
+    one, other = (
+        SequenceRows.concatenate([groups.read(group) for group in range(len(groups.sizes))])
+        for groups in (events, users)
+    )
+    rows = np.arange(len(one))
+    assert one.batch(rows, capacities).to_lists() == other.batch(rows, capacities).to_lists()
 
 
 def test_a_label_column_of_ones_is_the_action(tmp_path):
@@ -102,7 +107,9 @@ def test_a_label_column_of_ones_is_the_action(tmp_path):
     pq.write_table(rows, tmp_path / "log.parquet")
     config = config_of(tmp_path, user="u", item=("i",), time="t", label=("c",))
     groups = groups_of(config)
-    batch = groups.read(0).batch(np.arange(2), dict.fromkeys(groups.sequences.columns, 8))
+    parts = [groups.read(group) for group in range(len(groups.sizes))]
+    capacities = dict.fromkeys(groups.sequences.columns, 8)
+    batch = SequenceRows.concatenate(parts).batch(np.arange(2), capacities)
     assert batch["candidate_action"].to_lists() == [[1, 0], [1]]
     assert {x.encoding for x in groups.sequences.encodings.values()} == {"hash"}
 
@@ -242,6 +249,8 @@ def test_a_run_in_windows(tmp_path, capsys):
     capsys.readouterr()
     assert main(["train", "--resume", str(run), "--eval-only"]) == 0
     assert f"{results['auc']:.4f}" in capsys.readouterr().out
+    assert main(["train", "--resume", str(run), "--windows", "4"]) == 2
+    assert "than those of the run; leave them out" in capsys.readouterr().err
     # A saved model needs no data.
     path.unlink()
     model = load_model(run)
