@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from tests.fuzz import max_examples
 from tests.nn import rankers
 from tests.serve.artifact.edited import write_manifest
 from tests.serve.artifact.test_damage import edit
-from tests.serve.rankers import HISTORY, SIZES, TARGETS, expected, exported, model, row
+from tests.serve.rankers import HISTORY, OPTIONS, SIZES, TARGETS, expected, exported, model, row
 
 pytestmark = [pytest.mark.usefixtures("compiled_fast"), pytest.mark.jax_version]
 
@@ -148,22 +149,20 @@ def test_a_request_under_way_keeps_its_variables(served):
         served.replace(old.arrays, version=0)
 
 
-def test_few_bytes_keep_the_last_caches(path, served):
+def test_few_bytes_keep_the_last_caches(served):
     batch = rankers.lists([3, 3, 3], [1, 1, 1])
     predict(served, batch, ["a", "b", "c"])
     size = served.cache_counts.bytes // 3
-    small = load_ranker(path, cache_bytes=2 * size)
-    small._compiled = served._compiled
-    predict(small, batch, ["a", "b", "c"])
-    counts = small.cache_counts
+    served._caches = HistoryCaches(2 * size, served.variables)
+    predict(served, batch, ["a", "b", "c"])
+    counts = served.cache_counts
     assert (counts.caches, counts.bytes, counts.evictions) == (2, 2 * size, 1)
     wanted = expected(model("start"), batch)
-    assert_scores(predict(small, batch, ["c", "b", "a"][::-1]), wanted)
-    none = load_ranker(path, cache_bytes=0)
-    none._compiled = served._compiled
+    assert_scores(predict(served, batch, ["a", "b", "c"]), wanted)
+    served._caches = HistoryCaches(0, served.variables)
     for _ in range(2):
-        assert_scores(predict(none, batch, ["a", "b", "c"]), wanted)
-    assert none.cache_counts == jaxrec.serve.CacheCounts(misses=6)
+        assert_scores(predict(served, batch, ["a", "b", "c"]), wanted)
+    assert served.cache_counts == jaxrec.serve.CacheCounts(misses=6)
 
 
 def cache_of(size, marker):
@@ -273,6 +272,19 @@ def test_other_rankers(tmp_path, options, dtype):
     more = extended({name: values[:1] for name, values in batch.items()}, rankers.lists([3], [1]))
     assert_scores(predict(served, more, ["a"]), expected(ranker, more))
     assert outcomes(served) == ((0, 1, 2) if can_append else (0, 0, 3))
+
+
+@pytest.mark.slow
+def test_a_ranker_over_a_mesh_with_programs_for_gpus(tmp_path):
+    mesh = jax.make_mesh((8,), ("data",))
+    placements = {name: jaxrec.mesh.row_wise() for name in ("item", "user")}
+    plan = jaxrec.plan.ShardingPlan.from_dict(placements)
+    sharded = jaxrec.shard(rankers.small(**OPTIONS["small"]), plan, mesh)
+    export_ranker(sharded, tmp_path / "ranker", candidate_sizes=(4,), history_sizes=(12,))
+    served = load_ranker(tmp_path / "ranker")
+    assert served.manifest.platforms() == ("cpu", "cuda")
+    batch = rankers.lists([9], [5])
+    assert_scores(predict(served, batch), expected(model("small"), batch))
 
 
 def short(**columns):

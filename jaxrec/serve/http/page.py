@@ -40,8 +40,16 @@ HEADERS = {
 
 def describe(served: ServedArtifact, columns: InputColumns[Any], limits: Limits) -> dict[str, Any]:
     """Return the description of a model for clients, in types of JSON."""
-    manifest = served.manifest
-    return {
+    manifest, ranker = served.manifest, served.manifest.ranker
+    sizes = {}
+    if ranker is not None:
+        sizes = {
+            "history_sizes": [size.events for size in ranker.caches],
+            "candidate_sizes": list(ranker.candidate_sizes),
+            "append_sizes": list(ranker.append_sizes),
+            "max_candidates": manifest.batch.sizes[0].capacities[1][0],
+        }
+    return sizes | {
         "jaxrec": manifest.jaxrec,
         "jax": manifest.jax,
         "platform": served.platform,

@@ -6,22 +6,17 @@ import dataclasses
 import importlib.metadata
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import msgspec
 import numpy as np
-from jax.export import Exported
-from jaxtyping import Array
 
 from jaxrec.files.atomic import write_atomically
 from jaxrec.files.manifest import describe_files
 from jaxrec.nn import HSTURanker
-from jaxrec.nn.history_cache import HistoryCache
 from jaxrec.nn.ranker_features import Side
 from jaxrec.nn.ranker_serving import check_growth
-from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.serve.artifact.batch_spec import (
     ArrayOutput,
     BatchSize,
@@ -33,15 +28,15 @@ from jaxrec.serve.artifact.batch_spec import (
 from jaxrec.serve.artifact.export import check_target, write_arrays, write_program
 from jaxrec.serve.artifact.inputs import table_bounds
 from jaxrec.serve.artifact.manifest import MANIFEST_FILE, Manifest
-from jaxrec.serve.artifact.programs import export_function, used_arrays
+from jaxrec.serve.artifact.programs import used_arrays
 from jaxrec.serve.artifact.pure_model import PureModel
 from jaxrec.serve.artifact.ranker_spec import (
     NUM_SCALARS,
     CacheSize,
     RankerProgram,
     RankerSpec,
-    Step,
 )
+from jaxrec.serve.ranker.steps import export_step, tokens_of
 
 # Micro-batches: small ones for short lists, large ones for fast matrix products.
 CANDIDATE_SIZES = (16, 128)
@@ -124,7 +119,7 @@ def export_ranker(
     # Programs first: a model that cannot be exported fails here, before tables are written.
     spec, names = _probe(model, pure, batch, sizes, platforms[0])
     steps = [(platform, *step) for platform in platforms for step in spec.steps()]
-    exported = [_export_step(pure, batch, spec, names, *step) for step in steps]
+    exported = [export_step(pure, batch, spec, names, *step) for step in steps]
     with write_atomically(path) as unfinished:
         programs = []
         for (platform, step, events, count), program in zip(steps, exported, strict=True):
@@ -268,7 +263,7 @@ def _probe(
         sizes.append,
     )
     names = list(pure.shapes)
-    encode = _export_step(
+    encode = export_step(
         pure, batch, spec, names, platform, "encode", sizes.history[0], 0, keep_unused=False
     )
     shapes = [(each.dtype.name, each.shape[1:]) for each in encode.out_avals]
@@ -276,7 +271,7 @@ def _probe(
     labels = [f"{kind}/{layer}" for kind in ("keys", "values") for layer in range(layers)]
 
     def cache(events: int) -> CacheSize:
-        tokens = _tokens(model, events)
+        tokens = tokens_of(model, events)
         arrays = [
             ArrayOutput(label, dtype, (model.stack.capacity_of(i % layers, tokens), *shape[1:]))
             for i, (label, (dtype, shape)) in enumerate(zip(labels, shapes, strict=False))
@@ -286,72 +281,6 @@ def _probe(
 
     spec = msgspec.structs.replace(spec, caches=tuple(cache(x) for x in sizes.history))
     smallest = sizes.history[0], sizes.candidates[0]
-    score = _export_step(pure, batch, spec, names, platform, "score", *smallest, keep_unused=False)
+    score = export_step(pure, batch, spec, names, platform, "score", *smallest, keep_unused=False)
     used = {*used_arrays(encode, names), *used_arrays(score, names)}
     return spec, [name for name in names if name in used]
-
-
-def _tokens(model: HSTURanker, events: int) -> int:
-    return model.num_context + events * model.tokens.tokens_per_event
-
-
-def _export_step(
-    pure: PureModel,
-    batch: BatchSpec,
-    spec: RankerSpec,
-    names: Sequence[str],
-    platform: str,
-    step: Step,
-    events: int,
-    count: int,
-    *,
-    keep_unused: bool = True,
-) -> Exported:
-    """Export one step of a ranker for one platform and size."""
-    keys = spec.features(batch, step)
-    capacities = spec.capacities(batch, step, events, count)
-
-    def features(values: Array, lengths: Array) -> KeyedJaggedArray:
-        strides = (1,) * len(keys)
-        return KeyedJaggedArray(
-            values, lengths, None, keys=keys, capacities=capacities, strides=strides
-        )
-
-    def encode(model: HSTURanker, values: Array, lengths: Array, *request: Array) -> list[Array]:
-        cache = model.encode(
-            features(values, lengths),
-            capacity=_tokens(model, events),
-            request_times=request[0] if request else None,
-        )
-        return jax.tree.leaves(cache)
-
-    def append(model: HSTURanker, *arrays: Array) -> list[Array]:
-        *cache, values, lengths = arrays
-        return jax.tree.leaves(model.encode(features(values, lengths), _cache_of(cache)))
-
-    def score(model: HSTURanker, *arrays: Array) -> list[Array]:
-        *cache, values, lengths = arrays
-        logits = model.score(_cache_of(cache), features(values, lengths))
-        scores = model.tasks.predictions(logits).astype(jnp.float32)
-        return [scores[:, task] for task in range(scores.shape[1])]
-
-    functions: dict[Step, Callable[..., list[Array]]] = {
-        "encode": encode,
-        "append": append,
-        "score": score,
-    }
-    return export_function(
-        dataclasses.replace(pure, function=functions[step]),
-        lambda function, arguments: function(*arguments),
-        spec.arguments(batch, step, events, count),
-        names,
-        platform,
-        keep_unused=keep_unused,
-    )
-
-
-def _cache_of(arrays: Sequence[Array]) -> HistoryCache:
-    """Return a cache from its arrays, in the order of `jax.tree.leaves`."""
-    layers = (len(arrays) - NUM_SCALARS) // 2
-    keys, values = tuple(arrays[:layers]), tuple(arrays[layers : 2 * layers])
-    return HistoryCache(keys, values, *arrays[2 * layers :])

@@ -171,6 +171,7 @@ def test_the_description_and_the_example(client):
     names = ["cache_key", "user", "item", "time", "action", "watch", "c_item", "c_time"]
     assert [each["name"] for each in described["inputs"]] == names
     assert [each["name"] for each in described["outputs"]] == ["click", "seconds"]
+    assert (described["history_sizes"], described["max_candidates"]) == ([12], 20)
     example = client.get("/example").json
     answer = client.post(example)
     assert answer.status == 200, answer.body
