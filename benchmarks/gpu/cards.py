@@ -97,6 +97,17 @@ class Card:
         )
         return tuple(described.devices)
 
+    @property
+    def abstract_mesh(self) -> AbstractMesh:
+        """Mesh of one device, for `jax.sharding.use_abstract_mesh`: kernels ask it for the card."""
+        device = DescribedDevice(
+            device_kind=self.name,
+            num_cores=None,
+            platform="gpu",
+            compute_capability=f"{self.major}.{self.minor}",
+        )
+        return AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
+
     def compile(
         self,
         function: Callable,
@@ -117,14 +128,7 @@ class Card:
         placed = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
         )
-        device = DescribedDevice(
-            device_kind=self.name,
-            num_cores=None,
-            platform="gpu",
-            compute_capability=f"{self.major}.{self.minor}",
-        )
-        mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
-        with jax.sharding.use_abstract_mesh(mesh):
+        with jax.sharding.use_abstract_mesh(self.abstract_mesh):
             traced = jax.jit(function, donate_argnums=donate).trace(*placed)
             return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
 

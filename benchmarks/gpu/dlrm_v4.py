@@ -1,6 +1,6 @@
 """Compiles the training step of examples/dlrm_v4.py for H200s without one, and reports its memory.
 
-    python -m benchmarks.gpu.dlrm_v4 [--devices 1 8] [--samples 64 256] [--length 4086]
+    python -m benchmarks.gpu.dlrm_v4 [--devices 1 8] [--samples 64] [--length 4086]
 
 The step has MLPerf's widths and lengths, in bfloat16, with rematerialization. On eight devices the
 tables have all their rows, where the planner puts them; on one device a tenth of them. Every
@@ -20,6 +20,7 @@ to set this up.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -47,7 +48,14 @@ import numpy as np
 import tyro
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 import jaxrec
 from benchmarks.gpu.cards import CARDS
@@ -86,7 +94,7 @@ class Options:
     """
 
     devices: tuple[int, ...] = (1, 8)
-    samples: tuple[int, ...] = (64, 256)
+    samples: tuple[int, ...] = (64,)
     length: int = 4086
     remat: bool = True
     kernels: tuple[str, ...] = ("triton", "reference")
@@ -136,7 +144,8 @@ def main(options: Options) -> None:
             with use_kernels(*options.kernels):
                 step = trace(options, devices, samples)
                 start = time.perf_counter()
-                compiled = step.traced.lower(lowering_platforms=("cuda",)).compile()
+                with kernels_of(devices):
+                    compiled = step.traced.lower(lowering_platforms=("cuda",)).compile()
             memory.append(memory_of(step, compiled, time.perf_counter() - start))
             print(memory[-1], flush=True)
             moved += collectives_of(step, compiled)
@@ -155,6 +164,13 @@ def main(options: Options) -> None:
         print(path)
     print(*failures or ["No failure."], sep="\n")
     sys.exit(bool(failures))
+
+
+def kernels_of(devices: int) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which kernels know the card; a mesh of several devices says it, too."""
+    if devices > 1:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(CARDS["h200"].abstract_mesh)
 
 
 def trace(options: Options, devices: int, samples: int, *, remat: bool | None = None) -> Step:
@@ -181,13 +197,16 @@ def trace(options: Options, devices: int, samples: int, *, remat: bool | None = 
         return loss, nnx.state((model, optimizer))
 
     def described(x: Any) -> Any:
-        sharding = NamedSharding(mesh, PartitionSpec()) if x.sharding is None else x.sharding
+        sharding = x.sharding or sharding_over(mesh, PartitionSpec())
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     batch = described_batch(settings, devices, samples, mesh)
-    traced = jax.jit(train, donate_argnums=0).trace(jax.tree.map(described, state), batch)
-    arrays = jax.tree.leaves((store.rows, store.state))
-    tables = [shape_on_device(x) for x in arrays if math.prod(x.shape) > 1_000_000]
+    with kernels_of(devices):
+        traced = jax.jit(train, donate_argnums=0).trace(jax.tree.map(described, state), batch)
+    tables = [
+        x.shape if devices == 1 else x.sharding.shard_shape(x.shape)
+        for x in jax.tree.leaves((store.rows, store.state))
+    ]
     return Step(settings, devices, samples, traced, tables)
 
 
@@ -229,15 +248,16 @@ def described_batch(settings: Any, devices: int, samples: int, mesh: Mesh) -> An
         strides=(samples,) * len(one.keys),
     )
     front = (devices,) if devices > 1 else ()
-    spec = PartitionSpec("data") if devices > 1 else PartitionSpec()
-    sharding = NamedSharding(mesh, spec)
+    sharding = sharding_over(mesh, PartitionSpec("data"))
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((*front, *x.shape), x.dtype, sharding=sharding), whole
     )
 
 
-def shape_on_device(x: Any) -> tuple[int, ...]:
-    return x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+def sharding_over(mesh: Mesh, spec: PartitionSpec) -> Sharding:
+    if mesh.size == 1:
+        return SingleDeviceSharding(mesh.devices.item())
+    return NamedSharding(mesh, spec)
 
 
 def memory_of(step: Step, compiled: Any, seconds: float) -> str:
