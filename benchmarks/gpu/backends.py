@@ -22,9 +22,9 @@ def module(name: str) -> ModuleType:
 
 
 def reason_missing(name: str) -> str | None:
-    """Return why an implementation cannot be imported; None: it can."""
+    """Return why an implementation does not run with this JAX; None: it does."""
     try:
-        module(name)
+        found = module(name)
     except ImportError as error:
         return str(error)
-    return None
+    return found.refuse("row_lookup", {})
