@@ -62,11 +62,13 @@ def output(
         blocks.common(ranges, PART),
         num_keys[None],
     ]
+    # The result takes the place of the queries, if it has as many columns.
+    result_dim = 0 if value_dim == dim else value_dim
     bytes_each = dtype.itemsize * (dim + value_dim)
-    count = buffers_that_fit(dtype.itemsize * TILE * max(dim, value_dim), size * bytes_each)
+    count = buffers_that_fit(dtype.itemsize * TILE * (dim + result_dim), size * bytes_each)
     scratch = [
         plgpu.SMEM((WARPGROUPS, PART, dim), dtype),
-        plgpu.SMEM((WARPGROUPS, PART, value_dim), dtype) if value_dim != dim else None,
+        plgpu.SMEM((WARPGROUPS, PART, result_dim), dtype) if result_dim else None,
         plgpu.Barrier(num_barriers=WARPGROUPS),
         plgpu.Barrier(num_arrivals=WARPGROUPS),
         Buffers.scratch(count, size, [dim], dtype),
