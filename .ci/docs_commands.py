@@ -223,6 +223,10 @@ LEFT_OUT = {
     "python -m benchmarks.compare --peer-python PATH --rounds 5 --batches 2048 8192 16384": PEER,
     "python -m benchmarks.compare --peer-python PATH --keras-python PATH --what models": PEER,
     "python -m benchmarks.score --peer-python PATH": PEER,
+    "python -m benchmarks.ranker_stack --peer-python PATH --checkout PATH --rounds 3 "
+    "--seconds 0.5 --rows 8 --shortest 1024": PEER,
+    "python -m benchmarks.ranker_stack --peer-python PATH --checkout PATH --rounds 1 "
+    "--seconds 0.5 --rows 32": PEER,
     "python -m benchmarks.quantized --peer-python PATH --rounds 2 --seconds 1": PEER,
     "python -m benchmarks.plan_versus_torchrec --peer-python PATH": PEER,
     "python -m benchmarks.plan --plans 32 --passes 2": "needs matplotlib",

@@ -161,9 +161,10 @@ class FileGroups(abc.ABC):
         """Read the rows of a group, with some of its columns or all."""
         path, number, _, rows = self._locations[group]
         columns = self.columns if columns is None else columns
-        names = self.schemas[path].names
+        source = self._sources[path]
+        names = self.schemas[source].names
         if missing := [name for name in columns or () if name not in names]:
-            raise missing_column(path, missing[0], names)
+            raise missing_column(source, missing[0], names)
         # Opened for each group: threads read groups at the same time, and one open file has one
         # position.
         try:
@@ -172,7 +173,6 @@ class FileGroups(abc.ABC):
                 wanted = None if columns is None else [name for name in columns if name in stored]
                 table = file.read(number, wanted)
         except DataError as error:
-            source = self._sources[path]
             raise DataError(f"{source}, row group {number}: it cannot be read ({error})") from None
         # The value of a directory is not stored in the file, and is the same in all its rows.
         for name, value in self._keys(path, stored).items():
