@@ -198,7 +198,7 @@ def store(
         width = min(lanes.width * len(planes), array.shape[1] - lanes.first)
         access = _Access(array, lanes, width, len(planes))
     if is_interpreted():
-        stand_ins.store(array, index, is_used, lanes.first, access.stored, planes)
+        stand_ins.store(array, index, is_used, lanes.first, access.stored or 0, planes)
         return
     _store(access, index, is_used, lanes, planes)
 

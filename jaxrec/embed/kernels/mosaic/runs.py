@@ -118,7 +118,7 @@ class Run:
             return total + lookups.load_gradients(terms, turn < count, lanes)
 
         longest = jnp.max(count)
-        carry = jnp.int32(1), total, find(jnp.int32(1))
+        carry: Any = jnp.int32(1), total, find(jnp.int32(1))
         total = loop(carry, find, add, lambda turn, _: turn < longest)
         parts = OtherParts.of(lookups, part, self.end)
         num_parts = jnp.where(self.is_run, parts.count, 0)

@@ -102,6 +102,7 @@ class StoredRows:
             codes = self._evaluate(functools.partial(_pack, row_format), values, noise)
             store(self.stored, row, is_used, lanes, codes)
             return
+        assert isinstance(row_format, TrainedInt8Rows | ScaledFloat8Rows), row_format
         quantize = functools.partial(_quantize, row_format)
         blocks = [evaluate(quantize, shape, values, noise) for shape in self._blocks]
         codes = self._join([codes for codes, *_ in blocks])
@@ -140,8 +141,8 @@ class StoredRows:
 def _unpack(
     row_format: RowFormat,
     codes: Shaped[Array, "n dim"],
-    scale: Float[Array, "n dim"] | None = None,
-    offset: Float[Array, "n dim"] | None = None,
+    scale: Any = None,  # [n dim] float, of formats that have them
+    offset: Any = None,
 ) -> Float[Array, "n dim"]:
     match row_format:
         case UnscaledRows():

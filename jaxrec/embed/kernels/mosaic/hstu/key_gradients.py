@@ -101,6 +101,8 @@ def key_gradients(
         def edge_of(index: int) -> Array:
             return jax.lax.div(totals[index], jnp.int32(PART))
 
+        # Values at padding are zeros: the products with them are multiplied by slopes that the mask
+        # has made zero, and NaN would stay.
         def copy_keys(part: Array, slot: Any) -> None:
             for source, memory in (
                 (Source(k), k_memory),
