@@ -229,7 +229,8 @@ def hstu_attention(
         linear in ``capacity``, work in the number of pairs that the mask shows. `jax.grad` and
         `jax.hessian` differentiate it; `jax.jvp` and `jax.linearize` alone raise a TypeError. Under
         jit a row becomes NaN if it has more targets or queries than elements, or exceeds the
-        capacity. NaN and infinity in an element reach its own row alone.
+        capacity. NaN and infinity in an element reach its own row alone; in the kernels for GPUs
+        they may reach the rows beside it, too.
 
     Raises:
         ValueError: Only one of ``time_bias`` and ``timestamps`` is given; shapes, or the mask's
