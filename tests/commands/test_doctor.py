@@ -82,6 +82,20 @@ def test_a_kernel_that_failed_its_trial(monkeypatch):
     ]
 
 
+def test_attention_has_kernels_for_some_cards_alone(monkeypatch):
+    monkeypatch.setattr(trial, "cards", jax.devices)
+    refused = {"triton": "it has no attention", "mosaic": "it is for Hopper cards"}
+    other_card = Choice("attention", {"cuda": "reference"}, refused)
+    assert doctor.describe("attention", other_card)[0] == "attention: tiles of XLA"
+    assert doctor.failed_trials([other_card]) == []
+    failed = Choice(
+        "attention", {"cuda": "reference"}, {"mosaic": f"{registry.FAILED}H200 it fails"}
+    )
+    assert doctor.failed_trials([failed]) == [
+        "attention runs without its mosaic kernel: on this H200 it fails."
+    ]
+
+
 def test_both_backends_are_named_on_a_gpu(capsys, monkeypatch):
     def trials(implementation: registry.Implementation) -> types.SimpleNamespace:
         failure = "it fails: OOM" if implementation.name == "triton" else None
