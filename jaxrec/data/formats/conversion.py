@@ -54,20 +54,20 @@ def format_of(path: pathlib.Path) -> Format | None:
     Raises:
         DataError: The directory or the pattern has files of several formats, Parquet among them.
     """
+    files = (path,)
     if path.is_dir() or has_pattern(path):
-        found = {_named(file) for file in data_files(path, _any_name).paths}
+        files = data_files(path, _any_name).paths
+    found = {_named(file) for file in files}
+    if len(found) > 1:
         kinds = sorted("Parquet" if kind is None else kind.name for kind in found)
-        if len(kinds) > 1:
-            raise DataError(
-                f"{path} has files of several formats, {' and '.join(kinds)}; name those of one "
-                "format by a pattern in quotes, such as 'DIRECTORY/*.csv'"
-            )
-        return found.pop() if found else None
-    kind = _named(path)
+        raise DataError(
+            f"{path} has files of several formats, {' and '.join(kinds)}; name those of one "
+            "format by a pattern in quotes, such as 'DIRECTORY/*.csv'"
+        )
     # Criteo's text is often named train.tsv: it has no line of names.
-    if _MAY_BE_CRITEOS.search(path.name) and foreign_format(path) is None:
+    if _MAY_BE_CRITEOS.search(files[0].name) and foreign_format(files[0]) is None:
         return None
-    return kind
+    return found.pop()
 
 
 def as_parquet(
