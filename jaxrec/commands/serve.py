@@ -25,6 +25,8 @@ class ServeOptions:
     """Answer requests over HTTP with a model that `jaxrec export` wrote.
 
     POST /predict takes JSON and Arrow bodies. GET / returns a page to try it.
+
+    Example: jaxrec serve model --port 8000
     """
 
     model: Annotated[pathlib.Path, tyro.conf.Positional, required("MODEL")] = NOT_GIVEN
