@@ -93,7 +93,8 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
 
 def main(options: Options) -> None:
     """Measure, and print a JSON line for each part."""
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    if hasattr(os, "sched_setaffinity"):  # not on macOS
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     with tempfile.TemporaryDirectory() as name:
         directory = pathlib.Path(name)
         total = write_log(options, directory / "log.parquet")

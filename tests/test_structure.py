@@ -33,6 +33,7 @@ TESTED_BY = {
         "data/sequences/lists",
         "data/sequences/ranges",
         "data/sequences/request_groups",
+        "data/sequences/rows",
         "data/sequences/schema",
     ),
     "data/test_column_types": ("data/column_values",),
@@ -163,6 +164,7 @@ TESTED_BY = {
         "tier/planning/model_tables",
         "tier/planning/moves",
     ),
+    "train/test_requests": ("train/request_columns",),
     "train/test_checkpoint": (
         "embed/checkpoint_view",
         "embed/variables",

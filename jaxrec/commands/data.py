@@ -59,6 +59,8 @@ class CriteoOptions:
     """Write Criteo's click log (Kaggle or 1TB) as Parquet files.
 
     The same command continues a conversion that was stopped.
+
+    Example: jaxrec data criteo day_0.gz parts --ids contiguous --threshold 10
     """
 
     input: Annotated[pathlib.Path, tyro.conf.Positional, required("INPUT")] = NOT_GIVEN
@@ -83,7 +85,10 @@ class CriteoOptions:
 @dataclasses.dataclass(frozen=True)
 class NpyOptions:
     """Write the Parquet files of a click log as TorchRec's npy files: labels, dense
-    features and ids, three files for each text file of the log."""
+    features and ids, three files for each text file of the log.
+
+    Example: jaxrec data npy parts npy
+    """
 
     input: Annotated[pathlib.Path, tyro.conf.Positional, required("INPUT")] = NOT_GIVEN
     """Directory of the Parquet files of jaxrec data criteo."""
@@ -97,7 +102,10 @@ class NpyOptions:
 @dataclasses.dataclass(frozen=True)
 class MultiHotOptions(NpyOptions):
     """Write the Parquet files of a click log as MLPerf's multi-hot data set, with several ids in
-    place of each id."""
+    place of each id.
+
+    Example: jaxrec data multi-hot parts multi_hot --distribution pareto
+    """
 
     sizes: tuple[int, ...] = MLPERF_SIZES
     """Number of ids per sample of each of the 26 features; by default MLPerf's."""
@@ -110,7 +118,10 @@ class MultiHotOptions(NpyOptions):
 
 @dataclasses.dataclass(frozen=True)
 class RecordOptions:
-    """Write the Parquet files of a click log as one file of MLPerf's binary records."""
+    """Write the Parquet files of a click log as one file of MLPerf's binary records.
+
+    Example: jaxrec data records parts train_data.bin
+    """
 
     input: Annotated[pathlib.Path, tyro.conf.Positional, required("INPUT")] = NOT_GIVEN
     """Directory of the Parquet files of jaxrec data criteo, with ids hash or contiguous."""

@@ -34,6 +34,8 @@ class DoctorOptions:
     """Tries the kernels for this machine's GPU, and says what jaxrec runs here and what is missing.
 
     The exit status is 1 if something is wrong or needlessly slow.
+
+    Example: jaxrec doctor --dim 64
     """
 
     dim: int = 128

@@ -30,6 +30,8 @@ class ExportOptions:
     `jaxrec predict`, `jaxrec serve` and `jaxrec.serve.load` read the exported model. Its outputs
     are the probability and the logit of a click, or the prediction of a number; with several labels
     the names of the outputs begin with those of the labels.
+
+    Example: jaxrec export run model --dtype int8
     """
 
     run: Annotated[pathlib.Path, tyro.conf.Positional, required("RUN")] = NOT_GIVEN

@@ -31,6 +31,8 @@ class PlanOptions:
 
     No accelerator is needed: the devices are named or described by a file. With --calibrate, the
     command measures this machine's devices instead and writes such a file.
+
+    Example: jaxrec plan model.yaml --devices 64 --machine h200 --output plan.json
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL.yaml")] = ""

@@ -39,6 +39,8 @@ class PredictOptions:
 
     The columns are encoded as in training; labels are not needed. The output has a row for each
     row of the input, in the same order.
+
+    Example: jaxrec predict model new.parquet --output scores.parquet --keep user item
     """
 
     model: Annotated[pathlib.Path, tyro.conf.Positional, required("MODEL")] = NOT_GIVEN

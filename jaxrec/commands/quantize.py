@@ -43,7 +43,10 @@ FAILURES = (CheckpointError, DataError, QuantizeError)
 @dataclasses.dataclass(frozen=True)
 class QuantizeOptions:
     """Quantizes the model of a run of `jaxrec train`, and compares both models on the run's
-    held-out rows. `jaxrec.serve.load_quantized` loads the result."""
+    held-out rows. `jaxrec.serve.load_quantized` loads the result.
+
+    Example: jaxrec quantize run --dtype int4 --per-table user=int8 --out small
+    """
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = ""
     """Directory of the run."""

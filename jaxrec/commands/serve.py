@@ -28,6 +28,8 @@ class ServeOptions:
     POST /predict takes JSON and Arrow bodies. GET / returns a page to try it. The model may be a
     ranker of `jaxrec.serve.export_ranker`: the server then keeps encoded histories by the request's
     cache_key, usually a user's id.
+
+    Example: jaxrec serve model --port 8000
     """
 
     model: Annotated[pathlib.Path, tyro.conf.Positional, required("MODEL")] = NOT_GIVEN

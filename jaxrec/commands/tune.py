@@ -40,6 +40,8 @@ class TuneOptions:
 
     Later processes on this machine use the choices. Each implementation is compared with the
     reference before it is timed. After Ctrl-C, the choices made so far are kept.
+
+    Example: jaxrec tune model.yaml --batch-size 8192
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL.yaml")] = ""

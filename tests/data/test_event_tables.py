@@ -91,7 +91,7 @@ def test_files_have_all_users_in_several_groups(tmp_path, form, of):
     ],
     ids=["form", "none", "beyond", "before"],
 )
-def test_wrong_options(tmp_path, options, message):
+def test_wrong_options(tmp_path, options, message, unchecked):
     with pytest.raises(ValueError, match=message):
         write_events(LOG, tmp_path / "log.parquet", **options)
     assert not list(tmp_path.iterdir())

@@ -19,6 +19,7 @@ from jaxrec.arguments import ConfigError
 from jaxrec.commands import main
 from jaxrec.data import DataError, Shard, TableEncoder
 from jaxrec.metrics import auc
+from jaxrec.nn import SASRec
 from jaxrec.train import load_model
 from jaxrec.train.checkpoint.tree import saved_tree
 from jaxrec.train.config import DataConfig, ModelName, TrainConfig, load_config
@@ -26,6 +27,7 @@ from jaxrec.train.models import KINDS, default_config, model_kind
 from jaxrec.train.models.interactions import item_column, read_sequences, split_last
 from jaxrec.train.models.kind import HeldOutBatches
 from jaxrec.train.models.ranking import full_ranks, rank_values
+from jaxrec.train.models.sequences import SASRecKind
 
 ROWS, USERS, ITEMS = 80, 8, 12
 SMALL = [
@@ -36,9 +38,9 @@ SMALL = [
     "--data.eval-fraction=0.2",
 ]
 SEQUENCES = ["--user=user", "--item=item", "--time=when", "--batch-size=4", "--patience=0"]
-SEQUENCES += ["--model.embedding-dim=4", "--model.max-length=6"]
+SEQUENCES += ["--model.embedding-dim=4", "--model.max-length=6", "--epochs=2"]
 REQUESTS = [*SEQUENCES[:3], "--label=click", "--batch-size=8", "--model.embedding-dim=4"]
-REQUESTS += ["--ranker.dim=4", "--ranker.layers=1", "--data.table-rows=50"]
+REQUESTS += ["--ranker.dim=4", "--ranker.layers=1", "--data.table-rows=50", "--epochs=2"]
 FEATURES = ["--exclude", "when", "stars"]
 CLICKS = [*SMALL, "--label=click", *FEATURES, "buy"]
 
@@ -157,6 +159,24 @@ def test_stopped_and_resumed_is_as_never_stopped(runs, tmp_path, name):
     )
     for one, other in zip(*(numbers(load_model(x), None) for x in (run, output)), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", ["mmoe", "two_tower", "sasrec"])
+def test_two_devices_and_one_agree(rows, tmp_path, monkeypatch, name):
+    """In evaluation as well. Dropout draws other masks on a mesh, so that it is off here."""
+    monkeypatch.setattr(
+        SASRecKind, "_model", lambda kind, items, options: SASRec(items, dropout_rate=0, **options)
+    )
+    results = []
+    for devices in ("1", "2"):
+        options = [f"--data={rows}", f"--model={name}", *OPTIONS[name], f"--devices={devices}"]
+        assert main(["train", *options, f"--output={tmp_path / devices}"]) == 0
+        results.append(json.loads((tmp_path / devices / "results.json").read_text()))
+    for measure in kind_of(tmp_path / "1").measures:
+        one, two = (each[measure.name] for each in results)
+        assert two == pytest.approx(one, rel=1e-4), measure.name
 
 
 def test_several_labels_beside_numpy(runs):

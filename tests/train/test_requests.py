@@ -24,12 +24,13 @@ from jaxrec.data import (
     write_histories,
 )
 from jaxrec.data.parquet import ParquetGroups
-from jaxrec.data.sequences.requests import SequenceRows
+from jaxrec.data.sequences.rows import SequenceRows
 from jaxrec.train import load_model, requests
 from jaxrec.train.config import DataConfig, ModelConfig, RankerConfig, TrainConfig
 from jaxrec.train.datasets import run_batches
 from jaxrec.train.models import model_kind
-from jaxrec.train.requests import Columns, RequestData, split_windows, table_schema
+from jaxrec.train.request_columns import Columns, table_schema
+from jaxrec.train.requests import RequestData, split_windows
 
 CONFIG = TrainConfig(
     data=DataConfig(batch_size=16, generated_rows=300, generated_eval_rows=40, epochs=3),

@@ -54,7 +54,7 @@ def format_of(path: pathlib.Path) -> Format | None:
     Raises:
         DataError: The directory or the pattern has files of several formats, Parquet among them.
     """
-    files = (path,)
+    files: tuple[pathlib.Path, ...] = (path,)
     if path.is_dir() or has_pattern(path):
         files = data_files(path, _any_name).paths
     found = {_named(file) for file in files}

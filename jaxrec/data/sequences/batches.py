@@ -14,13 +14,8 @@ from jaxtyping import Int
 from jaxrec.data.files import DataError
 from jaxrec.data.pipeline import made_ahead
 from jaxrec.data.sequences.packing import BatchShape, Stretch, Work, attention_work, deal, stretches
-from jaxrec.data.sequences.requests import (
-    RequestLimits,
-    Requests,
-    SequenceCounts,
-    SequenceRows,
-    TimeWindow,
-)
+from jaxrec.data.sequences.requests import RequestLimits, Requests, SequenceCounts, TimeWindow
+from jaxrec.data.sequences.rows import SequenceRows
 from jaxrec.data.sequences.schema import SequenceSchema
 from jaxrec.data.shuffled import (
     Shard,

@@ -22,15 +22,8 @@ from jaxrec.data.sequences.lists import (
     integer_column,
 )
 from jaxrec.data.sequences.ranges import Ranges, changes
-from jaxrec.data.sequences.requests import (
-    Features,
-    RequestLimits,
-    Requests,
-    SequenceRows,
-    TimeWindow,
-    context_features,
-    cut_requests,
-)
+from jaxrec.data.sequences.requests import RequestLimits, Requests, TimeWindow, cut_requests
+from jaxrec.data.sequences.rows import Features, SequenceRows, context_features
 from jaxrec.data.sequences.schema import SequenceSchema
 
 

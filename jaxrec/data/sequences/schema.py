@@ -114,10 +114,6 @@ class SequenceSchema:
         }
         return self.encodings.get(of_candidates.get(name, name))
 
-    def table_rows(self) -> dict[str, int]:
-        """Return the rows of each table that the encodings need, by history or context column."""
-        return {name: options.num_embeddings or 0 for name, options in self.encodings.items()}
-
     def features(self) -> dict[str, Any]:
         """Return the arguments of `jaxrec.nn.RankerFeatures`."""
         names = ("items", "additional", "context", "times", "actions", "watch_times")

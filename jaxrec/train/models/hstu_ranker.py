@@ -32,17 +32,14 @@ from jaxrec.train.features import saved_encoder
 from jaxrec.train.models.kind import Dataset, HeldOutBatches
 from jaxrec.train.models.labels import ClickTask, LabelTask
 from jaxrec.train.models.rows import RowModel
-from jaxrec.train.requests import (
+from jaxrec.train.request_columns import (
     TIME,
     Columns,
-    RequestData,
-    RequestDataset,
-    batch_shape,
     known_columns,
     sequence_schema,
-    split_windows,
     table_schema,
 )
+from jaxrec.train.requests import RequestData, RequestDataset, batch_shape, split_windows
 
 # Bits of actions that histories embed; an action that a log lacks is a vector that is never read.
 BITS = (1, 2, 4)

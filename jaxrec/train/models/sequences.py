@@ -265,16 +265,22 @@ class SequenceKind(RankingModel):
     def loss(self, model: Any, batch: Any) -> tuple[Float[Array, ""], Mapping[str, Array]]:
         embedded = model(batch.features)
         targets, negatives = batch.features["targets"], batch.features["negatives"]
-        losses = sampled_softmax_loss(
-            embedded["history"].values,
-            embedded["targets"].values,
-            embedded["negatives"].values,
-            positive_log_q=jnp.zeros(targets.values.shape),
-            negative_log_q=jnp.where(_is_real(negatives), 0.0, _NEVER),
-            positive_ids=targets.values,
-            negative_ids=negatives.values,
+        # Without the axis over devices that a batch has on a mesh: all states meet all negatives.
+        states, positives, others = (
+            jnp.asarray(embedded[name].values).reshape(-1, self.config.model.embedding_dim)
+            for name in ("history", "targets", "negatives")
         )
-        counts = _is_real(targets) & (jnp.asarray(targets.values) > 0)
+        target_ids, other_ids = (jnp.asarray(x.values).reshape(-1) for x in (targets, negatives))
+        losses = sampled_softmax_loss(
+            states,
+            positives,
+            others,
+            positive_log_q=jnp.zeros(target_ids.shape),
+            negative_log_q=jnp.where(_is_real(negatives).reshape(-1), 0.0, _NEVER),
+            positive_ids=target_ids,
+            negative_ids=other_ids,
+        )
+        counts = _is_real(targets).reshape(-1) & (target_ids > 0)
         total = counts.sum().astype(jnp.float32)
         loss = jnp.where(counts, losses, 0).sum()
         samples = jnp.asarray(batch.weights).sum()

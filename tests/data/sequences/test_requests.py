@@ -20,7 +20,7 @@ from jaxrec.data import (
     TableGroups,
     TimeWindow,
 )
-from jaxrec.data.sequences.requests import SequenceRows
+from jaxrec.data.sequences.rows import SequenceRows
 from tests.data.sequences.oracle import requests_of_row
 from tests.fuzz import max_examples
 
