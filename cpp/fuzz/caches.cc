@@ -1,7 +1,8 @@
-// Scores the rows of several threads by a RowScorer, whose programs this file has: each score is the
-// sum of a row's context, events and request time times the candidate. Build it with the sanitizer of
-// threads (-DJAXREC_SANITIZE_THREADS=ON) or with those of addresses (-DJAXREC_SANITIZE=ON). Ends with
-// exit code 0 where each row got its own scores and the caches kept to their bytes.
+// Scores the rows of several threads by a RowScorer, whose programs this file has: a score is the
+// candidate times the sum of the row's context, events and request time. Build it with the
+// sanitizer of threads (-DJAXREC_SANITIZE_THREADS=ON) or with those of addresses and undefined
+// behaviour (-DJAXREC_SANITIZE=ON). Ends with exit code 0 where each row got its own scores and the
+// caches kept to their bytes.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -69,8 +70,8 @@ const int32_t* numbers(const RuntimeArray& array) {
   return reinterpret_cast<const int32_t*>(array.data());
 }
 
-// A ranker of one feature of context, of two slots, one of events and one of candidates, with history
-// sizes of 4 and 16 events.
+// A ranker of one feature of context, of two slots, one of events and one of candidates, with
+// history sizes of 4 and 16 events.
 Manifest make_manifest() {
   Manifest manifest;
   const auto ragged = [](const char* name, std::vector<Feature> features) {
@@ -102,8 +103,8 @@ Manifest make_manifest() {
   return manifest;
 }
 
-// A cache has the events in its first array, padded by zeros, and their number; `newest` is the sum of
-// the context.
+// A cache has the events in its first array, padded by zeros, and their number; `newest` is the sum
+// of the context.
 class SumPrograms final : public RankerPrograms {
  public:
   explicit SumPrograms(const Manifest& manifest) : manifest_(manifest) {}
@@ -323,8 +324,8 @@ void ask_for_one_user(int threads) {
   require(programs.runs[0] == 1, "a history was encoded twice");
 }
 
-// Threads ask for many users, whose histories grow and change, with space for few of them, while the
-// model is replaced by others.
+// Threads ask for many users, whose histories grow and change, with space for few of them, while
+// the model is replaced by others.
 void ask_for_many(int threads, int rows) {
   const Manifest manifest = make_manifest();
   const SumPrograms programs(manifest);
