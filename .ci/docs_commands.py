@@ -231,6 +231,7 @@ LEFT_OUT = {
     "python -m benchmarks.plan_versus_torchrec --peer-python PATH": PEER,
     "python -m benchmarks.plan --plans 32 --passes 2": "needs matplotlib",
     "python -m benchmarks.serving RUN --cpp build --pjrt pjrt": "needs a build of cpp/",
+    "python -m benchmarks.ranker_serving_cpp --cpp build --pjrt pjrt": "needs a build of cpp/",
     "python -m benchmarks.mesh": "takes minutes",
     "python -m benchmarks.mesh --types table_wise row_wise:rows row_wise:pooled column_wise "
     "--rounds 3 --seconds 1": "takes minutes",

@@ -1,12 +1,12 @@
-// Reads changed manifests, requests, npy files, vocabularies and programs, which must be refused or be what
-// they say.
+// Reads changed manifests, requests, npy files, vocabularies and programs, which must be refused or
+// be what they say.
 //
 //     jaxrec_fuzz MODEL REQUESTS RUNS SEED
 //
-// MODEL is an exported model, REQUESTS a file with valid requests for it in JSON lines: of raw columns
-// where the model was exported with their encoder. A run that
-// crashes, or throws anything but the errors of this library, ends the program; build it with
-// sanitizers. The same seed makes the same runs.
+// MODEL is an exported model or ranker, REQUESTS a file with valid requests for it in JSON lines: of
+// raw columns where the model was exported with their encoder. A run that crashes, or throws
+// anything but the errors of this library, ends the program; build it with sanitizers. The same seed
+// makes the same runs.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>

@@ -27,6 +27,7 @@ struct Row {
 void check_rows(const RankerSpec& ranker, const BatchSpec& batch, const Request& request);
 
 // Returns a row of a checked request.
-Row row_of(const RankerSpec& ranker, const BatchSpec& batch, const Request& request, int64_t number);
+Row row_of(const RankerSpec& ranker, const BatchSpec& batch, const Request& request,
+           int64_t number);
 
 }  // namespace jaxrec::serving

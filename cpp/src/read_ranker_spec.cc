@@ -68,7 +68,8 @@ void check_batch(const RankerSpec& ranker, const BatchSpec& batch) {
     const auto* ragged = std::get_if<RaggedSpec>(&input);
     return ragged != nullptr && !ragged->is_weighted && !ragged->features.empty();
   };
-  if (batch.inputs.size() != 2 || !std::all_of(batch.inputs.begin(), batch.inputs.end(), is_ragged) ||
+  if (batch.inputs.size() != 2 ||
+      !std::all_of(batch.inputs.begin(), batch.inputs.end(), is_ragged) ||
       batch.sizes.size() != 1 || batch.sizes[0].samples != 1) {
     throw Problem("its batch is not a history and candidates of one row");
   }

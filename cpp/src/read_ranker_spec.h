@@ -6,7 +6,8 @@
 
 namespace jaxrec::serving {
 
-// Throws std::invalid_argument where it is not one that this version knows, or contradicts the batch.
+// Throws std::invalid_argument where it is not one that this version knows, or contradicts the
+// batch.
 RankerSpec read_ranker_spec(const Json& value, const BatchSpec& batch);
 
 }  // namespace jaxrec::serving

@@ -53,8 +53,8 @@ void add_options(CLI::App& app, Options& options) {
                "Requests of a model with an encoder of raw columns have its inputs: row indices, "
                "and numbers after their transforms as input0");
   app.add_option("--cache-mb", options.cache_mb,
-                 "Ranker: largest total size of the encoded histories, of which those that were used "
-                 "last are kept; 0: none are kept")
+                 "Ranker: largest total size of the encoded histories, of which those that were "
+                 "used last are kept; 0: none are kept")
       ->check(CLI::Range(0.0, 1e9));
   app.add_option("--metrics", options.metrics,
                  "Ranker: file that the metrics of the caches are written to, in Prometheus' text "
