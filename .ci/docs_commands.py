@@ -222,6 +222,11 @@ LEFT_OUT = {
     "--process-id $i": "is one of several processes; tests/commands/test_train.py starts them",
     "python -m benchmarks.compare --peer-python PATH --rounds 5 --batches 2048 8192 16384": PEER,
     "python -m benchmarks.compare --peer-python PATH --keras-python PATH --what models": PEER,
+    "python -m benchmarks.ranker_stack --peer-python PATH --checkout PATH --rounds 3 --seconds 0.5 "
+    "--rows 8 --shortest 1024": PEER,
+    "python -m benchmarks.ranker_stack --peer-python PATH --checkout PATH --rounds 1 --seconds 0.5 "
+    "--rows 32": PEER,
+    "python -m benchmarks.gpu.dlrm_v4": CUDA,
     "python -m benchmarks.score --peer-python PATH": PEER,
     "python -m benchmarks.ranker_stack --peer-python PATH --checkout PATH --rounds 3 "
     "--seconds 0.5 --rows 8 --shortest 1024": PEER,
