@@ -47,7 +47,6 @@ class Program:
         tables: Shapes of tables and of their state, none of which may be copied.
         donate: Arguments whose memory it takes.
         temporaries: Most bytes of its temporaries; None: fewer than the tables'.
-        has_atomics: Whether XLA's kernels for the dense part may add floats by atomics.
         work: Work of its kernel that reads or writes the tables; None: not estimated.
         refuse: Says why the backend does not take the call; None: it takes every call.
     """
@@ -58,7 +57,6 @@ class Program:
     tables: frozenset[tuple[int, ...]]
     donate: tuple[int, ...] = ()
     temporaries: int | None = None
-    has_atomics: bool = False
     work: Work | None = None
     refuse: Callable[[], str | None] | None = None
 
@@ -237,9 +235,8 @@ def timed_step(step: Step, *implementations: str) -> Program:
         (state, *batch),
         frozenset(tables),
         donate=(0,),
-        # Attention takes more than the items, and XLA adds some of its gradients by atomics.
+        # Attention takes more than the items.
         temporaries=2_000_000_000 if is_sequence else None,
-        has_atomics=is_sequence,
     )
 
 
