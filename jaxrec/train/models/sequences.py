@@ -355,8 +355,10 @@ def _window(row: np.ndarray, length: int, rng: np.random.Generator) -> np.ndarra
 
 def _is_real(column: Any) -> Bool[Array, "*devices capacity"]:
     """Return which values of a ragged column are not padding."""
-    lengths = jnp.asarray(column.lengths)
-    return jnp.arange(column.values.shape[-1]) < lengths.sum(axis=-1, keepdims=True)
+    shape = column.values.shape
+    count = jnp.asarray(column.lengths).sum(axis=-1, keepdims=True)
+    places = jnp.broadcast_to(jnp.arange(shape[-1]), shape)
+    return places < jnp.broadcast_to(count, shape)
 
 
 def _lists_of_one(values: pa.Array) -> pa.Array:
