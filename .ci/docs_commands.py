@@ -134,12 +134,12 @@ COMMANDS = (
     ),
     (
         "python -m benchmarks.rankers --output benchmarks/results/rankers_generated",
-        "--seeds 0 --steps 6 --batch-size 32 --output rankers_generated",
+        "--seeds 0 --steps 6 --batch-size 32 --evaluations 1 --output rankers_generated",
     ),
     (
         "python -m benchmarks.rankers --data ml-100k --window 0 --steps 500 --dropout-rate 0.2 "
         "--learning-rate 2e-3 --output benchmarks/results/rankers_movielens",
-        "--seeds 0 --steps 6 --batch-size 32 --output rankers_movielens",
+        "--seeds 0 --steps 6 --batch-size 32 --evaluations 1 --output rankers_movielens",
     ),
     ("python -m benchmarks.dlrm --batch 8192", "--batch 64 --max-rows 1000 --steps 2"),
     ("python -m benchmarks.gpu.dlrm --losses", "--steps sasrec_512x200"),

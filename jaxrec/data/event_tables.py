@@ -111,7 +111,7 @@ def write_events(
 
     Raises:
         OSError: The file cannot be written.
-        ValueError: ``form`` is neither, or there is no user between ``start`` and ``stop``.
+        ValueError: ``form`` is neither, or the log does not have these users.
 
     Example:
         >>> import pathlib, tempfile
@@ -125,10 +125,6 @@ def write_events(
     stop = log.num_users if stop is None else stop
     if form not in tables:
         raise ValueError(f"form is 'flat' or 'rows', got {form!r}")
-    if not 0 <= start < stop <= log.num_users:
-        raise ValueError(
-            f"the log has the users 0 to {log.num_users}; got start={start}, stop={stop}"
-        )
     parts = map(tables[form], log.chunks(start, stop))
     first = next(parts)
     with (

@@ -244,13 +244,25 @@ class GeneratedEvents:
         return self.max_history * BREAK_GAP[1]
 
     def chunks(self, start: int, stop: int) -> Iterator[Requests]:
-        """Yield the users ``[start, stop)`` in order, which is that of their requests' times."""
+        """Yield the users ``[start, stop)`` in order, which is that of their requests' times.
+
+        Raises:
+            ValueError: The log does not have these users, or they are none.
+        """
+        if not 0 <= start < stop <= self.num_users:
+            raise ValueError(
+                f"the log has the users 0 to {self.num_users}; got start={start}, stop={stop}"
+            )
         for index in range(start // CHUNK_USERS, -(-stop // CHUNK_USERS)):
             first = index * CHUNK_USERS
             yield _chunk(self, index)[max(start - first, 0) : min(stop - first, CHUNK_USERS)]
 
     def requests(self, start: int, stop: int) -> Requests:
-        """Return the users ``[start, stop)`` at once, such as those of a batch."""
+        """Return the users ``[start, stop)`` at once, such as those of a batch.
+
+        Raises:
+            ValueError: As for `chunks`.
+        """
         return Requests.concatenate(list(self.chunks(start, stop)))
 
     @property
@@ -263,17 +275,18 @@ class GeneratedEvents:
     @property
     def order_blind_auc(self) -> float:
         """AUC of the best model that knows all but the order of a history."""
-        shares = _catalogue(self.seed, self.num_items).shares[:, None]
+        shares = _catalogue(self.seed, self.num_items).shares
+        logs, others = np.log(shares)[:, None], np.log1p(-shares)[:, None]
+        factorials = np.cumsum(np.log(np.maximum(np.arange(self.max_history + 1), 1)))
         scores, weights = [], []
         for length in self._lengths:
             counts = np.arange(length + 1)
-            ways = np.array([math.comb(length, count) for count in counts], np.float64)
-            # Probability of each number of events of each genre.
-            of_counts = ways * shares**counts * (1 - shares) ** (length - counts)
-            for step, share in zip(STEPS, STEP_SHARES, strict=True):
-                # Row c of the rolled array is the genre that c is wanted after.
-                weights.append((share * shares * np.roll(of_counts, step, axis=0)).ravel())
-                scores.append(np.tile(_probability(counts / length), GENRES))
+            # Probability that so many events of a history have a genre, [genres, counts]. In
+            # logarithms: long histories have more ways than a float can hold.
+            ways = factorials[length] - factorials[counts] - factorials[length - counts]
+            of_counts = np.exp(ways + counts * logs + (length - counts) * others)
+            scores.append(_probability(counts / length))
+            weights.append(_wanted_shares() @ shares @ of_counts)
         return _exact_auc(np.concatenate(scores), np.concatenate(weights))
 
     @property

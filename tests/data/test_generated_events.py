@@ -107,6 +107,16 @@ def test_best_aucs_by_enumeration(blind_to, max_history):
     assert getattr(log, name) == pytest.approx(best, abs=1e-6)
 
 
+def test_order_matters_more_in_longer_histories():
+    aucs = [GeneratedEvents(1, max_history=most).order_blind_auc for most in (1, 8, 64, 1200)]
+    assert aucs[0] == pytest.approx(GeneratedEvents(1).best_auc)
+    assert aucs == sorted(aucs, reverse=True)
+    # In the end a bag has the genres in the shares of all events, and tells only these.
+    shares = _catalogue(0, 100).shares
+    wanted = np.array([0.1 + 0.8 * shares[(c - step) % 4] for c in range(4) for step in (0, 1)])
+    assert aucs[-1] == pytest.approx(auc(wanted, wanted, np.repeat(shares, 2)), abs=0.01)
+
+
 def test_columns(requests):
     rows = requests[: CHUNK_USERS // 4]
     assert rows.lengths.min() == 10
@@ -160,6 +170,12 @@ def test_batch_has_the_features_of_the_ranker(requests):
     assert (np.ravel(lists["label"]) & 1).tolist() == rows.labels.ravel().tolist()
     assert batch.capacity_per_key["history"] == 60
     assert batch.capacity_per_key["label"] == 12
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 5), (5, 5), (0, LOG.num_users + 1)])
+def test_users_that_the_log_does_not_have(start, stop):
+    with pytest.raises(ValueError, match=f"users 0 to 40960; got start={start}, stop={stop}"):
+        LOG.requests(start, stop)
 
 
 @pytest.mark.parametrize(
