@@ -228,10 +228,6 @@ LEFT_OUT = {
     "--rows 32": PEER,
     "python -m benchmarks.gpu.dlrm_v4": CUDA,
     "python -m benchmarks.score --peer-python PATH": PEER,
-    "python -m benchmarks.ranker_stack --peer-python PATH --checkout PATH --rounds 3 "
-    "--seconds 0.5 --rows 8 --shortest 1024": PEER,
-    "python -m benchmarks.ranker_stack --peer-python PATH --checkout PATH --rounds 1 "
-    "--seconds 0.5 --rows 32": PEER,
     "python -m benchmarks.quantized --peer-python PATH --rounds 2 --seconds 1": PEER,
     "python -m benchmarks.plan_versus_torchrec --peer-python PATH": PEER,
     "python -m benchmarks.plan --plans 32 --passes 2": "needs matplotlib",

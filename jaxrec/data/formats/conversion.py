@@ -44,9 +44,6 @@ _VERSION = 1
 
 _MAY_BE_CRITEOS = re.compile(rf"\.(tsv|tab){COMPRESSION}", re.IGNORECASE)
 
-# Files of a saved Hugging Face data set that describe its tables.
-_DESCRIPTIONS = re.compile(r"(state|dataset_info|dataset_dict)\.json$")
-
 
 def format_of(path: pathlib.Path) -> Format | None:
     """Return the format of a file, a directory or a pattern, by names; None for other files.
@@ -56,7 +53,10 @@ def format_of(path: pathlib.Path) -> Format | None:
     """
     files: tuple[pathlib.Path, ...] = (path,)
     if path.is_dir() or has_pattern(path):
-        files = data_files(path, _any_name).paths
+        files = data_files(path, _any_name, "Parquet").paths
+        # A .json file beside other files describes them, as those of `jaxrec data criteo` and of
+        # Hugging Face's data sets do.
+        files = tuple(x for x in files if x.suffix.lower() != ".json") or files
     found = {_named(file) for file in files}
     if len(found) > 1:
         kinds = sorted("Parquet" if kind is None else kind.name for kind in found)
@@ -167,8 +167,6 @@ def _named(path: pathlib.Path) -> Format | None:
 
 
 def _any_name(name: str) -> bool:
-    if _DESCRIPTIONS.search(name):
-        return False
     return is_parquet_name(name) or any(kind.pattern.search(name) for kind in FORMATS)
 
 
