@@ -195,7 +195,6 @@ LEFT_OUT = {
     SERVING: TOGETHER,
     "jaxrec serve model --deltas versions": "ends when it is stopped; tests/serve/http does it",
     "python -m benchmarks.ranker_serving --requests 120": "takes minutes",
-    "python -m benchmarks.ranker_serving_cpp --cpp build --pjrt pjrt": "takes minutes",
     "jaxrec serve ranker --cache-mb 2048": "ends when it is stopped; tests/serve/http does it",
     "python -m benchmarks.serving_http": "needs what README does not install for all",
     "python -m benchmarks.serving_http --only fuzz --fuzz 1000000": "takes half an hour",
