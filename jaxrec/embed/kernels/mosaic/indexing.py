@@ -78,6 +78,11 @@ class _Access:
         return self.lanes.vector * self.planes
 
     @property
+    def width(self) -> int:
+        """Number of a row's elements that are no padding."""
+        return self.stored or self.lanes.width
+
+    @property
     def size(self) -> int:
         """Bytes of a chunk, as the alignment permits."""
         item = jnp.dtype(self.array.dtype).itemsize
@@ -92,7 +97,7 @@ class _Access:
         A chunk is an address, and whether a row is used and has elements there.
         """
         item, stride = jnp.dtype(self.array.dtype).itemsize, ins.stride(self.array)
-        lanes, width = self.lanes, self.stored or self.lanes.width
+        lanes, width = self.lanes, self.width
         column = arith.muli(ins.first_column(lanes), ins.i32(self.planes))
         # Where the first thread stores a whole row, others have no address of their own.
         own = column if width > self.elements else ins.i32(0)
@@ -198,7 +203,7 @@ def store(
         width = min(lanes.width * len(planes), array.shape[1] - lanes.first)
         access = _Access(array, lanes, width, len(planes))
     if is_interpreted():
-        stand_ins.store(array, index, is_used, lanes.first, access.stored or 0, planes)
+        stand_ins.store(array, index, is_used, lanes.first, access.width, planes)
         return
     _store(access, index, is_used, lanes, planes)
 

@@ -127,8 +127,8 @@ class Run:
             return total + load(sums, parts.index(turn), turn < num_parts, lanes)
 
         most = jnp.max(num_parts)
-        carry = jnp.int32(0), total, None
-        return loop(carry, lambda _: None, add_part, lambda turn, _: turn < most)
+        begin = jnp.int32(0), total, None
+        return loop(begin, lambda _: None, add_part, lambda turn, _: turn < most)
 
 
 @dataclasses.dataclass(frozen=True)

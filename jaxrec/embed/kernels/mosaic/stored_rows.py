@@ -102,7 +102,7 @@ class StoredRows:
             codes = self._evaluate(functools.partial(_pack, row_format), values, noise)
             store(self.stored, row, is_used, lanes, codes)
             return
-        assert isinstance(row_format, TrainedInt8Rows | ScaledFloat8Rows), row_format
+        assert isinstance(row_format, TrainedInt8Rows | ScaledFloat8Rows)
         quantize = functools.partial(_quantize, row_format)
         blocks = [evaluate(quantize, shape, values, noise) for shape in self._blocks]
         codes = self._join([codes for codes, *_ in blocks])
@@ -139,18 +139,17 @@ class StoredRows:
 
 
 def _unpack(
-    row_format: RowFormat,
-    codes: Shaped[Array, "n dim"],
-    scale: Any = None,  # [n dim] float, of formats that have them
-    offset: Any = None,
+    row_format: RowFormat, codes: Shaped[Array, "n dim"], *numbers: Float[Array, "n dim"]
 ) -> Float[Array, "n dim"]:
+    """Return rows, given their codes, and the scale and the offset of each code if it has any."""
     match row_format:
         case UnscaledRows():
             return row_format.unpack(codes, codes.shape[-1])
         case TrainedInt8Rows():
+            scale, offset = numbers
             return codes.astype(jnp.int32).astype(jnp.float32) * scale + offset
         case ScaledFloat8Rows():
-            codes = codes.astype(jnp.uint32)
+            (scale,), codes = numbers, codes.astype(jnp.uint32)
             if row_format.code == UNSIGNED:
                 return row_format.grid.decode(codes) * scale
             sizes = row_format.grid.decode(codes & 0x7F)
