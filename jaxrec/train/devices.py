@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrec.arguments import ConfigError
-from jaxrec.data import ClickBatch, DataError, TableEncoder
+from jaxrec.data import DataError, TableEncoder
 from jaxrec.embed.config import TableConfig
 from jaxrec.mesh import shard, shard_batch
 from jaxrec.mesh.dense import DenseName
@@ -46,8 +46,11 @@ class Devices:
             return make()
         return shard(make, self.plan, self.mesh, dense=self.dense)
 
-    def put_batch(self, batch: ClickBatch) -> ClickBatch:
-        """Put a host batch on the devices; each of several processes puts its own part."""
+    def put_batch(self, batch: Any) -> Any:
+        """Put a host batch on the devices; each of several processes puts its own part.
+
+        The ids are ``batch.features``.
+        """
         if self.mesh is None:
             return put_batch(batch)
         return shard_batch(batch, self.mesh, capacities=self._capacities(self.mesh, batch.features))
