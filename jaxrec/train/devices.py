@@ -48,7 +48,10 @@ class Devices:
         return shard(make, self.plan, self.mesh, dense=self.dense)
 
     def put_batch(self, batch: Any) -> Any:
-        """Put a host batch on the devices; each of several processes puts its own part."""
+        """Put a host batch on the devices; each of several processes puts its own part.
+
+        The ids are ``batch.features``.
+        """
         if self.mesh is None:
             return put_batch(batch)
         if isinstance(batch, RequestBatch):
