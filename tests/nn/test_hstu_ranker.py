@@ -311,14 +311,14 @@ ONE_LAYER = {"num_layers": 1}
     "options",
     [
         pytest.param(ONE_LAYER, id="one_layer"),
-        pytest.param({}, id="two_layers", marks=pytest.mark.slow),
+        pytest.param({}, id="two_layers"),
         pytest.param(
             {"max_length": None, "form": "interleaved", "truncation": (1, 4)},
             id="interleaved_truncated",
-            marks=pytest.mark.slow,
         ),
     ],
 )
+@pytest.mark.slow  # the walk over modules has a smaller one
 def test_eight_devices_equal_one(options):
     """Tables cut by rows and by columns; steps of both optimizers, to 1e-6."""
     expected = train(rankers.small(**options), [rankers.pack(ROWS, **ONE)] * 3)
@@ -346,11 +346,10 @@ def test_balanced_devices_change_no_number():
     [
         pytest.param({}, id="plain"),
         # Random numbers go on where they were.
-        pytest.param(
-            {"dropout_rate": 0.3, "input_dropout_rate": 0.2}, id="dropout", marks=pytest.mark.slow
-        ),
+        pytest.param({"dropout_rate": 0.3, "input_dropout_rate": 0.2}, id="dropout"),
     ],
 )
+@pytest.mark.slow
 def test_resumed_training_equals_to_the_bit(tmp_path, options):
     batches = [rankers.pack(ordered(np.roll(range(16), step)), **ONE) for step in range(4)]
 

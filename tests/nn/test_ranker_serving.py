@@ -263,6 +263,7 @@ def test_what_exceeds_a_bound_is_refused_or_nan():
         ),
     ],
 )
+@pytest.mark.slow
 def test_caches_that_cannot_grow(options, reason):
     model = rankers.small(**options)
     batch = rankers.lists([6, 2], [3, 1])

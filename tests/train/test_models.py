@@ -132,15 +132,9 @@ def test_options_of_earlier_versions(tmp_path):
     assert config.checkpoint.best_by == "auc"
 
 
-# Compiling the others takes long.
-QUICK = ("dcn_v2",)
-
-
 @pytest.mark.every_case
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=[] if x in QUICK else [pytest.mark.slow]) for x in KINDS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
 def test_stopped_and_resumed_is_as_never_stopped(runs, tmp_path, name):
     run, output = runs(name), tmp_path / "model"
     results = json.loads((run / "results.json").read_text())
