@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import csv
+import io
 import pathlib
 import re
 from collections.abc import Iterator
@@ -68,7 +72,7 @@ class Delimited(Format):
         except (pa.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
-            raise _explained(error, path, names, types) from None
+            raise _explained(error, path, names, types, separator) from None
 
 
 def _reader(
@@ -96,7 +100,8 @@ def _header(path: pathlib.Path) -> tuple[str, str]:
     try:
         line = re.split(rb"[\r\n]", start, maxsplit=1)[0].decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise _no_utf8(path, "line 1") from None
+        is_wide = start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        raise _no_utf8(path, "line 1", "UTF-16" if is_wide else "LATIN1") from None
     if not line.strip():
         raise DataError(f"{path}, line 1 is empty; the first line has the names of the columns")
     bare = _QUOTED.sub("", line)
@@ -146,9 +151,10 @@ def _without_empty_texts(path: pathlib.Path, table: pa.Table) -> pa.Table:
     return table
 
 
-def _no_utf8(path: pathlib.Path, place: str) -> DataError:
+def _no_utf8(path: pathlib.Path, place: str, encoding: str = "LATIN1") -> DataError:
     return DataError(
-        f"{path}, {place} is not UTF-8 text; convert the file, such as by iconv -f LATIN1 -t UTF-8"
+        f"{path}, {place} is not UTF-8 text; convert the file, such as by iconv -f {encoding} "
+        "-t UTF-8"
     )
 
 
@@ -191,6 +197,23 @@ def _check_last_quote(path: pathlib.Path, part: pa.Table) -> None:
         )
 
 
+def _line(path: pathlib.Path, record: int, separator: str) -> int:
+    """Return the line that a record begins at; the names are record 1.
+
+    Arrow counts records, without blank lines. This reads the file again, for an error alone.
+    """
+    count = end = 0
+    with unpacked(path) as stream, io.TextIOWrapper(stream, "utf-8", "replace", "") as text:
+        reader = csv.reader(text, delimiter=separator)
+        with contextlib.suppress(csv.Error):
+            for fields in reader:
+                count += bool(fields)
+                if count == record:
+                    return end + 1
+                end = reader.line_num
+    return record
+
+
 def _wider(kind: str, value: str) -> pa.DataType | None:
     """Return a type for a value and for those of a guessed type before it; None: the user knows."""
     is_whole = _WHOLE.fullmatch(value) is not None
@@ -208,7 +231,7 @@ def _wider(kind: str, value: str) -> pa.DataType | None:
 
 
 def _explained(
-    error: Exception, path: pathlib.Path, names: list[str], types: Types
+    error: Exception, path: pathlib.Path, names: list[str], types: Types, separator: str
 ) -> DataError | WiderTypeError:
     """Return an error that names line and column, or the type that a column needs."""
     text = " ".join(str(error).split())
@@ -220,15 +243,15 @@ def _explained(
         return _no_utf8(path, f"column {names[int(column[1])]!r}")
     if (bad := _BAD_VALUE.search(str(error))) is None:
         row = _ROW.search(text)
-        place = path if row is None else f"{path}, line {row[1]}"
+        place = path if row is None else f"{path}, line {_line(path, int(row[1]), separator)}"
         return DataError(f"{place}: {_ROW.sub('', text).removeprefix('CSV parse error: ')}")
     name, value = names[int(bad["column"])], bad["value"]
-    place = f"{path}, line {bad['row']}, column {name!r}" if bad["row"] else f"{path}, {name!r}"
-    problem = f"{place}: {value[:80]!r} is no {bad['kind']}"
+    if name not in types and (wider := _wider(bad["kind"], value)) is not None:
+        return WiderTypeError(name, wider)
+    line = f", line {_line(path, int(bad['row']), separator)}" if bad["row"] else ""
+    problem = f"{path}{line}, column {name!r}: {value[:80]!r} is no {bad['kind']}"
     if name in types:
         return DataError(f"{problem}, the type that was given; correct it, or give another type")
-    if (wider := _wider(bad["kind"], value)) is not None:
-        return WiderTypeError(name, wider)
     return DataError(
         f"{problem}, the type of the values before it; correct it, or give the column's type by "
         f"--data.types {name}=string"

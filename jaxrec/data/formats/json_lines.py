@@ -119,7 +119,11 @@ def _parsed(
         table = pyarrow.json.read_json(io.BytesIO(text), read, options)
     except pa.ArrowException as error:
         row = _ROW.search(str(error))
-        line = f", line {first + int(row[1])}" if row else f", from line {first} on"
+        line = f", from line {first} on"
+        if row is not None:
+            # Arrow does not count blank lines.
+            lines = [n for n, each in enumerate(text.split(b"\n"), first) if each.strip()]
+            line = f", line {lines[min(int(row[1]), len(lines) - 1)]}"
         problem = _ROW.sub("", str(error))
         raise DataError(f"{path}{line}: {problem}{_advice(text, problem)}") from None
     _check_digits(table, text, path, first)
