@@ -152,6 +152,7 @@ WIDER = {
     ),
     "beyond_int64": (f'x\n{2**64 - 1}\n{2**64 - 2}\n""\n7\n', [*LONG, None, "7"]),
     "beyond_int64_later": ("x\n" + "1\n" * 80 + f"{2**64 - 1}\n", ["1"] * 80 + LONG[:1]),
+    "codes_with_zeros": ("x\n501\n00501\n0\n", ["501", "00501", "0"]),
     "large_floats": ("x\n1e20\n100000000000000000000\n", [1e20, 1e20]),
     "one_column_of_tabs": ("x\na\tb\n", ["a\tb"]),
     "separators_in_a_name": ('"a, b, c";x\n1;2\n', [2]),

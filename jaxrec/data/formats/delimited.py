@@ -27,6 +27,9 @@ PART_BYTES = 16 << 20
 # Bytes of the longest line of names.
 _HEADER_BYTES = 1 << 20
 
+# Bytes that are searched for codes with leading zeros.
+_SAMPLE_BYTES = 1 << 20
+
 SEPARATORS = "\t,;|"
 
 # A whole number, and the text of a quoted name.
@@ -65,6 +68,7 @@ class Delimited(Format):
                 for batch in reader:
                     if part is None:
                         _check_digits(path, batch, separator, known)
+                        _check_zeros(path, batch, separator, known)
                     part = pa.Table.from_batches([batch])
                     yield _without_empty_texts(path, part)
             if part is not None:
@@ -76,11 +80,11 @@ class Delimited(Format):
 
 
 def _reader(
-    stream: pa.NativeFile, separator: str, **convert: Any
+    stream: pa.NativeFile, separator: str, part_bytes: int | None = None, **convert: Any
 ) -> pyarrow.csv.CSVStreamingReader:
     return pyarrow.csv.open_csv(
         stream,
-        pyarrow.csv.ReadOptions(use_threads=False, block_size=PART_BYTES),
+        pyarrow.csv.ReadOptions(use_threads=False, block_size=part_bytes or PART_BYTES),
         pyarrow.csv.ParseOptions(delimiter=separator, newlines_in_values=True),
         pyarrow.csv.ConvertOptions(**convert),
     )
@@ -174,6 +178,22 @@ def _check_digits(path: pathlib.Path, batch: pa.RecordBatch, separator: str, kno
             texts = _reader(stream, separator, **options).read_next_batch().column(0)
         values = texts.filter(pc.is_valid(column))
         if pc.all(pc.match_substring_regex(values, f"^{_WHOLE.pattern}$")).as_py():
+            raise WiderTypeError(name, pa.string())
+
+
+def _check_zeros(path: pathlib.Path, batch: pa.RecordBatch, separator: str, known: Types) -> None:
+    """Raise a WiderTypeError if codes with leading zeros became integers: 00501 is not 501."""
+    names = [x.name for x in batch.schema if x.name not in known and pa.types.is_integer(x.type)]
+    if not names:
+        return
+    options = {"include_columns": names, "column_types": dict.fromkeys(names, pa.string())}
+    try:
+        with unpacked(path) as stream:
+            texts = _reader(stream, separator, _SAMPLE_BYTES, **options).read_next_batch()
+    except pa.ArrowInvalid:  # a row is longer than the sample
+        return
+    for name, column in zip(names, texts.columns, strict=True):
+        if pc.any(pc.match_substring_regex(column, "^[-+]?0[0-9]")).as_py():
             raise WiderTypeError(name, pa.string())
 
 
