@@ -180,6 +180,20 @@ def test_a_long_line_of_names(tmp_path, monkeypatch):
     assert table["x"].to_pylist() == [2]
 
 
+def test_types_that_the_user_gives(tmp_path):
+    types = {"x": pa.string(), "y": pa.float64(), "other": pa.string()}
+    for name, text in (
+        ("x.csv", "x,y\n2024-03-01,1\n"),
+        ("x.jsonl", '{"x": "2024-03-01", "y": 1}\n'),
+    ):
+        assert read(write(tmp_path, name, text), types).to_pylist() == [
+            {"x": "2024-03-01", "y": 1.0}
+        ]
+    path = write(tmp_path, "bad.csv", "x,y\n2024,a\n")
+    with pytest.raises(DataError, match="line 2, column 'y': 'a' is no double, the type that was"):
+        read(path, types)
+
+
 def test_text_that_looks_like_times_at_first(tmp_path):
     text = '{"x": "2024-03-01"}\n' * 20 + '{"x": "soon"}\n' * 20
     table = read(write(tmp_path, "x.jsonl", text))
