@@ -174,7 +174,10 @@ def _check_digits(path: pathlib.Path, batch: pa.RecordBatch, separator: str, kno
         if largest is None or largest < 2**63:
             continue
         with unpacked(path) as stream:
-            options = {"include_columns": [name], "column_types": {name: pa.string()}}
+            options: dict[str, Any] = {
+                "include_columns": [name],
+                "column_types": {name: pa.string()},
+            }
             texts = _reader(stream, separator, **options).read_next_batch().column(0)
         values = texts.filter(pc.is_valid(column))
         if pc.all(pc.match_substring_regex(values, f"^{_WHOLE.pattern}$")).as_py():
@@ -186,7 +189,10 @@ def _check_zeros(path: pathlib.Path, batch: pa.RecordBatch, separator: str, know
     names = [x.name for x in batch.schema if x.name not in known and pa.types.is_integer(x.type)]
     if not names:
         return
-    options = {"include_columns": names, "column_types": dict.fromkeys(names, pa.string())}
+    options: dict[str, Any] = {
+        "include_columns": names,
+        "column_types": dict.fromkeys(names, pa.string()),
+    }
     try:
         with unpacked(path) as stream:
             texts = _reader(stream, separator, _SAMPLE_BYTES, **options).read_next_batch()
