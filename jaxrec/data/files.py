@@ -301,8 +301,10 @@ def _text(path: pathlib.Path, lines: list[str]) -> str | None:
 
 
 def _named(path: pathlib.Path, suffix: str) -> str:
-    """Say by which name a file is read; names tell formats."""
-    return f"name it {path.with_suffix(suffix).name}, as jaxrec knows formats by names"
+    """Say by which name a file is read; names tell formats and compressions."""
+    plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
+    name = plain.with_suffix(suffix).name + (".gz" if is_compressed(path) else "")
+    return f"name it {name}, as jaxrec knows formats by names"
 
 
 def _write(path: pathlib.Path, table: str) -> str:

@@ -6,9 +6,10 @@ import dataclasses
 import os
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from rich.console import Console
 
 from jaxrec.arguments import ConfigError
@@ -115,14 +116,33 @@ def run_encoder(
 
 def _convert(data: DataConfig, console: Console) -> None:
     """Convert files of other formats than Parquet, with a bar; later reads find the results."""
+    types = _types(data)
     for path in (data.path, data.eval_path):
         if path is None or (kind := format_of(path)) is None:
             continue
         started, size = time.perf_counter(), sum(x.stat().st_size for x in kind.files(path).paths)
         with counted(console, f"converting {kind.name}", size) as advance:
-            as_parquet(path, _types(data), advance)
+            as_parquet(path, types, advance)
         if (seconds := time.perf_counter() - started) > 1:
             console.print(f"converted {path} to Parquet in {seconds:.1f} s; kept for the next run")
+    if types and data.path is not None:
+        _check_types(types, data, data.path)
+
+
+def _check_types(types: Iterable[str], data: DataConfig, path: pathlib.Path) -> None:
+    """Refuse types of columns that the data lack, or that have types of their own."""
+    kind = format_of(path)
+    if kind is None or not kind.takes_types:
+        raise ConfigError(
+            f"--data.types gives columns of CSV and JSON lines their types; {path} holds its own"
+        )
+    columns = pq.read_schema(parquet_data(path, data).paths[0]).names
+    for name in types:
+        if name not in columns:
+            raise ConfigError(
+                f"--data.types {name}: {path} has no column {name!r}; its columns are "
+                f"{', '.join(columns)}"
+            )
 
 
 def _types(data: DataConfig) -> dict[str, pa.DataType]:

@@ -35,7 +35,8 @@ def feather() -> bytes:
 
 FILES = {
     "x.csv": (CSV, r"is CSV: 3 columns separated by commas \(user, item, label\); name it x.csv"),
-    "x.csv.gz": (gzip.compress(CSV.encode()), "is CSV: 3 columns separated by commas"),
+    "x.csv.gz": (gzip.compress(CSV.encode()), "is CSV: 3 columns .* name it x.csv.gz"),
+    "x.txt": (gzip.compress(CSV.encode()), "is CSV: 3 columns .* name it x.csv.gz"),
     "x.tsv": (CSV.replace(",", "\t"), "has 3 columns separated by tabs .* and Criteo's format has"),
     "german.csv": (CSV.replace(",", ";"), "is CSV: 3 columns separated by semicolons"),
     "one.csv": ("label\n1\n0\n", r"is CSV: 1 columns separated by commas \(label\)"),

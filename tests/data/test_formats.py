@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import bz2
+import concurrent.futures
 import datetime
 import gzip
 import json
 import subprocess
 import sys
+import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -61,7 +63,7 @@ FILES = {
     "german.CSV": csv(";"),
     "x.psv": csv("|"),
     "x.csv.gz": gzip.compress(csv()),
-    "x.csv.bz2": bz2.compress(csv()),
+    "X.CSV.BZ2": bz2.compress(csv()),
     "x.csv.zst": pa.compress(csv(), "zstd", asbytes=True),
     "x.jsonl": json_rows(),
     "x.ndjson.gz": gzip.compress(json_rows()),
@@ -137,10 +139,25 @@ def test_a_saved_data_set_of_hugging_face(tmp_path):
     assert read(tmp_path)["age"].to_pylist() == ROWS["age"]
 
 
+LONG = [str(2**64 - 1), str(2**64 - 2)]
+
 WIDER = {
     "int_to_float": ("x\n" + "1\n" * 80 + "1.5\n", [1.0] * 80 + [1.5]),
     "null_to_int": ("y,x\n" + "1,\n" * 80 + "1,7\n", [None] * 80 + [7.0]),
     "null_to_text": ("y,x\n" + "1,\n" * 80 + "1,a\n", [None] * 80 + ["a"]),
+    "null_to_id": ("y,x\n" + "1,\n" * 80 + f"1,{2**53 + 1}\n", [None] * 80 + [2**53 + 1]),
+    "null_to_int_to_float": (
+        "y,x\n" + "1,\n" * 80 + "1,7\n" * 80 + "1,0.5\n",
+        [None] * 80 + [7.0] * 80 + [0.5],
+    ),
+    "beyond_int64": (f'x\n{2**64 - 1}\n{2**64 - 2}\n""\n7\n', [*LONG, None, "7"]),
+    "beyond_int64_later": ("x\n" + "1\n" * 80 + f"{2**64 - 1}\n", ["1"] * 80 + LONG[:1]),
+    "codes_with_zeros": ("x\n501\n00501\n0\n", ["501", "00501", "0"]),
+    "large_floats": ("x\n1e20\n100000000000000000000\n", [1e20, 1e20]),
+    "one_column_of_tabs": ("x\na\tb\n", ["a\tb"]),
+    "separators_in_a_name": ('"a, b, c";x\n1;2\n', [2]),
+    "only_carriage_returns": ("y,x\r1,2\r3,4\r", [2, 4]),
+    "a_quoted_line_end_at_the_end": ('y,x\n1,"a\n"\n', ["a\n"]),
 }
 
 
@@ -155,6 +172,107 @@ def test_fields_that_come_late(tmp_path):
     table = read(write(tmp_path, "x.jsonl", text))
     assert table["x"].to_pylist() == [1.0] * 40 + [1.5, None]
     assert table["tags"].to_pylist() == [None] * 40 + [["a", "b"], None]
+
+
+def test_a_long_line_of_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(delimited, "PART_BYTES", 1 << 20)
+    table = read(write(tmp_path, "x.csv", f"{'a' * 70_000},x\n1,2\n"))
+    assert table["x"].to_pylist() == [2]
+
+
+def test_types_that_the_user_gives(tmp_path):
+    types = {"x": pa.string(), "y": pa.float64(), "other": pa.string()}
+    for name, text in (
+        ("x.csv", "x,y\n2024-03-01,1\n"),
+        ("x.jsonl", '{"x": "2024-03-01", "y": 1}\n'),
+    ):
+        assert read(write(tmp_path, name, text), types).to_pylist() == [
+            {"x": "2024-03-01", "y": 1.0}
+        ]
+    path = write(tmp_path, "bad.csv", "x,y\n2024,a\n")
+    with pytest.raises(DataError, match="line 2, column 'y': 'a' is no double, the type that was"):
+        read(path, types)
+
+
+def test_text_that_looks_like_times_at_first(tmp_path):
+    text = '{"x": "2024-03-01"}\n' * 20 + '{"x": "soon"}\n' * 20
+    table = read(write(tmp_path, "x.jsonl", text))
+    assert table["x"].to_pylist() == ["2024-03-01"] * 20 + ["soon"] * 20
+
+
+def test_nested_objects(tmp_path):
+    text = '{"x": {"a": 1}, "y": {"b": {}}, "z": {}}\r\n' * 9 + '{"x": {"c": [2]}}\r\n'
+    table = read(write(tmp_path, "x.jsonl", "\ufeff" + text))
+    assert table["x"].to_pylist() == [{"a": 1, "c": None}] * 9 + [{"a": None, "c": [2]}]
+    assert table["y"].null_count == table["z"].null_count == 10
+
+
+def test_long_rows_make_small_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr(conversion, "GROUP_ROWS", 1000)
+    monkeypatch.setattr(conversion, "GROUP_BYTES", 100)
+    text = "x\n" + ("a" * 50 + "\n") * 20
+    (file,) = as_parquet(write(tmp_path, "x.csv", text)).paths
+    assert pq.ParquetFile(file).metadata.num_row_groups > 5
+    assert pq.read_table(file)["x"].to_pylist() == ["a" * 50] * 20
+
+
+def test_names_without_rows(tmp_path):
+    (file,) = as_parquet(write(tmp_path, "x.csv", "y,x\r\n")).paths
+    table = pq.read_table(file)
+    assert (table.column_names, len(table)) == (["y", "x"], 0)
+
+
+def test_a_directory_is_a_root_or_below_one(tmp_path):
+    write(tmp_path, "day=2/x.csv", "x\n1\n")
+    assert read(tmp_path).column_names == ["x", "day"]
+    assert read(tmp_path / "day=2").column_names == ["x"]
+
+
+def test_descriptions_beside_lines_are_no_rows(tmp_path):
+    write(tmp_path, "x.jsonl", '{"x": 1}\n')
+    write(tmp_path, "info.json", '{"x": 2}\n')
+    assert read(tmp_path)["x"].to_pylist() == [1]
+
+
+def test_a_result_that_a_cleaner_removed_is_made_again(tmp_path):
+    path = write(tmp_path, "x.csv", "x\n1\n")
+    as_parquet(path).paths[0].unlink()
+    assert read(path)["x"].to_pylist() == [1]
+
+
+def test_threads_convert_once(tmp_path, monkeypatch):
+    path, calls, convert = write(tmp_path, "x.csv", "x\n1\n"), [], conversion.convert
+
+    def counted(*arguments):
+        calls.append(arguments)
+        time.sleep(0.05)
+        return convert(*arguments)
+
+    monkeypatch.setattr(conversion, "convert", counted)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(as_parquet, [path] * 4))
+    assert found == [found[0]] * 4
+    assert len(calls) == 1
+
+
+def test_a_line_without_end_is_not_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_lines, "LINE_BYTES", 500)
+    path = write(tmp_path, "x.json", "[" + '{"x": 1}, ' * 1000 + "]")
+    with pytest.raises(DataError, match="line 1 is longer than 500 bytes; the file is one array"):
+        as_parquet(path)
+
+
+def without_checks() -> pa.Table:
+    """A column of text whose bytes are no text."""
+    buffers = pa.array([b"\xff"]).buffers()
+    return pa.table({"x": pa.Array.from_buffers(pa.string(), 1, buffers)})
+
+
+def stream_of(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
 
 
 BAD = {
@@ -176,6 +294,32 @@ BAD = {
     ),
     "json-array": ("x.json", '[{"x": 1},\n{"x": 2}]\n', "write each of its objects on a line"),
     "arrow": ("x.arrow", FILES["x.arrow"][:300], "no Arrow file or stream, or damaged"),
+    "arrow-values": ("x.arrow", stream_of(without_checks()), "damaged .*UTF8"),
+    "arrow-type": (
+        "x.arrow",
+        stream_of(pa.table({"x": pa.array([{}], pa.struct([]))})),
+        "a column that Parquet cannot hold",
+    ),
+    "latin-later": (
+        "x.csv",
+        ("x\n" + "a\n" * 80 + "ä\n").encode("latin1"),
+        "column 'x' is not UTF-8",
+    ),
+    "latin-name": ("x.csv", "ä\n1\n".encode("latin1"), "line 1 is not UTF-8"),
+    "gzip-without-name": ("x.csv", gzip.compress(csv()), "by gzip; name it x.csv.gz"),
+    "utf16": ("x.csv", "y,x\n1,2\n".encode("utf-16"), "line 1 is not UTF-8 .* iconv -f UTF-16 "),
+    "line-after-line-ends": (
+        "x.csv",
+        'y,x\n"a\nb",1\n\n' + '"c\nd",2\n' * 40 + '"e\nf",z\n',
+        "line 85, column 'x': 'z' is no int64",
+    ),
+    "fields-after-blank-lines": ("x.csv", "x,y\n1,2\n\n\n1,2,3\n", "line 5: .*Expected 2"),
+    "json-after-blank-lines": ("x.jsonl", '{"x": 1}\n\n\n{"x": "a"}\n', "line 4: .*to string"),
+    "open-quote": ("x.csv", 'y,x\n1,"a\n2,b\n', r"column 'x': .* begins with 'a.n2,b.n' has no"),
+    "open-quote-far": ("x.csv", 'y,x\n1,"a\n' + "2,b\n" * 900, "a quote may not be closed"),
+    "json-empty": ("x.jsonl", "", "x.jsonl is empty; leave it out"),
+    "json-long": ("x.jsonl", f'{{"y": 1}}\n{{"x": [{2**64}]}}\n', "line 2, field 'x': a whole"),
+    "json-object-of-lines": ("x.json", '{\n"x": 1\n}\n' * 40, "each line holds one whole object"),
 }
 
 
@@ -204,7 +348,8 @@ def test_processes_convert_once(tmp_path):
     path = write(tmp_path, "x.csv", "x\n" + "1\n" * 50_000)
     code = (
         "import pathlib, sys; from jaxrec.data.formats.conversion import as_parquet;"
-        "print(as_parquet(pathlib.Path(sys.argv[1])).paths)"
+        "sizes = []; as_parquet(pathlib.Path(sys.argv[1]), progress=sizes.append);"
+        "print(len(sizes))"
     )
     runs = [
         subprocess.Popen(
@@ -212,5 +357,5 @@ def test_processes_convert_once(tmp_path):
         )
         for _ in range(2)
     ]
-    assert len({run.communicate()[0] for run in runs}) == 1
+    assert sorted(run.communicate()[0].strip() for run in runs) == ["0", "1"]
     assert [run.returncode for run in runs] == [0, 0]

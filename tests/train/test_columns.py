@@ -362,6 +362,11 @@ BAD = {
     ),
     "csv-line": (SAME, None, ["--data=bad.csv"], 1, "bad.csv, line 3: Expected 2 columns, got 1"),
     "csv-types": (SAME, None, ["--data=rows.csv", "--data.types", "a=id"], 2, "a=id: give NAME="),
+    "types-name": (
+        SAME, None, ["--data=rows.csv", "--data.types", "c=string"], 2,
+        "--data.types c: rows.csv has no column 'c'; its columns are a, b",
+    ),
+    "types-of-parquet": (SAME, None, ["--data.types", "age=string"], 2, "rows.parquet holds its"),
     "pattern": (SAME, None, ["--data=x*.parquet"], 1, "no Parquet file matches this pattern"),
     "few": (lambda rows: rows[:1], {}, [], 1, "1 rows are too few to train on some"),
     "empty": (lambda rows: rows[:0], {}, [], 1, "it has no rows"),

@@ -14,12 +14,17 @@ _FILE = b"ARROW1"
 
 
 class Arrow(Format):
-    """Arrow IPC files and streams; they hold the types of their columns."""
+    """Arrow IPC files and streams; they hold the types of their columns.
+
+    They are read in place, so the file itself must not be compressed; its buffers may be.
+    """
 
     name = "Arrow"
     suffixes = (".arrow", ".feather", ".ipc", ".arrows")
+    compression = "$"
+    takes_types = False
 
-    def tables(self, path: pathlib.Path, types: Types) -> Iterator[pa.Table]:
+    def tables(self, path: pathlib.Path, types: Types, guesses: Types) -> Iterator[pa.Table]:
         try:
             with pa.memory_map(str(path)) as source:
                 if source.read(len(_FILE)) == _FILE:
@@ -32,6 +37,8 @@ class Arrow(Format):
                     schema = stream.schema
                 yield schema.empty_table()  # a file may have columns and no rows
                 for batch in batches:
+                    # A damaged offset would make Arrow read other memory.
+                    batch.validate(full=True)
                     yield pa.Table.from_batches([batch])
         except (pa.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:

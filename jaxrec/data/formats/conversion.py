@@ -12,8 +12,9 @@ import json
 import os
 import pathlib
 import re
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -27,7 +28,13 @@ from jaxrec.data.files import (
     is_parquet_name,
 )
 from jaxrec.data.formats.arrow import Arrow
-from jaxrec.data.formats.base import COMPRESSION, Format, Types, WiderTypeError
+from jaxrec.data.formats.base import (
+    COMPRESSION,
+    Format,
+    Types,
+    WiderTypeError,
+    without_descriptions,
+)
 from jaxrec.data.formats.delimited import Delimited
 from jaxrec.data.formats.json_lines import JsonLines
 from jaxrec.files.atomic import write_atomically
@@ -39,8 +46,14 @@ FORMATS: tuple[Format, ...] = (Delimited(), JsonLines(), Arrow())
 # Rows of a row group: groups are read at random, and a few of them are shuffled together.
 GROUP_ROWS = 1 << 17
 
+# Bytes of the rows that are joined to a row group: long rows make smaller groups.
+GROUP_BYTES = 1 << 28
+
 # Changes when the same files would be converted to other Parquet files.
 _VERSION = 1
+
+# Locks of directories exclude other processes alone.
+_THREADS = threading.Lock()
 
 _MAY_BE_CRITEOS = re.compile(rf"\.(tsv|tab){COMPRESSION}", re.IGNORECASE)
 
@@ -53,10 +66,7 @@ def format_of(path: pathlib.Path) -> Format | None:
     """
     files: tuple[pathlib.Path, ...] = (path,)
     if path.is_dir() or has_pattern(path):
-        files = data_files(path, _any_name, "Parquet").paths
-        # A .json file beside other files describes them, as those of `jaxrec data criteo` and of
-        # Hugging Face's data sets do.
-        files = tuple(x for x in files if x.suffix.lower() != ".json") or files
+        files = without_descriptions(data_files(path, _any_name, "Parquet").paths)
     found = {_named(file) for file in files}
     if len(found) > 1:
         kinds = sorted("Parquet" if kind is None else kind.name for kind in found)
@@ -91,12 +101,21 @@ def as_parquet(
     files = kind.files(path)
     types = dict(types or {})
     converted = cache_directory() / "tables" / _key(files, types)
-    if not converted.exists():
+    paths = tuple(converted / _target(name) for name in _relative_names(files))
+    if not _are_files(paths):
         with _alone(converted):
-            if not converted.exists():  # no other process has converted them meanwhile
+            if not _are_files(paths):  # none but this one has converted them meanwhile
                 convert(kind, files, converted, types, progress)
-    paths = tuple(converted / _target(path.relative_to(files.root)) for path in files.paths)
     return DataFiles(converted, paths, files.paths)
+
+
+def _relative_names(files: DataFiles) -> list[pathlib.Path]:
+    return [path.relative_to(files.root) for path in files.paths]
+
+
+def _are_files(paths: Iterable[pathlib.Path]) -> bool:
+    # A cleaner of old files may have removed some of a directory.
+    return all(path.is_file() for path in paths)
 
 
 def convert(
@@ -112,8 +131,8 @@ def convert(
     """
     rows = 0
     with write_atomically(output) as unfinished:
-        for path in files.paths:
-            target = unfinished / _target(path.relative_to(files.root))
+        for path, name in zip(files.paths, _relative_names(files), strict=True):
+            target = unfinished / _target(name)
             target.parent.mkdir(parents=True, exist_ok=True)
             rows += _write(kind, path, target, types)
             progress(path.stat().st_size)
@@ -127,19 +146,21 @@ def _target(name: pathlib.Path) -> pathlib.Path:
 
 def _write(kind: Format, path: pathlib.Path, target: pathlib.Path, types: Types) -> int:
     """Write a file as a Parquet file; return the number of its rows."""
-    types = dict(types)
+    guesses: dict[str, pa.DataType] = {}
     while True:
         try:
-            return _write_once(kind, path, target, types)
+            return _write_tables(kind.tables(path, types, guesses), target)
         except WiderTypeError as wider:
-            types[wider.column] = wider.kind
+            guesses[wider.column] = wider.kind
+        except pa.ArrowException as error:
+            raise DataError(f"{path} has a column that Parquet cannot hold ({error})") from None
 
 
-def _write_once(kind: Format, path: pathlib.Path, target: pathlib.Path, types: Types) -> int:
+def _write_tables(tables: Iterator[pa.Table], target: pathlib.Path) -> int:
     rows = 0
     with contextlib.ExitStack() as stack:
         writer = None
-        for table in _regrouped(kind.tables(path, types)):
+        for table in _regrouped(tables):
             if writer is None:
                 options = {"compression": "lz4", "write_page_checksum": True}
                 writer = stack.enter_context(pq.ParquetWriter(target, table.schema, **options))
@@ -151,14 +172,18 @@ def _write_once(kind: Format, path: pathlib.Path, target: pathlib.Path, types: T
 def _regrouped(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
     """Cut and join tables to row groups; the first is yielded even if it is empty."""
     held: list[pa.Table] = []
+    rows = size = 0
+    is_first = True
     for table in tables:
         held.append(table)
-        if sum(map(len, held)) >= GROUP_ROWS:
+        rows, size = rows + len(table), size + table.nbytes
+        if rows >= GROUP_ROWS or size >= GROUP_BYTES:
             joined = pa.concat_tables(held)
-            whole = len(joined) - len(joined) % GROUP_ROWS
+            whole = rows if size >= GROUP_BYTES else rows - rows % GROUP_ROWS
             yield joined[:whole]
-            held = [joined[whole:]]
-    if held:
+            is_first, rest = False, joined[whole:]
+            held, rows, size = [rest], len(rest), rest.nbytes
+    if rows or (held and is_first):
         yield pa.concat_tables(held)
 
 
@@ -172,27 +197,35 @@ def _any_name(name: str) -> bool:
 
 def _key(files: DataFiles, types: Mapping[str, pa.DataType]) -> str:
     """Return a name for the result of converting these files as they are now."""
-    stats = [(path, path.stat()) for path in files.paths]
     described = {
         "version": _VERSION,
-        "files": [(os.path.abspath(path), s.st_size, s.st_mtime_ns) for path, s in stats],
+        # The names below the root are those of the results: a directory `day=2` may be the root or
+        # below it.
+        "names": [str(name) for name in _relative_names(files)],
+        "files": [(os.path.abspath(path), *_state(path)) for path in files.paths],
         "types": {name: str(kind) for name, kind in sorted(types.items())},
     }
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:24]
 
 
+def _state(path: pathlib.Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
 @contextlib.contextmanager
 def _alone(directory: pathlib.Path) -> Iterator[None]:
-    """Keep other processes from converting to the directory within the block."""
+    """Keep other processes and threads from converting to the directory within the block."""
     place = directory.with_name(f"{directory.name}.lock")
-    while True:
+    with _THREADS:
+        while True:
+            try:
+                lock(place)
+            except BlockingIOError:
+                time.sleep(0.2)
+            else:
+                break
         try:
-            lock(place)
-        except BlockingIOError:
-            time.sleep(0.2)
-        else:
-            break
-    try:
-        yield
-    finally:
-        unlock(place)
+            yield
+        finally:
+            unlock(place)

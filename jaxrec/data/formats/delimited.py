@@ -5,27 +5,43 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import csv
+import io
 import pathlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
 from jaxrec.data.files import DataError
-from jaxrec.data.formats.base import Format, Types, WiderTypeError
+from jaxrec.data.formats.base import Format, Types, WiderTypeError, unpacked
 
 # Bytes of a part, the first of which decides the types of the columns.
 PART_BYTES = 16 << 20
 
+# Bytes of the longest line of names.
+_HEADER_BYTES = 1 << 20
+
+# Bytes that are searched for codes with leading zeros.
+_SAMPLE_BYTES = 1 << 20
+
 SEPARATORS = "\t,;|"
+
+# A whole number, and the text of a quoted name.
+_WHOLE = re.compile(r"[-+]?[0-9]+")
+_QUOTED = re.compile(r'"[^"]*"')
 
 _BAD_VALUE = re.compile(
     r"In CSV column #(?P<column>\d+): (Row #(?P<row>\d+): )?CSV conversion error to "
     r"(?P<kind>[^:]+): invalid value '(?P<value>.*)'",
     re.DOTALL,
 )
+_COLUMN = re.compile(r"In CSV column #(\d+)")
 _ROW = re.compile(r"Row #(\d+): ")
 
 
@@ -40,39 +56,61 @@ class Delimited(Format):
     suffixes = (".csv", ".tsv", ".tab", ".psv")
     guesses_types = True
 
-    def tables(self, path: pathlib.Path, types: Types) -> Iterator[pa.Table]:
+    def tables(self, path: pathlib.Path, types: Types, guesses: Types) -> Iterator[pa.Table]:
         header, separator = _header(path)
         names = _names(path, header, separator)
-        types = {name: kind for name, kind in types.items() if name in names}
+        known = {name: kind for name, kind in {**guesses, **types}.items() if name in names}
+        part = None
         try:
-            with pa.input_stream(path, compression="detect") as stream:
-                reader = pyarrow.csv.open_csv(
-                    stream,
-                    pyarrow.csv.ReadOptions(use_threads=False, block_size=PART_BYTES),
-                    pyarrow.csv.ParseOptions(delimiter=separator, newlines_in_values=True),
-                    pyarrow.csv.ConvertOptions(column_types=types),
-                )
-                for part in reader:
-                    yield _without_empty_texts(path, pa.Table.from_batches([part]))
+            with unpacked(path) as stream:
+                reader = _reader(stream, separator, column_types=known)
+                yield reader.schema.empty_table()  # a file may have names and no rows
+                for batch in reader:
+                    if part is None:
+                        _check_digits(path, batch, separator, known)
+                        _check_zeros(path, batch, separator, known)
+                    part = pa.Table.from_batches([batch])
+                    yield _without_empty_texts(path, part)
+            if part is not None:
+                _check_last_quote(path, part)
         except (pa.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
-            raise _explained(error, path, names, types) from None
+            raise _explained(error, path, names, types, separator) from None
+
+
+def _reader(
+    stream: pa.NativeFile, separator: str, part_bytes: int | None = None, **convert: Any
+) -> pyarrow.csv.CSVStreamingReader:
+    return pyarrow.csv.open_csv(
+        stream,
+        pyarrow.csv.ReadOptions(use_threads=False, block_size=part_bytes or PART_BYTES),
+        pyarrow.csv.ParseOptions(delimiter=separator, newlines_in_values=True),
+        pyarrow.csv.ConvertOptions(**convert),
+    )
 
 
 def _header(path: pathlib.Path) -> tuple[str, str]:
     """Return the first line of a file, and the separator of its fields."""
     try:
-        with pa.input_stream(path, compression="detect") as stream:
-            start = stream.read(1 << 16)
+        with unpacked(path) as stream:
+            start = stream.read(_HEADER_BYTES)
     except OSError as error:
         if error.errno is not None:
             raise
         raise DataError(f"{path} is damaged ({error})") from None
-    line = start.decode("utf-8-sig", errors="replace").partition("\n")[0].rstrip("\r")
+    if start.startswith(b"\x1f\x8b"):
+        raise DataError(f"{path} is compressed by gzip; name it {path.name}.gz")
+    try:
+        line = re.split(rb"[\r\n]", start, maxsplit=1)[0].decode("utf-8-sig")
+    except UnicodeDecodeError:
+        is_wide = start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        raise _no_utf8(path, "line 1", "UTF-16" if is_wide else "LATIN1") from None
     if not line.strip():
         raise DataError(f"{path}, line 1 is empty; the first line has the names of the columns")
-    return line, max(SEPARATORS, key=line.count) if len(line) > 1 else ","
+    bare = _QUOTED.sub("", line)
+    separator = max(SEPARATORS, key=bare.count)
+    return line, separator if separator in bare else ","
 
 
 def _names(path: pathlib.Path, header: str, separator: str) -> list[str]:
@@ -110,35 +148,137 @@ def _without_empty_texts(path: pathlib.Path, table: pa.Table) -> pa.Table:
         column = table.column(number)
         if pa.types.is_binary(field.type):
             # pyarrow takes a column for bytes where it is no UTF-8.
-            raise DataError(
-                f"{path}, column {field.name!r} is not UTF-8 text; convert the file, such as by "
-                "iconv -f LATIN1 -t UTF-8"
-            )
+            raise _no_utf8(path, f"column {field.name!r}")
         if pa.types.is_string(field.type):
             missing = pc.equal(column, "")
             table = table.set_column(number, field, pc.if_else(missing, None, column))
     return table
 
 
+def _no_utf8(path: pathlib.Path, place: str, encoding: str = "LATIN1") -> DataError:
+    return DataError(
+        f"{path}, {place} is not UTF-8 text; convert the file, such as by iconv -f {encoding} "
+        "-t UTF-8"
+    )
+
+
+def _check_digits(path: pathlib.Path, batch: pa.RecordBatch, separator: str, known: Types) -> None:
+    """Raise a WiderTypeError if whole numbers beyond int64 became floats, which have fewer digits.
+
+    Such numbers are ids, often hashes, of which two would become one.
+    """
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if name in known or not pa.types.is_floating(column.type):
+            continue
+        largest = pc.max(pc.abs(column)).as_py()
+        if largest is None or largest < 2**63:
+            continue
+        with unpacked(path) as stream:
+            options: dict[str, Any] = {
+                "include_columns": [name],
+                "column_types": {name: pa.string()},
+            }
+            texts = _reader(stream, separator, **options).read_next_batch().column(0)
+        values = texts.filter(pc.is_valid(column))
+        if pc.all(pc.match_substring_regex(values, f"^{_WHOLE.pattern}$")).as_py():
+            raise WiderTypeError(name, pa.string())
+
+
+def _check_zeros(path: pathlib.Path, batch: pa.RecordBatch, separator: str, known: Types) -> None:
+    """Raise a WiderTypeError if codes with leading zeros became integers: 00501 is not 501."""
+    names = [x.name for x in batch.schema if x.name not in known and pa.types.is_integer(x.type)]
+    if not names:
+        return
+    options: dict[str, Any] = {
+        "include_columns": names,
+        "column_types": dict.fromkeys(names, pa.string()),
+    }
+    try:
+        with unpacked(path) as stream:
+            texts = _reader(stream, separator, _SAMPLE_BYTES, **options).read_next_batch()
+    except pa.ArrowInvalid:  # a row is longer than the sample
+        return
+    for name, column in zip(names, texts.columns, strict=True):
+        if pc.any(pc.match_substring_regex(column, "^[-+]?0[0-9]")).as_py():
+            raise WiderTypeError(name, pa.string())
+
+
+def _check_last_quote(path: pathlib.Path, part: pa.Table) -> None:
+    """Raise an error if the last value has no closing quote: the rest of the file is in it."""
+    column = part.column(part.num_columns - 1)
+    if not len(column) or not pa.types.is_string(column.type):
+        return
+    value = column[-1].as_py() or ""
+    # A line end is in quotes, and the last value's closing quote ends the file.
+    if "\n" not in value:
+        return
+    end = b""
+    with unpacked(path) as stream:
+        while more := stream.read(1 << 20):
+            end = (end + more).rstrip(b"\r\n")[-1:]
+    if end != b'"':
+        raise DataError(
+            f"{path}, column {part.column_names[-1]!r}: the value that begins with "
+            f"{value[:40]!r} has no closing quote, and holds the rest of the file; close it"
+        )
+
+
+def _line(path: pathlib.Path, record: int, separator: str) -> int:
+    """Return the line that a record begins at; the names are record 1.
+
+    Arrow counts records, without blank lines. This reads the file again, for an error alone.
+    """
+    count = end = 0
+    with unpacked(path) as stream, io.TextIOWrapper(stream, "utf-8", "replace", "") as text:
+        reader = csv.reader(text, delimiter=separator)
+        with contextlib.suppress(csv.Error):
+            for fields in reader:
+                count += bool(fields)
+                if count == record:
+                    return end + 1
+                end = reader.line_num
+    return record
+
+
+def _wider(kind: str, value: str) -> pa.DataType | None:
+    """Return a type for a value and for those of a guessed type before it; None: the user knows."""
+    is_whole = _WHOLE.fullmatch(value) is not None
+    if kind == "null":
+        if is_whole:
+            return pa.int64()
+        return pa.float64() if _is_number(value) else pa.string()
+    if kind == "int64":
+        # A float has fewer digits than a whole number beyond int64.
+        if is_whole:
+            return pa.string()
+        # Other text may be ids that only looked like numbers at first, or a mistake.
+        return pa.float64() if _is_number(value) else None
+    return None
+
+
 def _explained(
-    error: Exception, path: pathlib.Path, names: list[str], types: Types
+    error: Exception, path: pathlib.Path, names: list[str], types: Types, separator: str
 ) -> DataError | WiderTypeError:
     """Return an error that names line and column, or the type that a column needs."""
     text = " ".join(str(error).split())
+    if "straddling" in text:
+        return DataError(
+            f"{path} has a row of more than {PART_BYTES:,} bytes; a quote may not be closed"
+        )
+    if "invalid UTF8" in text and (column := _COLUMN.search(text)) is not None:
+        return _no_utf8(path, f"column {names[int(column[1])]!r}")
     if (bad := _BAD_VALUE.search(str(error))) is None:
         row = _ROW.search(text)
-        place = path if row is None else f"{path}, line {row[1]}"
+        place = path if row is None else f"{path}, line {_line(path, int(row[1]), separator)}"
         return DataError(f"{place}: {_ROW.sub('', text).removeprefix('CSV parse error: ')}")
     name, value = names[int(bad["column"])], bad["value"]
-    if name not in types:
-        # The first part decided the type. Numbers may go on as floats; other values may be ids that
-        # only look like numbers at first, or mistakes: the user knows.
-        if bad["kind"] == "int64" and _is_number(value):
-            return WiderTypeError(name, pa.float64())
-        if bad["kind"] == "null":
-            return WiderTypeError(name, pa.float64() if _is_number(value) else pa.string())
-    place = f"{path}, line {bad['row']}, column {name!r}" if bad["row"] else f"{path}, {name!r}"
+    if name not in types and (wider := _wider(bad["kind"], value)) is not None:
+        return WiderTypeError(name, wider)
+    line = f", line {_line(path, int(bad['row']), separator)}" if bad["row"] else ""
+    problem = f"{path}{line}, column {name!r}: {value[:80]!r} is no {bad['kind']}"
+    if name in types:
+        return DataError(f"{problem}, the type that was given; correct it, or give another type")
     return DataError(
-        f"{place}: {value!r} is no {bad['kind']}, the type of the values before it; correct it, or "
-        f"give the column's type by --data.types {name}=string"
+        f"{problem}, the type of the values before it; correct it, or give the column's type by "
+        f"--data.types {name}=string"
     )

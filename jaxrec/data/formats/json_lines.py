@@ -2,41 +2,88 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import pathlib
 import re
 from collections.abc import Iterator
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.json
 
 from jaxrec.data.files import DataError
-from jaxrec.data.formats.base import Format, Types
+from jaxrec.data.formats.base import Format, Types, unpacked
 
 PART_BYTES = 16 << 20
 
+# Bytes of the longest line. Memory holds a line at least, and a file may be one large array.
+LINE_BYTES = 256 << 20
+
 _ROW = re.compile(r" in row (\d+)")
+
+_ONE_TYPE = "; write its values in one type, such as all in quotes"
+
+# A whole number that may exceed int64, as a value or in a list.
+_LONG = re.compile(rb"[:\[,]\s*-?\d{19,}\s*[,}\]]")
 
 
 class JsonLines(Format):
     """Objects, one a line, plain or compressed. Fields that an object lacks are missing.
 
     Columns have the type that fits all values: a pass over the file finds it before another reads
-    the values, since a field may come late.
+    the values, since a field may come late. Fields whose objects are all empty become null, since
+    Parquet has no type for them.
     """
 
     name = "JSON lines"
     suffixes = (".jsonl", ".ndjson", ".json")
 
-    def tables(self, path: pathlib.Path, types: Types) -> Iterator[pa.Table]:
-        schema = pa.schema([])
-        for table in _parts(path, pa.schema(types.items())):
-            try:
-                schema = pa.unify_schemas([schema, table.schema], promote_options="permissive")
-            except pa.ArrowException as error:
-                raise DataError(f"{path} has values of several types in a field: {error}") from None
-        for table in _parts(path, schema):
-            yield table.select(schema.names)
+    def tables(self, path: pathlib.Path, types: Types, guesses: Types) -> Iterator[pa.Table]:
+        schema = None
+        for table in _parts(path, pa.schema([])):
+            schema = table.schema if schema is None else _unified(path, schema, table.schema)
+        if schema is None:
+            raise DataError(f"{path} is empty; leave it out, such as by a pattern of the others")
+        fields = [field.with_type(types.get(field.name, field.type)) for field in schema]
+        for table in _parts(path, pa.schema(fields)):
+            yield _without_empty_objects(table.select(schema.names))
+
+
+def _unified(path: pathlib.Path, first: pa.Schema, second: pa.Schema) -> pa.Schema:
+    """Return the schema that fits the values of two parts of a file."""
+    both = [_as_text(first, second), _as_text(second, first)]
+    try:
+        return pa.unify_schemas(both, promote_options="permissive")
+    except pa.ArrowException as error:
+        raise DataError(
+            f"{path} has values of several types in a field ({error}){_ONE_TYPE}"
+        ) from None
+
+
+def _as_text(schema: pa.Schema, other: pa.Schema) -> pa.Schema:
+    """Make columns of times text where the other part has text: its words look like no times."""
+    fields = []
+    for field in schema:
+        at = other.get_field_index(field.name)
+        is_text = at >= 0 and pa.types.is_string(other.field(at).type)
+        is_time = pa.types.is_timestamp(field.type)
+        fields.append(field.with_type(pa.string()) if is_text and is_time else field)
+    return pa.schema(fields)
+
+
+def _without_empty_objects(table: pa.Table) -> pa.Table:
+    for number, field in enumerate(table.schema):
+        if _has_empty_object(field.type):
+            nulls = pa.nulls(len(table))
+            table = table.set_column(number, pa.field(field.name, nulls.type), nulls)
+    return table
+
+
+def _has_empty_object(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind):
+        return not kind.num_fields or any(_has_empty_object(field.type) for field in kind)
+    return pa.types.is_list(kind) and _has_empty_object(kind.value_type)
 
 
 def _parts(path: pathlib.Path, schema: pa.Schema) -> Iterator[pa.Table]:
@@ -44,12 +91,18 @@ def _parts(path: pathlib.Path, schema: pa.Schema) -> Iterator[pa.Table]:
     options = pyarrow.json.ParseOptions(explicit_schema=schema)
     first, rest = 1, b""
     try:
-        with pa.input_stream(path, compression="detect") as stream:
+        with unpacked(path) as stream:
             while part := stream.read(PART_BYTES):
+                if first == 1 and not rest:
+                    part = part.removeprefix(codecs.BOM_UTF8)
                 whole, end, rest = (rest + part).rpartition(b"\n")
                 if end:
                     yield _parsed(whole + end, options, path, first)
                     first += whole.count(b"\n") + 1
+                if len(rest) > LINE_BYTES:
+                    raise DataError(
+                        f"{path}, line {first} is longer than {LINE_BYTES:,} bytes{_advice(rest)}"
+                    )
     except OSError as error:
         if error.errno is not None:
             raise
@@ -63,11 +116,40 @@ def _parsed(
 ) -> pa.Table:
     read = pyarrow.json.ReadOptions(use_threads=False, block_size=len(text) + 1)
     try:
-        return pyarrow.json.read_json(io.BytesIO(text), read, options)
+        table = pyarrow.json.read_json(io.BytesIO(text), read, options)
     except pa.ArrowException as error:
         row = _ROW.search(str(error))
-        line = f", line {first + int(row[1])}" if row else f", from line {first} on"
-        hint = ""
-        if text.lstrip()[:1] == b"[":
-            hint = "; the file is one array: write each of its objects on a line of its own"
-        raise DataError(f"{path}{line}: {_ROW.sub('', str(error))}{hint}") from None
+        line = f", from line {first} on"
+        if row is not None:
+            # Arrow does not count blank lines.
+            lines = [n for n, each in enumerate(text.split(b"\n"), first) if each.strip()]
+            line = f", line {lines[min(int(row[1]), len(lines) - 1)]}"
+        problem = _ROW.sub("", str(error))
+        raise DataError(f"{path}{line}: {problem}{_advice(text, problem)}") from None
+    _check_digits(table, text, path, first)
+    return table
+
+
+def _check_digits(table: pa.Table, text: bytes, path: pathlib.Path, first: int) -> None:
+    """Raise an error if a whole number beyond int64 became a float, which has fewer digits."""
+    for name in table.column_names:
+        column = table[name]
+        if pa.types.is_list(column.type):
+            column = pc.list_flatten(column)
+        if not pa.types.is_floating(column.type) or not len(column):
+            continue
+        largest = pc.max(pc.abs(column)).as_py()
+        if largest is not None and largest >= 2**63 and (long := _LONG.search(text)):
+            line = first + text.count(b"\n", 0, long.start())
+            raise DataError(
+                f"{path}, line {line}, field {name!r}: a whole number beyond int64 would lose "
+                "digits; write it in quotes"
+            )
+
+
+def _advice(text: bytes, problem: str = "") -> str:
+    if text[:100].lstrip()[:1] == b"[":
+        return "; the file is one array: write each of its objects on a line of its own"
+    if "changed from" in problem or "Failed to convert" in problem:
+        return _ONE_TYPE
+    return "; each line holds one whole object"

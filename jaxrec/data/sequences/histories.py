@@ -181,7 +181,11 @@ def _split(
     groups = (_read_checked(log, group, keys) for group in range(len(log.sizes)))
     if parts == 1:
         # Files may write one column as int32 and int64.
-        yield iter([pa.concat_tables(groups, promote_options="permissive")])
+        try:
+            table = pa.concat_tables(groups, promote_options="permissive")
+        except pa.ArrowException as error:
+            raise _different_types(error) from None
+        yield iter([table])
         return
     directory = pathlib.Path(tempfile.mkdtemp(prefix=".histories.", dir=beside))
     try:
@@ -208,10 +212,8 @@ def _write_parts(tables: Iterable[pa.Table], user: str, files: Sequence[pathlib.
                 writers = [stack.enter_context(pa.ipc.new_file(str(x), first)) for x in files]
             try:
                 table = table.cast(first)
-            except (pa.ArrowInvalid, ValueError) as error:
-                raise DataError(
-                    f"the log's files have columns of different types ({error}); write them in one"
-                ) from None
+            except (pa.ArrowException, ValueError) as error:
+                raise _different_types(error) from None
             codes = np.asarray(hash_ids(joined(table[user]), parts))
             order = np.argsort(codes, kind="stable")
             table, ends = (
@@ -220,6 +222,12 @@ def _write_parts(tables: Iterable[pa.Table], user: str, files: Sequence[pathlib.
             )
             for writer, (start, stop) in zip(writers, itertools.pairwise(ends), strict=True):
                 writer.write_table(table.slice(start, stop - start))
+
+
+def _different_types(error: Exception) -> DataError:
+    return DataError(
+        f"the log's files have columns of different names or types ({error}); write them alike"
+    )
 
 
 def _read_checked(log: FileGroups, group: int, keys: tuple[str, str]) -> pa.Table:

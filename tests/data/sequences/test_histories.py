@@ -127,6 +127,17 @@ def test_logs_that_are_refused(tmp_path, rows, message):
     assert [each.name for each in tmp_path.iterdir()] == ["log.parquet"]
 
 
+@pytest.mark.parametrize("at_once", [10**6, 1], ids=["in memory", "in parts"])
+def test_files_of_different_types_are_refused(tmp_path, at_once):
+    for number, items in enumerate(([None, None], [7, 8], ["a", "b"])):
+        part = pa.table({"uid": [1, 2], "timestamp": [1, 2], "item_id": items})
+        pq.write_table(part, tmp_path / f"log.{number}.parquet")
+    with pytest.raises(DataError, match="files have columns of different names or types"):
+        write_histories(
+            ParquetGroups.of_directory(tmp_path), tmp_path / "out", sorted_events=at_once
+        )
+
+
 def test_an_empty_log_is_refused(tmp_path):
     path = tmp_path / "log.parquet"
     pq.write_table(pa.table({"uid": pa.array([], pa.int32())}), path)
