@@ -3,9 +3,10 @@
 A program has keys of a head, and visits the blocks of 64 queries that meet them. Each key's sums
 belong to one program, so that nothing is added in memory, and every run gives the same bits.
 
-Up to 128 columns a program has 128 keys, and each of two warpgroups both gradients of 64. Of wider
-heads a thread cannot hold two sums: a program then has 64 keys, and one warpgroup has the gradient
-of the values, the other that of the keys. Both compute the scores.
+In heads of up to 128 columns a program has 128 keys, and each of two warpgroups computes both
+gradients of 64. In wider heads a thread cannot hold both sums: a program then has 64 keys, one
+warpgroup computes the gradient of the values, and the other that of the keys. Both compute the
+scores.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from jaxrec.embed.kernels.mosaic.hstu.tiles import (
 SHAPE = (PART, PART)  # keys and queries of a product
 
 
-def key_gradients(
+def compute_key_gradients(
     query: Float[Array, "queries heads dim"],
     key: Float[Array, "keys heads dim"],
     value: Float[Array, "keys heads value_dim"],
@@ -58,7 +59,7 @@ def key_gradients(
     scale: float,
     interpret: bool,
 ) -> tuple[Float[Array, "keys heads dim"], Float[Array, "keys heads value_dim"]]:
-    """Return the gradients of keys and values, given that of `output`.
+    """Return the gradients of keys and values, given that of the output.
 
     ``numbers`` of queries and of keys are no padding.
     """

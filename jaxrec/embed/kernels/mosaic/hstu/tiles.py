@@ -46,7 +46,7 @@ def each_block(
 
         def visit(block: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             turn, *now = carry
-            # Those of the next block are on their way during this turn.
+            # The facts of the next block are loaded during this turn.
             following = facts(block + 1)
             step(turn, block, *now)
             return turn + 1, *following
@@ -71,7 +71,8 @@ class Source:
         array: The array.
         edge: Its block that is half padding, with zeros at the padding; see `blocks.edge`. None:
             padding does not matter.
-        edge_block: Index of that block.
+        edge_block: Index of that block. Later blocks are all padding, and are copied from ``edge``
+            too: its numbers are finite, and the mask hides them.
     """
 
     array: Any
@@ -89,7 +90,7 @@ class Source:
         if self.edge is None:
             copy(whole)
             return
-        is_edge = block == self.edge_block
+        is_edge = block >= self.edge_block
         pl.when(is_edge)(lambda: copy(self.edge.at[:, head]))
         pl.when(jnp.logical_not(is_edge))(lambda: copy(whole))
 
