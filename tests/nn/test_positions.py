@@ -87,7 +87,7 @@ def test_gradients_on_a_mesh(kind):
 
 @pytest.mark.usefixtures("way")
 def test_second_derivatives():
-    """Position ``p`` occurs ``n`` times, so that the second derivative of its cubes is ``6 n x``."""
+    """Position ``p`` occurs ``n`` times: the second derivative of its cubes is ``6 n x``."""
     lengths = jnp.array(LENGTHS[0], jnp.int32)
 
     def loss(vectors):
