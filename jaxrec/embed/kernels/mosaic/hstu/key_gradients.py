@@ -102,13 +102,12 @@ def compute_key_gradients(
         def edge_of(index: int) -> Array:
             return jax.lax.div(totals[index], jnp.int32(PART))
 
-        # Values at padding are zeros: the products with them are multiplied by slopes that the mask
-        # has made zero, and NaN would stay.
+        # Values at padding must be finite: the products with them are multiplied by slopes that the
+        # mask has made zero, and NaN would stay. A part behind the edge is all padding, and gets
+        # the values of the edge.
         def copy_keys(part: Array, slot: Any) -> None:
-            for source, memory in (
-                (Source(k), k_memory),
-                (Source(v, edges[2], edge_of(1)), v_memory),
-            ):
+            values = Source(v, edges[2], jnp.maximum(part, edge_of(1)))
+            for source, memory in ((Source(k), k_memory), (values, v_memory)):
                 source.copy(part, head, memory.at[slot], is_there.at[slot])
 
         def store(sums: Array, factor: float, memory: Any, out: Any, part: Array) -> None:

@@ -71,8 +71,7 @@ class Source:
         array: The array.
         edge: Its block that is half padding, with zeros at the padding; see `blocks.edge`. None:
             padding does not matter.
-        edge_block: Index of that block. Later blocks are all padding, and are copied from ``edge``
-            too: its numbers are finite, and the mask hides them.
+        edge_block: Index of that block.
     """
 
     array: Any
@@ -90,7 +89,7 @@ class Source:
         if self.edge is None:
             copy(whole)
             return
-        is_edge = block >= self.edge_block
+        is_edge = block == self.edge_block
         pl.when(is_edge)(lambda: copy(self.edge.at[:, head]))
         pl.when(jnp.logical_not(is_edge))(lambda: copy(whole))
 
