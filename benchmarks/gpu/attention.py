@@ -79,9 +79,11 @@ CASES = [
     Case("float16 d256", LENGTHS, 256, dtype="float16"),
     Case("d64 values of 256", LENGTHS, 64, 256),
     Case("whole blocks", (1024, 1024), 128, padding=0),
+    # The last of two blocks of 64 keys that a program has is all padding.
+    Case("block of padding", (5, 300, 130, 1, 90, 660), 128, padding=200),
 ]
 DRY_CASES = [
-    Case("causal", (5, 0, 100, 30), 64, heads=1, padding=3),
+    Case("causal", (5, 0, 100, 30), 64, heads=1, padding=70),
     Case("d256", (5, 140), 256, heads=1, mask=(("num_targets", (0, 20)),), padding=3),
 ]
 

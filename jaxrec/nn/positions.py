@@ -39,6 +39,10 @@ def take_positions(
 
     Elements of padding have vector 0, and send it no gradient.
     """
+    return _taken(vectors, lengths, capacity)
+
+
+def _taken(vectors, lengths, capacity):
     places = each_device(lambda lengths: lengths_range(lengths, capacity), lengths)
     return take(vectors, places, fill_value=jnp.nan)
 
@@ -46,7 +50,8 @@ def take_positions(
 # The gradient of `take` is a scatter. GPUs add it by atomics, in another order on every run, and
 # every row adds to the first positions. There each position reads its elements of all rows instead.
 def _take_forward(vectors, lengths, capacity):
-    return take_positions(vectors, lengths, capacity), (vectors, lengths)
+    # Not `take_positions`: `jax.hessian` differentiates this function in forward mode.
+    return _taken(vectors, lengths, capacity), (vectors, lengths)
 
 
 def _take_backward(capacity, residuals, cotangent):
@@ -81,7 +86,8 @@ def _sum_positions(
     place = jnp.arange(count, dtype=jnp.int32)[:, None]
     starts = complete_cumsum(lengths)[None, :-1]
     index = jnp.where(place < lengths[None], starts + place, values.shape[0])
-    return jnp.sum(take(values, index), axis=1, dtype=jnp.float32)
+    wide = jnp.promote_types(values.dtype, jnp.float32)
+    return jnp.sum(take(values, index), axis=1, dtype=wide)
 
 
 class PositionWeightedModule(nnx.Module):

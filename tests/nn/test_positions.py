@@ -85,6 +85,18 @@ def test_gradients_on_a_mesh(kind):
     np.testing.assert_array_equal(gradient, expected_gradient(lengths, cotangent))
 
 
+@pytest.mark.usefixtures("way")
+def test_second_derivatives():
+    """Position ``p`` occurs ``n`` times: the second derivative of its cubes is ``6 n x``."""
+    lengths = jnp.array(LENGTHS[0], jnp.int32)
+
+    def loss(vectors):
+        return (take_positions(vectors, lengths, CAPACITY)[:8] ** 3).sum()
+
+    found = jax.jit(jax.hessian(loss))(jnp.arange(1.0, COUNT + 1)[:, None])[:, 0, :, 0]
+    np.testing.assert_array_equal(found, np.diag(6 * np.array([3, 2, 2, 1]) * np.arange(1, 5)))
+
+
 def test_positions_past_the_last_are_nan():
     taken = take_positions(jnp.ones((2, 1)), jnp.array([3, 1], jnp.int32), 5)
     np.testing.assert_array_equal(taken[:, 0], [1, 1, np.nan, 1, 1])
@@ -108,6 +120,7 @@ def test_a_gpu_adds_no_gradient_of_sasrec_by_atomics():
     graph, state = nnx.split(model)
     text = gradients.trace(state, batch).lower(lowering_platforms=("cuda",)).as_text()
     scatters = re.findall(r"stablehlo\.scatter.*?\}\) : .*?\n", text, re.S)
+    assert scatters
     for scatter in scatters:
         is_float = re.search(r"stablehlo\.add .*: tensor<f", scatter)
         assert not is_float or "unique_indices = true" in scatter, scatter

@@ -28,9 +28,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxrec.embed.kernels.mosaic.hstu.blocks import Ranges, padded, padded_ranges
-from jaxrec.embed.kernels.mosaic.hstu.key_gradients import key_gradients
-from jaxrec.embed.kernels.mosaic.hstu.output import output
-from jaxrec.embed.kernels.mosaic.hstu.query_gradients import query_gradients
+from jaxrec.embed.kernels.mosaic.hstu.key_gradients import compute_key_gradients
+from jaxrec.embed.kernels.mosaic.hstu.output import compute_output
+from jaxrec.embed.kernels.mosaic.hstu.query_gradients import compute_query_gradients
 
 MOST_COLUMNS = 256  # of a head
 _TYPES = ("bfloat16", "float16")
@@ -50,7 +50,7 @@ def attention(
     interpret: bool = False,
 ) -> Float[Array, "queries heads value_dim"]:
     """Return the output of attention; see `jaxrec.embed.kernels.reference`."""
-    out = output(
+    out = compute_output(
         padded(query),
         padded(key),
         padded(value),
@@ -85,8 +85,8 @@ def attention_gradients(
         padded_ranges(ranges),
     )
     options: dict[str, Any] = {"alpha": alpha, "scale": scale, "interpret": interpret}
-    of_query = query_gradients(*inputs, offsets[1, -1], **options)
-    of_key, of_value = key_gradients(*inputs, offsets[:, -1], **options)
+    of_query = compute_query_gradients(*inputs, offsets[1, -1], **options)
+    of_key, of_value = compute_key_gradients(*inputs, offsets[:, -1], **options)
     return (
         of_query[: query.shape[0], :, : query.shape[2]],
         of_key[: key.shape[0], :, : key.shape[2]],

@@ -3,9 +3,10 @@
 A program has keys of a head, and visits the blocks of 64 queries that meet them. Each key's sums
 belong to one program, so that nothing is added in memory, and every run gives the same bits.
 
-Up to 128 columns a program has 128 keys, and each of two warpgroups both gradients of 64. Of wider
-heads a thread cannot hold two sums: a program then has 64 keys, and one warpgroup has the gradient
-of the values, the other that of the keys. Both compute the scores.
+In heads of up to 128 columns a program has 128 keys, and each of two warpgroups computes both
+gradients of 64. In wider heads a thread cannot hold both sums: a program then has 64 keys, one
+warpgroup computes the gradient of the values, and the other that of the keys. Both compute the
+scores.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from jaxrec.embed.kernels.mosaic.hstu.tiles import (
 SHAPE = (PART, PART)  # keys and queries of a product
 
 
-def key_gradients(
+def compute_key_gradients(
     query: Float[Array, "queries heads dim"],
     key: Float[Array, "keys heads dim"],
     value: Float[Array, "keys heads value_dim"],
@@ -58,7 +59,7 @@ def key_gradients(
     scale: float,
     interpret: bool,
 ) -> tuple[Float[Array, "keys heads dim"], Float[Array, "keys heads value_dim"]]:
-    """Return the gradients of keys and values, given that of `output`.
+    """Return the gradients of keys and values, given that of the output.
 
     ``numbers`` of queries and of keys are no padding.
     """
@@ -101,13 +102,12 @@ def key_gradients(
         def edge_of(index: int) -> Array:
             return jax.lax.div(totals[index], jnp.int32(PART))
 
-        # Values at padding are zeros: the products with them are multiplied by slopes that the mask
-        # has made zero, and NaN would stay.
+        # Values at padding must be finite: the products with them are multiplied by slopes that the
+        # mask has made zero, and NaN would stay. A part behind the edge is all padding, and gets
+        # the values of the edge.
         def copy_keys(part: Array, slot: Any) -> None:
-            for source, memory in (
-                (Source(k), k_memory),
-                (Source(v, edges[2], edge_of(1)), v_memory),
-            ):
+            values = Source(v, edges[2], jnp.maximum(part, edge_of(1)))
+            for source, memory in ((Source(k), k_memory), (values, v_memory)):
                 source.copy(part, head, memory.at[slot], is_there.at[slot])
 
         def store(sums: Array, factor: float, memory: Any, out: Any, part: Array) -> None:

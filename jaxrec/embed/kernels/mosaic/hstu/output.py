@@ -37,7 +37,7 @@ from jaxrec.embed.kernels.mosaic.hstu.tiles import (
 )
 
 
-def output(
+def compute_output(
     query: Float[Array, "queries heads dim"],
     key: Float[Array, "keys heads dim"],
     value: Float[Array, "keys heads value_dim"],

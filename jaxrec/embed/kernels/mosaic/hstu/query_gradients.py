@@ -1,6 +1,6 @@
 """The gradient of the queries of HSTU attention, by warpgroup matrix products.
 
-A program has 128 queries of a head, as in `output`, and computes the scores again.
+A program has 128 queries of a head, as in `compute_output`, and computes the scores again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jaxrec.embed.kernels.mosaic.hstu.tiles import (
 )
 
 
-def query_gradients(
+def compute_query_gradients(
     query: Float[Array, "queries heads dim"],
     key: Float[Array, "keys heads dim"],
     value: Float[Array, "keys heads value_dim"],
@@ -49,7 +49,7 @@ def query_gradients(
     scale: float,
     interpret: bool,
 ) -> Float[Array, "queries heads dim"]:
-    """Return the gradient of the queries, given that of `output`."""
+    """Return the gradient of the queries, given that of the output."""
     (queries, heads, dim), value_dim, dtype = query.shape, value.shape[2], query.dtype
     size = PART  # keys of a block
     meets = blocks.meetings(ranges, key.shape[0], queries=TILE, keys=size)

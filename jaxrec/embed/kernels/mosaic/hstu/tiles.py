@@ -46,7 +46,7 @@ def each_block(
 
         def visit(block: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             turn, *now = carry
-            # Those of the next block are on their way during this turn.
+            # The facts of the next block are loaded during this turn.
             following = facts(block + 1)
             step(turn, block, *now)
             return turn + 1, *following

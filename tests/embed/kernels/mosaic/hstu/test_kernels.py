@@ -17,9 +17,10 @@ from tests.nn.attention_oracle import Call, Mask
 
 pytestmark = pytest.mark.jax_version
 
-# Several blocks in a row, several rows in a block, and a row of targets alone.
-LENGTHS = (5, 0, 150, 1, 60, 24)
-TARGETS = (0, 0, 40, 1, 59, 0)
+# Several blocks in a row, several rows in a block, and a row of targets alone. Of 256 elements the
+# last 76 are padding: some of the third block of 64, and the fourth.
+LENGTHS, PADDING = (5, 0, 150, 1, 12, 12), 76
+TARGETS = (0, 0, 40, 1, 11, 0)
 WINDOW = {"contextual_length": 3, "max_attention_length": 20, "min_full_attention_length": 4}
 # Columns of queries and of values, type, mask.
 CASES = {
@@ -33,12 +34,12 @@ ALPHA, SCALE = 0.3, 0.25
 def operands(name):
     """Operands of the primitive with NaN at padding, the output's gradient, and the oracle's."""
     dim, value_dim, dtype, mask = CASES[name]
-    lengths, padding, rng = np.array(LENGTHS, np.int32), 16, np.random.default_rng(0)
+    lengths, rng = np.array(LENGTHS, np.int32), np.random.default_rng(0)
     n = int(lengths.sum())
     widths = (dim, dim, value_dim, value_dim)
     exact = [rng.uniform(-1, 1, (n, 1, width)).astype(dtype) for width in widths]
-    given = [np.pad(x, [(0, padding), (0, 0), (0, 0)], constant_values=np.nan) for x in exact]
-    intervals = key_intervals(make_mask(lengths, **mask.arguments()), lengths, n + padding)
+    given = [np.pad(x, [(0, PADDING), (0, 0), (0, 0)], constant_values=np.nan) for x in exact]
+    intervals = key_intervals(make_mask(lengths, **mask.arguments()), lengths, n + PADDING)
     fields = (intervals.first, intervals.last, intervals.own, intervals.group)
     ranges = jnp.stack([each for each in fields if each is not None])
     offsets = np.tile(np.cumsum([0, *lengths], dtype=np.int32), (2, 1))
