@@ -132,7 +132,11 @@ class ServedArtifact:
         if key not in self._compiled:
             with self._lock:
                 if key not in self._compiled:
-                    self._compiled[key] = jax.jit(self._programs[key].call)
+                    # With the device, one program takes arrays of the host and of the device.
+                    # `jax.jit` alone compiles for each, the second time in the middle of a request.
+                    on_device = jax.sharding.SingleDeviceSharding(self._device)
+                    program = jax.jit(self._programs[key].call, in_shardings=on_device)
+                    self._compiled[key] = program
         return self._compiled[key]
 
 
