@@ -131,6 +131,33 @@ def test_new_variables_drop_all_caches(served):
     assert_scores(predict(served, batch, keys), expected(model("start"), batch))
 
 
+def test_two_threads_replace_variables(served, monkeypatch):
+    """Both replacements last, though each waits for the other to begin."""
+    old, both = served.variables, threading.Barrier(2)
+    names = list(old.arrays)[:2]
+    take = served._take
+
+    def wait_and_take(variables):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(timeout=0.1)
+        take(variables)
+
+    monkeypatch.setattr(served, "_take", wait_and_take)
+    threads = [
+        threading.Thread(target=served.replace, args=({name: 2 * old.arrays[name]}, 1))
+        for name in names
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    new = served.variables.arrays
+    monkeypatch.undo()
+    served.replace(old.arrays, version=0)
+    for name in names:
+        np.testing.assert_array_equal(new[name], 2 * old.arrays[name])
+
+
 def test_a_request_under_way_keeps_its_variables(served):
     """It neither reads caches of later variables nor leaves its own behind."""
     batch = rankers.lists([5], [2])
