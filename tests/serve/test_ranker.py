@@ -7,6 +7,7 @@ import contextlib
 import pathlib
 import shutil
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +131,33 @@ def test_new_variables_drop_all_caches(served):
     assert_scores(predict(served, batch, keys), expected(model("start"), batch))
 
 
+def test_two_threads_replace_variables(served, monkeypatch):
+    """Both replacements last, though each waits for the other to begin."""
+    old, both = served.variables, threading.Barrier(2)
+    names = list(old.arrays)[:2]
+    take = served._take
+
+    def wait_and_take(variables):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(timeout=0.1)
+        take(variables)
+
+    monkeypatch.setattr(served, "_take", wait_and_take)
+    threads = [
+        threading.Thread(target=served.replace, args=({name: old.arrays[name] + 1}, 1))
+        for name in names
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    new = served.variables.arrays
+    monkeypatch.undo()
+    served.replace(old.arrays, version=0)
+    for name in names:
+        np.testing.assert_array_equal(new[name], old.arrays[name] + 1)
+
+
 def test_a_request_under_way_keeps_its_variables(served):
     """It neither reads caches of later variables nor leaves its own behind."""
     batch = rankers.lists([5], [2])
@@ -170,9 +198,19 @@ def cache_of(size, marker):
     return Cache(history, size, ())
 
 
+def key_bytes(key):
+    return {1: 1, 2: 1, 3: 1, 300: 2, "a": 1, "ü" * 9: 18}[key]
+
+
+def total(caches):
+    return sum(cache.nbytes + key_bytes(key) for key, cache in caches.items())
+
+
 @settings(max_examples=max_examples(50))
 @given(
-    uses=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12)), max_size=40),
+    uses=st.lists(
+        st.tuples(st.sampled_from([1, 2, 3, 300, "a", "ü" * 9]), st.integers(0, 12)), max_size=40
+    ),
     bound=st.integers(0, 100),
 )
 def test_the_least_recently_used_caches_are_dropped(uses, bound):
@@ -187,13 +225,13 @@ def test_the_least_recently_used_caches_are_dropped(uses, bound):
             cache = cache_of(size, number)
             caches.keep(key, cache, owner)
             oracle.pop(key, None)
-            if 4 * size <= bound:
-                while sum(x.nbytes for x in oracle.values()) + 4 * size > bound:
+            if 4 * size + key_bytes(key) <= bound:
+                while total(oracle) + 4 * size + key_bytes(key) > bound:
                     oracle.popitem(last=False)
                     evictions += 1
                 oracle[key] = cache
         counts = caches.counts()
-        assert counts.bytes == sum(x.nbytes for x in oracle.values()) <= bound
+        assert counts.bytes == total(oracle) <= bound
         assert (counts.caches, counts.evictions) == (len(oracle), evictions)
 
 
@@ -204,7 +242,7 @@ def test_bytes_stay_below_the_bound_in_threads():
     def use(seed):
         rng = np.random.default_rng(seed)
         for number in range(300):
-            key = int(rng.integers(20))
+            key = int(rng.integers(1, 20))  # one byte
             if caches.find(key, owner) is None or number % 3 == 0:
                 caches.keep(key, cache_of(int(rng.integers(1, 60)), number), owner)
             if number == 200 and seed == 0:
@@ -224,7 +262,33 @@ def test_bytes_stay_below_the_bound_in_threads():
     watcher.join()
     assert max(seen) <= bound
     counts = caches.counts()
-    assert counts.bytes == sum(cache.nbytes for cache in caches._caches.values()) <= bound
+    assert counts.bytes == sum(cache.nbytes + 1 for cache in caches._caches.values()) <= bound
+
+
+def test_a_request_ends_at_its_deadline(served, monkeypatch):
+    """Here after two of its four rows."""
+    columns = {name: rankers.lists(LENGTHS, COUNTS)[name] for name in (*HISTORY, *TARGETS)}
+    batch, spec = jaxrec.KeyedJaggedArray.from_lists(columns), served.manifest.batch
+    request = RankerRequest.of_batch(served.ranker, spec, batch, None)
+    clock = types.SimpleNamespace(monotonic=iter([1.0, 2.0, 3.0]).__next__)
+    monkeypatch.setattr("jaxrec.serve.ranker.served.time", clock)
+    with pytest.raises(TimeoutError, match="2 of 4 rows were scored in time"):
+        served.predict_request(request, deadline=2.0)
+    assert outcomes(served) == (0, 0, 2)
+
+
+def test_nothing_compiles_after_the_warm_up(path, caplog):
+    """Whether a cache was just encoded, appended to, or grown to the larger size."""
+    served = load_ranker(path)
+    served.warm_up()
+    rows = rankers.lists([12], [3])
+    with jax.log_compiles():
+        caplog.clear()
+        for length in (2, 4, 6, 8):
+            part = {name: [values[0][:length]] for name, values in rows.items()}
+            predict(served, rows | {name: part[name] for name in HISTORY}, ["a"])
+    assert outcomes(served) == (0, 3, 1)
+    assert [r.getMessage() for r in caplog.records if "Finished XLA" in r.getMessage()] == []
 
 
 def test_histories_of_the_time_of_a_request(tmp_path):
@@ -338,14 +402,26 @@ def test_wrong_keys(served):
     for wrong in (1.5, True, b"a"):
         with pytest.raises(TypeError, match=f"keys are integers or strings, got {wrong!r}"):
             predict(served, batch, ["a", wrong])
-    predict(served, batch, np.array([3, 4]))
-    predict(served, batch, [3, 4])
-    assert outcomes(served) == (2, 0, 2)
+    for keys in ([3, 4], ["a", "b"]):
+        predict(served, batch, np.array(keys))
+        predict(served, batch, keys)
+    assert outcomes(served) == (4, 0, 4)
     with pytest.raises(ValueError, match="a key for each row; got 1 for 2 rows"):
         predict(served, batch, ["a"])
     lacking = jaxrec.KeyedJaggedArray.from_lists({name: batch[name] for name in HISTORY})
     with pytest.raises(KeyError, match="lacks feature 'c_item'"):
         served.predict(lacking)
+
+
+def test_each_history_has_its_candidates(served):
+    """A batch whose features have different numbers of rows, of which none is left out silently."""
+    history, candidates = (
+        jaxrec.KeyedJaggedArray.from_lists({name: batch[name] for name in names})
+        for batch, names in ((short(), HISTORY), (rankers.lists([1], [1]), TARGETS))
+    )
+    both = jaxrec.KeyedJaggedArray.from_dict(history.to_dict() | candidates.to_dict())
+    with pytest.raises(ValueError, match="got 2 histories and the candidates of 1 rows"):
+        served.predict(both)
 
 
 def test_wrong_exports(tmp_path, path):
@@ -361,6 +437,16 @@ def test_wrong_exports(tmp_path, path):
         export_ranker(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), target)
     with pytest.raises(ArtifactError, match=r"read it by jaxrec\.serve\.load_ranker"):
         load(path)
+    copy = pathlib.Path(shutil.copytree(path, tmp_path / "two kinds"))
+    names = ("platform", "file", "targets", "stablehlo")
+    write_manifest(
+        copy,
+        lambda content: content["programs"].append(
+            {"samples": 1} | {name: content["ranker"]["programs"][0][name] for name in names}
+        ),
+    )
+    with pytest.raises(ArtifactError, match="programs beside those of its ranker"):
+        load_ranker(copy)
     with pytest.raises(ValueError, match="cache_bytes is 0 or more, got -1"):
         load_ranker(path, cache_bytes=-1)
     assert not target.exists()

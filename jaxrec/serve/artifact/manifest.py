@@ -293,6 +293,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
                 )
         self._check_capacities()
         if self.ranker is not None:
+            if self.programs:
+                raise ValueError("it has programs beside those of its ranker")
             self.ranker.check(self.batch)
         if samples[-1] * max((len(each.keys) for each in self.batch.ragged), default=1) > _MOST:
             raise ValueError(f"a batch of {samples[-1]} samples is too large")

@@ -52,7 +52,7 @@ class ServedArtifact:
         self._directory, self._device = directory, device
         self._signatures: Mapping[Any, Signature] = {}
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
-        self._lock = threading.Lock()
+        self._lock, self._replacing = threading.Lock(), threading.Lock()
 
     def _read(self, signatures: Mapping[Any, Signature]) -> None:
         """Read the programs, by a key of each, and the arrays of the manifest."""
@@ -100,17 +100,19 @@ class ServedArtifact:
         Raises:
             ValueError: The model has no array of a name, or one of another shape or type.
         """
-        old = self._variables.arrays
-        for name, array in arrays.items():
-            if name not in old:
-                raise ValueError(f"the model has no variable {name!r}")
-            if (array.shape, array.dtype) != (old[name].shape, old[name].dtype):
-                raise ValueError(
-                    f"variable {name!r} is {old[name].dtype}{list(old[name].shape)}, got "
-                    f"{array.dtype}{list(array.shape)}"
-                )
-        new = {name: jax.device_put(array, self._device) for name, array in arrays.items()}
-        self._take(ServedVariables({**old, **new}, version))
+        # One at a time: two would both begin with the old variables, and one would be lost.
+        with self._replacing:
+            old = self._variables.arrays
+            for name, array in arrays.items():
+                if name not in old:
+                    raise ValueError(f"the model has no variable {name!r}")
+                if (array.shape, array.dtype) != (old[name].shape, old[name].dtype):
+                    raise ValueError(
+                        f"variable {name!r} is {old[name].dtype}{list(old[name].shape)}, got "
+                        f"{array.dtype}{list(array.shape)}"
+                    )
+            new = {name: jax.device_put(array, self._device) for name, array in arrays.items()}
+            self._take(ServedVariables({**old, **new}, version))
 
     def _take(self, variables: ServedVariables) -> None:
         # One assignment, which Python makes at once; a request reads the attribute once.
@@ -132,7 +134,11 @@ class ServedArtifact:
         if key not in self._compiled:
             with self._lock:
                 if key not in self._compiled:
-                    self._compiled[key] = jax.jit(self._programs[key].call)
+                    # With the device, one program takes arrays of the host and of the device.
+                    # `jax.jit` alone compiles for each, the second time in the middle of a request.
+                    on_device = jax.sharding.SingleDeviceSharding(self._device)
+                    program = jax.jit(self._programs[key].call, in_shardings=on_device)
+                    self._compiled[key] = program
         return self._compiled[key]
 
 

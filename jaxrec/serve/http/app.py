@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 VERSION_HEADER = "x-jaxrec-tables"
 
-# Bodies and responses above this size are decoded and encoded in a thread, so that other
-# connections do not wait for them.
+# Bodies of more bytes are decoded, and columns of more values are encoded, in a thread, so that
+# other connections do not wait for them.
 _INLINE_BYTES = 1 << 16
-_INLINE_SAMPLES = 1 << 10
+_INLINE_VALUES = 1 << 12
 
 Result = TypeVar("Result")
 
@@ -63,7 +63,7 @@ class Application:
         self.served, self.limits, self.metrics = served, limits, Metrics()
         self._predictor: Predictor | RankerPredictor
         if isinstance(served, ServedRanker):
-            self._predictor = RankerPredictor(served)
+            self._predictor = RankerPredictor(served, limits.timeout)
             self.metrics.watch_caches(lambda: served.cache_counts)
         else:
             self._predictor = Predictor(served)
@@ -191,7 +191,8 @@ class Application:
         except ClientDisconnect:
             raise RequestError(400, "the client closed the connection") from None
         encode = bodies.encode_arrow if accepted == ARROW else bodies.encode_json
-        content = await self._offload(payload.num_samples > _INLINE_SAMPLES, encode, scores.columns)
+        is_large = any(column.size > _INLINE_VALUES for column in scores.columns.values())
+        content = await self._offload(is_large, encode, scores.columns)
         return self._respond(
             content, media_type=accepted, headers={VERSION_HEADER: str(scores.version)}
         )

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import re
 import struct
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,11 +38,19 @@ _DAMAGE = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Payload:
-    """Samples of a request: lists by column from a JSON body, or a table from an Arrow body."""
+    """Samples of a request.
+
+    Attributes:
+        columns: Lists by column from a JSON body, or a table from an Arrow body.
+        num_samples: Number of samples.
+        num_bytes: Size of the body.
+        arrival: Time of `time.monotonic` when the body was decoded.
+    """
 
     columns: Mapping[str, list[Any]] | pa.Table
     num_samples: int
     num_bytes: int = 0
+    arrival: float = dataclasses.field(default_factory=time.monotonic)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,6 +67,11 @@ class Lists:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def size(self) -> int:
+        """Number of values of all lists."""
+        return self.values.size
 
     @property
     def offsets(self) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pyarrow as pa
@@ -17,13 +18,14 @@ class RankerPredictor:
     """Scores the candidates of requests.
 
     A program computes for one row, so that requests gain nothing by being predicted together:
-    ``joins_requests`` says so to the batcher.
+    ``joins_requests`` says so to the batcher. ``timeout`` is the longest time from a complete body
+    to its response, in seconds.
     """
 
     joins_requests = False
 
-    def __init__(self, served: ServedRanker) -> None:
-        self.served = served
+    def __init__(self, served: ServedRanker, timeout: float = math.inf) -> None:
+        self.served, self._timeout = served, timeout
         self.columns = RankerColumns(served.ranker, served.manifest.batch)
 
     def predict(self, payloads: Sequence[Payload]) -> list[Scores | RequestError]:
@@ -40,7 +42,18 @@ class RankerPredictor:
             return invalid(message_of(error))
         # Read once, so that the version is that of the tables that were used.
         variables = self.served.variables
-        scores = self.served.predict_request(request, variables)
+        try:
+            # A request of many rows takes minutes, in which no other one is answered. It ends when
+            # the endpoint has told its client that it took too long.
+            scores = self.served.predict_request(
+                request, variables, payload.arrival + self._timeout
+            )
+        except TimeoutError as error:
+            return RequestError(
+                504,
+                f"the request was not answered within {self._timeout:g} s: {error}; send fewer "
+                "rows at once",
+            )
         lengths = request.num_candidates
         return Scores(
             {name: Lists(values, lengths) for name, values in scores.items()}, variables.version

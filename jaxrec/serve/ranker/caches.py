@@ -72,6 +72,14 @@ class Cache:
         return self.history.nbytes + sum(array.nbytes for array in self.arrays)
 
 
+def _bytes_of(key: Key, cache: Cache) -> int:
+    """Return the bytes of a cache and of its key."""
+    # Clients choose the keys: without their bytes, keys of megabytes would exceed every bound.
+    if isinstance(key, str):
+        return cache.nbytes + len(key.encode("utf-8", "surrogatepass"))
+    return cache.nbytes + (key.bit_length() + 7) // 8
+
+
 @dataclasses.dataclass(frozen=True)
 class CacheCounts:
     """What happened to the caches of a ranker, and how large they are.
@@ -82,7 +90,7 @@ class CacheCounts:
         misses: Rows whose history was encoded.
         evictions: Caches that were dropped for others.
         caches: Number of caches.
-        bytes: Bytes of the caches.
+        bytes: Bytes of the caches and their keys.
     """
 
     hits: int = 0
@@ -100,7 +108,8 @@ class HistoryCaches:
     neither returned nor kept.
 
     Args:
-        max_bytes: Largest number of bytes. A cache that is larger by itself is not kept.
+        max_bytes: Largest number of bytes, with those of the keys. A cache that is larger by itself
+            is not kept.
         owner: Variables of the model.
     """
 
@@ -123,18 +132,17 @@ class HistoryCaches:
 
     def keep(self, key: Key, cache: Cache, owner: Any) -> None:
         """Keep a cache in place of the key's old one, and drop the least recently used ones."""
-        size = cache.nbytes
+        size = _bytes_of(key, cache)
         with self._lock:
             if owner is not self._owner:
                 return
             # The old one first, which is worth nothing any more, also if the new one is too large.
             if (old := self._caches.pop(key, None)) is not None:
-                self._bytes -= old.nbytes
+                self._bytes -= _bytes_of(key, old)
             if size > self.max_bytes:
                 return
             while self._bytes + size > self.max_bytes:
-                _, oldest = self._caches.popitem(last=False)
-                self._bytes -= oldest.nbytes
+                self._bytes -= _bytes_of(*self._caches.popitem(last=False))
                 self._counts["evictions"] += 1
             self._caches[key] = cache
             self._bytes += size

@@ -54,11 +54,21 @@ class RankerRequest:
         ranker: RankerSpec,
         spec: BatchSpec,
         batch: KeyedJaggedArray,
-        keys: Sequence[Key | None],
+        keys: Sequence[Key | None] | None,
     ) -> RankerRequest:
-        """Make a request of a batch with all features of history and candidates."""
+        """Make a request of a batch with all features of history and candidates.
+
+        Without ``keys`` no cache is kept.
+        """
         history, candidates = (columns_of(each, batch) for each in spec.ragged)
-        if len(keys) != (size := candidates[0].lengths.size):
+        size, num_histories = candidates[0].lengths.size, history[0].lengths.size
+        if num_histories != size:
+            raise ValueError(
+                f"a row has a history and candidates; got {num_histories} histories and the "
+                f"candidates of {size} rows"
+            )
+        keys = [None] * size if keys is None else keys
+        if len(keys) != size:
             raise ValueError(f"there is a key for each row; got {len(keys)} for {size} rows")
         for each, columns in zip(spec.ragged, (history, candidates), strict=True):
             check_ids(each, columns, 0, size)

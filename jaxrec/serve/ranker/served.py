@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
+import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -95,27 +96,40 @@ class ServedRanker(ServedArtifact):
             KeyError: The batch lacks a feature.
             TypeError: A key is neither an integer nor a string.
             ValueError: An id is outside of its table; a row has too many events or candidates, or
-                features of different lengths. The message names the feature and the row.
+                features of different lengths (the message names the feature and the row); or the
+                numbers of histories, rows of candidates and keys differ.
         """
-        given: list[Any] = [None] * batch.strides[0] if keys is None else list(keys)
-        given = [int(key) if isinstance(key, np.integer) else key for key in given]
-        if wrong := [key for key in given if type(key) not in KEY_TYPES]:
-            raise TypeError(f"keys are integers or strings, got {wrong[0]!r}")
-        request = RankerRequest.of_batch(self.ranker, self.manifest.batch, batch, given)
+        if keys is not None:
+            # NumPy's integers and strings become Python's: 7 is one key, whoever made it.
+            keys = [key.item() if isinstance(key, np.generic) else key for key in keys]
+            if wrong := [key for key in keys if type(key) not in KEY_TYPES]:
+                raise TypeError(f"keys are integers or strings, got {wrong[0]!r}")
+        request = RankerRequest.of_batch(self.ranker, self.manifest.batch, batch, keys)
         return self.predict_request(request)
 
     def predict_request(
-        self, request: RankerRequest, variables: ServedVariables | None = None
+        self,
+        request: RankerRequest,
+        variables: ServedVariables | None = None,
+        deadline: float = math.inf,
     ) -> dict[str, np.ndarray]:
         """Return the scores of all candidates of a request, all by the same variables.
 
         Args:
             request: The rows.
             variables: The tables and other variables; None: the current ones.
+            deadline: Time of `time.monotonic` after which no further row is scored.
+
+        Raises:
+            TimeoutError: The deadline passed before the last row.
         """
         # Read once: `replace` may come between two rows, and a request is of one version.
         variables = self._variables if variables is None else variables
-        parts = [part for row in request.rows() for part in self._scores(row, variables)]
+        parts: list[list[np.ndarray]] = []
+        for number, row in enumerate(request.rows()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{number:,} of {len(request.keys):,} rows were scored in time")
+            parts += self._scores(row, variables)
         return {
             name: np.concatenate([np.zeros(0, np.float32), *(part[index] for part in parts)])
             for index, name in enumerate(self._outputs)

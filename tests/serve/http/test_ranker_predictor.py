@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import re
 import threading
+import types
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 
 from jaxrec.serve import load_ranker
 from jaxrec.serve.artifact.refresh import Refresher
+from jaxrec.serve.http import app
+from jaxrec.serve.http.bodies import Payload, encode_json
 from jaxrec.serve.http.limits import Limits
 from jaxrec.serve.http.ranker_predictor import RankerPredictor
 from jaxrec.tier import publish
@@ -141,6 +144,30 @@ def test_wrong_requests(client, name):
 @pytest.fixture(scope="module")
 def predictor(path):
     return RankerPredictor(load_ranker(path, cache_bytes=1 << 16))
+
+
+def test_a_request_of_too_many_rows_ends(predictor):
+    """It would keep all others waiting."""
+    hurried = RankerPredictor(predictor.served, timeout=0.0)
+    misses = predictor.served.cache_counts.misses
+    (refused,) = hurried.predict([Payload(request(BATCH, KEYS), len(KEYS))])
+    assert (refused.status, predictor.served.cache_counts.misses) == (504, misses)
+    assert "0 of 4 rows were scored in time; send fewer rows at once" in refused.message
+
+
+def test_long_responses_are_encoded_in_a_thread(client, monkeypatch):
+    """A few rows may have many candidates: 10 values of each task here."""
+    threads = []
+
+    def encode(columns):
+        threads.append(threading.current_thread().name)
+        return encode_json(columns)
+
+    monkeypatch.setattr(app, "bodies", types.SimpleNamespace(encode_json=encode))
+    for most in (10, 9):
+        monkeypatch.setattr(app, "_INLINE_VALUES", most)
+        assert client.post(request(BATCH, KEYS)).status == 200
+    assert [name.startswith("predict") for name in threads] == [False, True]
 
 
 @settings(max_examples=max_examples(60))
