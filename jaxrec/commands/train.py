@@ -168,12 +168,12 @@ def _check_resumed(config: TrainConfig, run: TrainConfig) -> None:
             "--ranker and --windows make other requests, or another model, than those of the run; "
             "leave them out"
         )
-    names = ["user", "item", "history", "time", "label_kind"]
+    columns = ["user", "item", "history", "time", "label_kind"]
     # Other models compare --label with the labels that the run has found.
-    names += ["label"] if config.model.name == "hstu_ranker" else []
-    for name in names:
-        if getattr(config.data, name) != getattr(run.data, name):
-            option = f"--{name.replace('_', '-')}"
+    columns += ["label"] if config.model.name == "hstu_ranker" else []
+    for column in columns:
+        if getattr(config.data, column) != getattr(run.data, column):
+            option = f"--{column.replace('_', '-')}"
             raise ConfigError(f"{option} differs from that of the run; leave {option} out")
     rows = config.data.generated_rows
     if config.eval_only and config.data.path is None and rows != run.data.generated_rows:
