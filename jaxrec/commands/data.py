@@ -132,7 +132,10 @@ class RecordOptions:
 @dataclasses.dataclass(frozen=True)
 class HistoriesOptions:
     """Group a log with a row for each event into Parquet files with a row for each user, whose
-    lists have the user's events in the order of time."""
+    lists have the user's events in the order of time.
+
+    Example: jaxrec data histories events.parquet users
+    """
 
     input: Annotated[pathlib.Path, tyro.conf.Positional, required("INPUT")] = NOT_GIVEN
     """Parquet file, directory of Parquet files or pattern in quotes, 'parts/*.parquet'."""

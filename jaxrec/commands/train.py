@@ -144,7 +144,12 @@ def train_config(options: Sequence[str]) -> TrainConfig:
 
 
 def _check_resumed(config: TrainConfig, run: TrainConfig) -> None:
-    """Raise ConfigError if the options of a resumed run would change its rows or its tables."""
+    """Raise ConfigError if the options of a resumed run would change its rows or its model."""
+    if (name := config.model.name) != run.model.name:
+        raise ConfigError(
+            f"--model {name} is not that of the run, which is {run.model.name}; leave --model out, "
+            "or train a new run in another --output, without --resume"
+        )
     # A resumed run continues at its batch, and evaluates the rows that it has not trained on: both
     # hold only for the same rows in the same order.
     if config.seed != run.seed:
@@ -163,6 +168,13 @@ def _check_resumed(config: TrainConfig, run: TrainConfig) -> None:
             "--ranker and --windows make other requests, or another model, than those of the run; "
             "leave them out"
         )
+    columns = ["user", "item", "history", "time", "label_kind"]
+    # Other models compare --label with the labels that the run has found.
+    columns += ["label"] if config.model.name == "hstu_ranker" else []
+    for column in columns:
+        if getattr(config.data, column) != getattr(run.data, column):
+            option = f"--{column.replace('_', '-')}"
+            raise ConfigError(f"{option} differs from that of the run; leave {option} out")
     rows = config.data.generated_rows
     if config.eval_only and config.data.path is None and rows != run.data.generated_rows:
         raise ConfigError(
@@ -279,7 +291,8 @@ class _Run:
             rows=len(self.rows),
             held_out_rows=len(self.held_out),
             steps=trainer.step if stopping is None else stopping.last_step,
-            best_step=checkpoint.best_step(self.output, policy),
+            # Process 0 reads, as it alone knows which checkpoints it has deleted.
+            best_step=on_process_zero(lambda: checkpoint.best_step(self.output, policy)),
             seconds=round(time.perf_counter() - begun, 3),
             samples_per_second=progress.samples_per_second,
         )
@@ -360,12 +373,18 @@ class _Run:
             paused=progress.paused,
         )
 
-        def checkpoint_metrics() -> dict[str, float]:
-            # After an interrupt the checkpoint must be saved soon, without an evaluation before.
-            is_needed = policy.best and not self.interrupt
-            return (evaluation.values_at(trainer.step) if is_needed else None) or {}
-
         num_steps = _num_steps(config, self.rows)
+
+        def checkpoint_metrics() -> dict[str, float]:
+            if not policy.best:
+                return {}
+            # Early stopping compares the steps that it evaluates, of which the last step is one.
+            is_needed = config.checkpoint.keep_best or trainer.step == num_steps
+            # After an interrupt the checkpoint must be saved soon, without an evaluation before.
+            is_needed = is_needed and not self.interrupt
+            values_at = evaluation.values_at if is_needed else evaluation.known_values
+            return values_at(trainer.step) or {}
+
         default_every = min(RECORD_EVERY, -(-num_steps // MIN_RECORDS))
         saving = RunCheckpoints(
             manager,

@@ -198,8 +198,9 @@ class ModelConfig:
     bottom_layer_sizes: tuple[int, ...] = (128, 64)
     """Sizes of the hidden layers of DLRM's bottom MLP; a layer of embedding-dim follows."""
     top_layer_sizes: tuple[int, ...] = (128, 64)
-    """Sizes of the hidden layers of DLRM's top MLP, or of the deep network of DCN-v2 and DeepFM; a
-    layer of size 1 follows."""
+    """Sizes of the hidden layers of DLRM's top MLP, of the deep network of DCN-v2, DeepFM, wide &
+    deep and DIN, where a layer of size 1 follows; of the experts of MMoE and PLE; of two towers,
+    where a layer of twice embedding-dim follows."""
     cross_layers: int = 3
     """Number of layers of DCN-v2's cross network."""
     max_length: int = 100
@@ -378,6 +379,11 @@ class TrainConfig:
             raise ConfigError(
                 "each window is evaluated before it is trained on; leave --epochs and "
                 "--data.eval-path out, or --windows"
+            )
+        if self.windows and (self.patience or self.checkpoint.keep_best):
+            raise ConfigError(
+                "the windows of a run have different rows, so that their values do not say which "
+                "step is the best; leave --patience and --checkpoint.keep-best out, or --windows"
             )
         if self.seed < 0:
             raise ConfigError(f"seed must be 0 or more, got {self.seed}")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
+from jaxrec.mesh.agree import on_process_zero
 from jaxrec.tier.planning.tier import tier_of
 from jaxrec.train.checkpoint import CheckpointManager
 from jaxrec.train.checkpoint.files import all_steps, read_run
@@ -32,9 +33,11 @@ class EarlyStopping(Callback):
         mode: Whether the smallest ("min") or the largest ("max") value is the best.
         min_delta: Smallest difference from the best value that counts as better.
         manager: Saves the best steps as checkpoints, by a policy that keeps the best one by
-            ``metric``. At the end the checkpoints of later steps are deleted, so that the best is
-            the newest. A run that goes on from a checkpoint knows the best step so far. None: the
-            best step is a copy on the devices, which take twice the memory of the model.
+            ``metric``. At the end the best of its checkpoints is restored, also if another callback
+            saved it between two evaluations, and the checkpoints of later steps are deleted, so
+            that the best is the newest. A run that goes on from a checkpoint knows the best step so
+            far. None: the best step is a copy on the devices, which take twice the memory of the
+            model.
         best: The best value so far; None: no value yet.
         best_step: Its step.
         stopped_step: Step after which patience was over; None: training ended otherwise.
@@ -129,7 +132,9 @@ class EarlyStopping(Callback):
     def on_step_dispatched(self, trainer: Trainer, step: int) -> None:
         if step % self.every == 0:
             trainer.wait()
-            self._evaluate(trainer, step)
+            # Skipped steps do not count: checkpoints have the number of updates as their name.
+            if self._evaluated != trainer.step:
+                self._evaluate(trainer, trainer.step)
 
     def on_train_end(self, trainer: Trainer) -> None:
         step = trainer.step
@@ -137,6 +142,8 @@ class EarlyStopping(Callback):
             self._evaluate(trainer, step)
         if not self.restore_best or self.best_step is None:
             return
+        if self.manager is not None:
+            self.best_step, self.best = self._best_checkpoint(self.manager, step)
         if self.best_step != step:
             self._go_back(trainer, self.best_step)
         # The best of several calls of `train` is that of the last one: each begins anew.
@@ -170,6 +177,25 @@ class EarlyStopping(Callback):
             return False
         sign = 1 if self.mode == "max" else -1
         return self.best is None or sign * (value - self.best) > self.min_delta
+
+    def _best_checkpoint(self, manager: CheckpointManager, last: int) -> tuple[int, float]:
+        """Return the step and the value of the best checkpoint up to the step ``last``."""
+        # A callback may have saved a better step between two evaluations, or one that is as good;
+        # the manager may then have deleted the checkpoint of the best evaluation.
+        manager.wait_until_finished()
+
+        def best() -> tuple[int, float]:
+            values = {
+                step: read_run(manager.directory / str(step)).metrics
+                for step in all_steps(manager.directory)
+                if step <= last
+            }
+            step = manager.preservation_policy.ranked(values)[0]
+            return step, values[step][self.metric]
+
+        # Process 0 reads, as it alone knows which checkpoints it has deleted.
+        step, value = on_process_zero(best)
+        return step, value
 
     def _go_back(self, trainer: Trainer, step: int) -> None:
         if self.manager is not None:

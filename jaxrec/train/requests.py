@@ -33,7 +33,7 @@ from jaxrec.data.event_tables import request_rows
 from jaxrec.data.groups import ColumnGroups
 from jaxrec.data.movielens import has_ratings
 from jaxrec.data.sequences.batches import SequenceGroups
-from jaxrec.data.sequences.events import CANDIDATE
+from jaxrec.data.sequences.events import ACTION, CANDIDATE
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.train.config import DataConfig, TrainConfig
 from jaxrec.train.request_columns import Columns, event_schema, sequence_schema
@@ -103,8 +103,17 @@ class RequestData:
     def groups(
         self, data: DataConfig, names: Columns, schema: Schema, limits: RequestLimits
     ) -> SequenceGroups:
-        """Return the requests of the rows; ``schema`` has the encodings of the ids."""
+        """Return the requests of the rows; ``schema`` has the encodings of the ids.
+
+        Raises:
+            ConfigError: No column says what to predict, or ``--label`` names one beside requests.
+        """
         if CANDIDATE + names.items[0] in self.columns.names:
+            if data.label:
+                raise ConfigError(
+                    f"{data.path} has requests, which the column {CANDIDATE + ACTION!r} labels; "
+                    "leave --label out"
+                )
             return RequestGroups(self.rows, sequence_schema(names, schema), limits)
         events = event_schema(data, self.columns.names, names, schema)
         return EventGroups(self.rows, events, limits)

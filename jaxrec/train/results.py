@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import math
 import pathlib
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from jaxrec.arguments import ConfigError
+from jaxrec.files.atomic import write_atomically
 from jaxrec.train.checkpoint import PreservationPolicy
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.models.kind import LOSS, Measure
@@ -89,12 +91,23 @@ def write_results(
     console: Console,
 ) -> None:
     """Write the results' file and the picture of a run's curves to its directory."""
-    (output / RESULTS_FILE).write_text(json.dumps(results, indent=2) + "\n")
+    # A run with this file counts as finished: it is complete or absent.
+    with write_atomically(output / RESULTS_FILE) as unfinished:
+        unfinished.write_text(json.dumps(_strict(results), indent=2, allow_nan=False) + "\n")
     titles = {measure.name: measure.title for measure in (*measures, LOSS)}
     try:
         draw_summary(read_history(output / HISTORY_FILE), results, titles, output / SUMMARY_FILE)
     except ImportError as error:
         console.print(str(error))
+
+
+def _strict(value: Any) -> Any:
+    """Return a value for JSON, in which NaN and infinite numbers are null, as in the history."""
+    if isinstance(value, Mapping):
+        return {name: _strict(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [*map(_strict, value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def has_stopped_early(output: pathlib.Path, config: TrainConfig) -> bool:

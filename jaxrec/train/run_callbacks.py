@@ -121,6 +121,11 @@ class HeldOutEvaluation(Callback):
         self._values: dict[int, dict[str, float]] = {}
         self._rows = self.held_out.dataset
 
+    def on_train_start(self, trainer: Trainer) -> None:
+        # The run may have been stopped during the evaluation of the step from which it goes on.
+        if trainer.step in self.others:
+            self.values_at(trainer.step)
+
     def on_step_dispatched(self, trainer: Trainer, step: int) -> None:
         if step in self.others or (self.every is not None and step % self.every == 0):
             trainer.wait()
@@ -138,6 +143,10 @@ class HeldOutEvaluation(Callback):
             if self.report is not None:
                 self.report(step, values)
         return self._values[step]
+
+    def known_values(self, step: int) -> dict[str, float] | None:
+        """Return the values at a step if they are computed already."""
+        return self._values.get(step)
 
     def __call__(self) -> dict[str, float] | None:
         """Evaluate the current model; return None if ``stop`` of the held-out batches ended it."""
@@ -191,7 +200,9 @@ class RunStopping(EarlyStopping):
 
     def describe(self, num_steps: int) -> str:
         """Return a sentence on the end of training and on the step that is kept."""
-        kept = f"; the model is that of step {self.best_step:,}, the best by {self.metric}"
+        kept = f"; the model is that of step {self.last_step:,}, as no {self.metric} is a number"
+        if self.best_step is not None:
+            kept = f"; the model is that of step {self.best_step:,}, the best by {self.metric}"
         if self.stopped_step is None:
             return f"all {num_steps:,} steps are made{kept}"
         return (

@@ -296,10 +296,12 @@ def test_a_run_that_failed_does_not_block_its_corrected_self(tmp_path, monkeypat
     [
         ("--seed=3", "--seed 3 makes another log than that of the run, whose seed is 0"),
         ("--data.generated-rows=30", "--data.generated-rows 30 holds out other rows"),
+        ("--model=dcn_v2", "--model dcn_v2 is not that of the run, which is dlrm"),
+        ("--time=day", "--time differs from that of the run; leave --time out"),
     ],
-    ids=["seed", "rows"],
+    ids=["seed", "rows", "model", "time"],
 )
-def test_a_generated_log_is_that_of_the_run(tmp_path, capsys, option, message):
+def test_the_rows_and_the_model_are_those_of_the_run(tmp_path, capsys, option, message):
     write_options(TrainConfig(data=DataConfig(generated_rows=20)), tmp_path / "config.yaml")
     assert main(["train", f"--resume={tmp_path}", "--eval-only", option]) == 2
     assert message in capsys.readouterr().err

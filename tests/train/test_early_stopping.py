@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 
 from jaxrec.commands import main
-from jaxrec.train import CheckpointManager, EarlyStopping, PreservationPolicy, load_model
+from jaxrec.train import (
+    CheckpointManager,
+    EarlyStopping,
+    PreservationPolicy,
+    SaveCheckpoints,
+    load_model,
+)
 from jaxrec.train.checkpoint import all_steps
+from jaxrec.train.run_callbacks import RunStopping
 from tests.train.ranker import batches, make, same
 
 
@@ -92,6 +99,41 @@ def test_the_best_checkpoint_is_the_newest(tmp_path):
     assert all_steps(tmp_path) == [2]
 
 
+@pytest.mark.parametrize("between", [0.6, 0.7], ids=["better", "as-good"])
+def test_a_better_step_between_two_evaluations_is_kept(tmp_path, between):
+    """Its checkpoint takes the place of that of the best evaluation, which is step 2."""
+    with manager(tmp_path) as checkpoints:
+        stopping = scripted([0.7, 0.8, 0.9], manager=checkpoints, every=2)
+        trainer = make()
+        values = {3: {"ne": between}}
+        trainer.callbacks = [
+            stopping,
+            SaveCheckpoints(checkpoints, 3, metrics=lambda: values.get(trainer.step, {})),
+        ]
+        assert trainer.train(batches(9)) == 3
+        assert (stopping.best_step, stopping.best, stopping.stopped_step) == (3, between, 6)
+        same(trainer, after(3))
+    assert all_steps(tmp_path) == [3]
+
+
+def test_skipped_steps_do_not_count(tmp_path):
+    """The second batch is skipped, so that step 2 is made by the third."""
+    first, *rest = batches(8)
+    skipped = (rest[0][0], rest[0][1] * np.float32("nan"))
+    with manager(tmp_path) as checkpoints:
+        stopping = scripted([0.9, 0.7, 0.8, 0.75], manager=checkpoints)
+        trainer = make(callbacks=[stopping], max_skipped=1)
+        assert trainer.train([first, skipped, *rest]) == 2
+        assert (stopping.best_step, stopping.stopped_step) == (2, 4)
+        same(trainer, after(2))
+
+
+def test_a_run_of_values_that_are_no_numbers_is_described():
+    stopping = RunStopping("auc", 2, evaluation=None, saving=None, interrupt=None)
+    stopping.last_step = stopping.stopped_step = 4
+    assert stopping.describe(9).endswith("the model is that of step 4, as no auc is a number")
+
+
 def test_a_run_that_goes_on_knows_its_best_step(tmp_path):
     """Stopped after step 3, and patience ends after step 4, two evaluations after the best."""
     script = [0.9, 0.7, 0.8, 0.75, 0.1]
@@ -144,6 +186,7 @@ def test_patience_of_a_run(tmp_path, monkeypatch, capsys):
     lines = map(json.loads, (tmp_path / "model/metrics.jsonl").read_text().splitlines())
     seen = {x["step"]: x["held_out_log_loss"] for x in lines if "held_out_log_loss" in x}
     best = min(seen, key=seen.__getitem__)
+    assert all(step % 2 == 0 for step in seen), "checkpoints of step 3 and others are not evaluated"
     assert results["best_step"] == best
     assert results["log_loss"] == seen[best]
     assert best < results["steps"] < 90

@@ -310,7 +310,7 @@ def test_sequences_of_rows_and_of_lists(tmp_path):
     assert sequences.to_pylist() == [[3, 1], [2, 4], [5]]  # equal times keep the order of the file
     before, last = split_last(sequences)
     assert (before.to_pylist(), last.to_pylist()) == ([[3], [2]], [1, 4])
-    pq.write_table(pa.table({"h": [[3, 1], [], [5]]}), tmp_path / "y.parquet")
+    pq.write_table(pa.table({"h": [[3, 1], None, [], [5]]}), tmp_path / "y.parquet")
     lists = DataConfig(path=tmp_path / "y.parquet", history=("h",))
     assert read_sequences(lists, lists.path).to_pylist() == [[3, 1], [], [5]]
     assert item_column(lists) == "h"
@@ -325,6 +325,18 @@ def test_sequences_of_rows_and_of_lists(tmp_path):
             read_sequences(data, tmp_path / "z.parquet")
     with pytest.raises(DataError, match="--history names a column of lists"):
         read_sequences(DataConfig(path=data.path, history=("i",)), data.path)
+
+
+@pytest.mark.every_case
+def test_sequences_of_one_item_are_too_short(tmp_path, capsys):
+    one, three = tmp_path / "one.parquet", tmp_path / "three.parquet"
+    pq.write_table(pa.table({"h": [[1], []]}), one)
+    pq.write_table(pa.table({"h": [[1, 2, 3]]}), three)
+    options = ["train", "--model=sasrec", "--history=h", f"--output={tmp_path / 'model'}"]
+    assert main([*options, f"--data={one}"]) == 1
+    assert "one.parquet: no sequence has two items to train on besides" in capsys.readouterr().err
+    assert main([*options, f"--data={three}", f"--data.eval-path={one}"]) == 1
+    assert "one.parquet: no sequence has two items, of which" in capsys.readouterr().err
 
 
 @pytest.mark.slow

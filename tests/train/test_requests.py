@@ -149,6 +149,11 @@ def test_columns_that_are_missing(tmp_path, columns, options, message):
         groups_of(config_of(tmp_path / "log.parquet", **options))
 
 
+def test_requests_have_labels_of_their_own(files):
+    with pytest.raises(ConfigError, match="which the column 'candidate_action' labels"):
+        groups_of(config_of(files / "requests.parquet", label=("is_organic",)))
+
+
 def test_logs_beyond_memory_name_the_command(files, monkeypatch):
     monkeypatch.setattr(requests, "MOST_EVENTS", 10)
     with pytest.raises(DataError, match="jaxrec data histories LOG OUTPUT"):
@@ -220,6 +225,9 @@ def test_one_time_cannot_be_split(tmp_path):
         pytest.param("--model hstu_ranker --windows 1", "windows are 2 or more", id="one window"),
         pytest.param(
             "--model hstu_ranker --windows 3 --epochs 2", "leave --epochs and", id="epochs"
+        ),
+        pytest.param(
+            "--model hstu_ranker --windows 3 --patience 2", "leave --patience and", id="patience"
         ),
         pytest.param("--model hstu_ranker --ranker.heads 3", "divide by 3 heads", id="heads"),
         pytest.param(

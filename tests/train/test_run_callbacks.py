@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from jaxrec.train.models.kind import HeldOutBatches
 from jaxrec.train.models.labels import click_loss
 from jaxrec.train.progress import Progress
 from jaxrec.train.run_callbacks import HeldOutEvaluation, RunningMetrics
+from tests.train.ranker import make
 
 BATCH = 64
 CONFIG = TrainConfig(
@@ -137,6 +139,21 @@ def test_evaluation_in_training():
     assert evaluation.values_at(9) == reported[-1][1]
     assert evaluation.values_at(10) == evaluation() == reported[-1][1]
     assert [step for step, _ in reported] == [3, 6, 9, 10]
+
+
+def test_an_evaluation_that_was_stopped_is_made_by_the_resumed_run():
+    """Of a window of time, before the run trains on it."""
+    kind = SimpleNamespace(evaluate=lambda held_out: {"auc": held_out.dataset})
+    trainer, reported = make(), []
+    for step in (3, trainer.step):
+        evaluation = HeldOutEvaluation(
+            kind,
+            SimpleNamespace(dataset=0.5),
+            report=lambda step, values: reported.append((step, values)),
+            others={step: 0.75},
+        )
+        evaluation.on_train_start(trainer)
+    assert reported == [(trainer.step, {"auc": 0.75})]
 
 
 def test_running_metrics():

@@ -235,10 +235,14 @@ class CheckpointManager:
             OSError: A checkpoint cannot be deleted, or the one that is being written fails.
         """
         self.wait_until_finished()
-        if jax.process_index() == 0:
+
+        def remove() -> None:
             for later in all_steps(self._directory):
                 if later > step:
                     self._remove(later)
+
+        # The other processes wait, so that none reads a checkpoint that is being deleted.
+        on_process_zero(remove)
 
     def _remove(self, step: int) -> None:
         # Renamed before its files are deleted: under its own name a checkpoint is whole at any

@@ -44,7 +44,8 @@ def read_sequences(data: DataConfig, path: pathlib.Path | None) -> pa.Array:
                 f"{path}, column {item!r} is of type {column.type}; --history names a column of "
                 "lists, and --user, --item and --time those of interactions"
             )
-        return joined(column).cast(pa.large_list(column.type.value_type))
+        # A null list is no sequence.
+        return joined(column).drop_null().cast(pa.large_list(column.type.value_type))
     names = (data.user, item, *(() if data.time is None else (data.time,)))
     rows = _read(files, tuple(map(str, names)))
     users = _codes(rows[data.user], f"{path}, column {data.user!r}")

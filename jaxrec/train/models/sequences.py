@@ -20,7 +20,14 @@ from rich.console import Console
 
 from jaxrec import optim
 from jaxrec.arguments import ConfigError
-from jaxrec.data import CategoricalColumn, Schema, Shard, TableEncoder, learn_encoder
+from jaxrec.data import (
+    CategoricalColumn,
+    DataError,
+    Schema,
+    Shard,
+    TableEncoder,
+    learn_encoder,
+)
 from jaxrec.data.encode import joined
 from jaxrec.data.encoder import bags_of
 from jaxrec.embed import EmbeddingCollection, EmbeddingConfig
@@ -28,7 +35,7 @@ from jaxrec.nn import BERT4Rec, SASRec, last_states, sampled_softmax_loss
 from jaxrec.optim import RowOptimizer
 from jaxrec.ragged import KeyedJaggedArray, Packer
 from jaxrec.ragged.capacity import LengthMoments
-from jaxrec.train.config import TrainConfig
+from jaxrec.train.config import DataConfig, TrainConfig
 from jaxrec.train.datasets import Dataset
 from jaxrec.train.features import is_parquet, saved_encoder
 from jaxrec.train.models.interactions import item_column, read_sequences, split_last
@@ -168,9 +175,10 @@ class SequenceKind(RankingModel):
         item = item_column(data)
         sequences = read_sequences(data, data.path)
         training = sequences if data.eval_path else split_last(sequences)[0]
+        lengths = pc.list_value_length(training).to_numpy()
+        _check_training(int((lengths > 1).sum()), data)
         schema = Schema(None, {}, {item: CategoricalColumn(min_count=1)})
         encoder = learn_encoder(schema, [pa.table({item: training})])
-        lengths = pc.list_value_length(training).to_numpy()
         console.print(
             f"{len(training):,} sequences of {len(encoder.vocabularies[item]):,} items; mean "
             f"length {lengths.mean():.1f}, longest {lengths.max():,}, of which the last "
@@ -218,10 +226,10 @@ class SequenceKind(RankingModel):
             training = whole
             before, last = split_last(read_sequences(data, data.eval_path))
         rows = [row for row in self._rows(training) if len(row) > 1]
-        if not rows:
-            raise ConfigError(
-                f"{data.path}: no sequence has two items to train on besides the one that is held "
-                "out"
+        _check_training(len(rows), data)
+        if not len(last):
+            raise DataError(
+                f"{data.eval_path}: no sequence has two items, of which one is held out"
             )
         asked = self._rows(before)
         wanted = np.array([row[-1] for row in self._rows(_lists_of_one(last))], np.int32)
@@ -345,6 +353,13 @@ class BERT4RecKind(SequenceKind):
 
     def _model(self, items: EmbeddingCollection, options: Mapping[str, Any]) -> BERT4Rec:
         return BERT4Rec(items, **options)
+
+
+def _check_training(count: int, data: DataConfig) -> None:
+    """Raise a DataError if there are no sequences to train on."""
+    if count == 0:
+        besides = "" if data.eval_path else " to train on besides the one that is held out"
+        raise DataError(f"{data.path}: no sequence has two items{besides}")
 
 
 def _window(row: np.ndarray, length: int, rng: np.random.Generator) -> np.ndarray:
