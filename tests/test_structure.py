@@ -170,7 +170,6 @@ TESTED_BY = {
         "embed/variables",
         "train/devices",
     ),
-    "commands/test_train": ("train/results",),
     "train/test_columns": ("train/features",),
     "train/test_trainer": ("train/train_steps",),
     "commands/test_commands": ("arguments",),
