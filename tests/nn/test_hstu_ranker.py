@@ -16,7 +16,7 @@ from jaxrec.nn import RankerFeatures
 from tests.nn import ranker_cases, rankers
 from tests.nn.ranker_cases import CASES, assert_gradients, fill
 
-pytestmark = [pytest.mark.usefixtures("compiled_fast"), pytest.mark.jax_version]
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 
 LENGTHS, TARGETS = [12, 3, 0, 7, 20, 1, 9, 5], [3, 1, 2, 0, 4, 2, 1, 3]
 
@@ -96,6 +96,7 @@ def filled(name):
     return model, batch, arrays, places
 
 
+@pytest.mark.jax_version
 def test_the_whole_ranker_in_training():
     model, batch, arrays, places = filled("ranker_train")
     size, tolerance = len(arrays["c_item"]), CASES["ranker_train"]["tolerance"]

@@ -17,7 +17,7 @@ from tests.nn import ranker_cases, rankers
 from tests.nn.ranker_cases import CASES, load
 from tests.nn.test_transduction import Stack
 
-pytestmark = [pytest.mark.usefixtures("compiled_fast"), pytest.mark.jax_version]
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 
 HISTORY = ["user", "item", "time", "action", "watch"]
 EVENTS = ["item", "time", "action", "watch"]

@@ -40,8 +40,6 @@ from tests.train.ranker import (
     weights,
 )
 
-pytestmark = pytest.mark.jax_version
-
 
 @pytest.mark.parametrize("semi_synchronous", [False, True])
 def test_steps(semi_synchronous):
