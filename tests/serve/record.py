@@ -1,6 +1,6 @@
 """Writes the exported models of tests/serve/recorded, which later versions must load.
 
-    python -P -m tests.serve.record
+    python -m tests.serve.record
 
 They were recorded with the oldest supported JAX, and call each function of the native library that
 exported programs may call, in its first version. They are never written again: a change that they
@@ -78,6 +78,8 @@ def make_sequences(samples: int) -> tuple[jaxrec.KeyedJaggedArray]:
 
 
 def main() -> None:
+    # Programs name the source files of their operations: by name alone, not by this machine's path.
+    jax.config.update("jax_hlo_source_file_canonicalization_regex", ".*/")
     model = Ranker(nnx.Rngs(0))
     quantized = functools.partial(jaxrec.serve.quantize, model)
     served = {
