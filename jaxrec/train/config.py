@@ -80,8 +80,8 @@ class DataConfig:
     exclude: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--exclude"])] = ()
     """Names of columns to leave out of the features, without a schema."""
     types: tuple[str, ...] = ()
-    """Types of columns of CSV, TSV or JSON files whose values mislead, such as zip=string for codes
-    with leading zeros: string, integer, float or boolean."""
+    """Types of columns of CSV, TSV or JSON lines in place of guessed ones, such as zip=string:
+    string, integer, float or boolean."""
     user: Annotated[str | None, tyro.conf.arg(aliases=["--user"])] = None
     """Name of the column of users, whose rows in the order of --time are a sequence, for --model
     sasrec, bert4rec and hstu_ranker."""

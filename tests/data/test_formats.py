@@ -77,6 +77,7 @@ def small_parts(monkeypatch, tmp_path_factory):
     """Parts of a few lines, and a cache of this test's own."""
     monkeypatch.setenv("JAXREC_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setattr(delimited, "PART_BYTES", 120)
+    monkeypatch.setattr(delimited, "_SAMPLE_BYTES", 60)
     monkeypatch.setattr(json_lines, "PART_BYTES", 120)
     monkeypatch.setattr(conversion, "GROUP_ROWS", 4)
 
@@ -153,6 +154,8 @@ WIDER = {
     "beyond_int64": (f'x\n{2**64 - 1}\n{2**64 - 2}\n""\n7\n', [*LONG, None, "7"]),
     "beyond_int64_later": ("x\n" + "1\n" * 80 + f"{2**64 - 1}\n", ["1"] * 80 + LONG[:1]),
     "codes_with_zeros": ("x\n501\n00501\n0\n", ["501", "00501", "0"]),
+    "codes_with_zeros_later": ("x\n" + "501\n" * 80 + "00501\n", ["501"] * 80 + ["00501"]),
+    "codes_with_zeros_after_nulls": ("y,x\n" + "1,\n" * 80 + "1,007\n", [None] * 80 + ["007"]),
     "large_floats": ("x\n1e20\n100000000000000000000\n", [1e20, 1e20]),
     "one_column_of_tabs": ("x\na\tb\n", ["a\tb"]),
     "separators_in_a_name": ('"a, b, c";x\n1;2\n', [2]),

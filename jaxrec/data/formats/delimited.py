@@ -9,6 +9,7 @@ import codecs
 import contextlib
 import csv
 import io
+import itertools
 import pathlib
 import re
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ PART_BYTES = 16 << 20
 # Bytes of the longest line of names.
 _HEADER_BYTES = 1 << 20
 
-# Bytes that are searched for codes with leading zeros.
+# Bytes that are searched for codes with leading zeros before the rest is read.
 _SAMPLE_BYTES = 1 << 20
 
 SEPARATORS = "\t,;|"
@@ -68,11 +69,12 @@ class Delimited(Format):
                 for batch in reader:
                     if part is None:
                         _check_digits(path, batch, separator, known)
-                        _check_zeros(path, batch, separator, known)
+                        _check_zeros(path, batch.schema, separator, types, sample=True)
                     part = pa.Table.from_batches([batch])
                     yield _without_empty_texts(path, part)
             if part is not None:
                 _check_last_quote(path, part)
+                _check_zeros(path, part.schema, separator, types)
         except (pa.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
@@ -184,9 +186,15 @@ def _check_digits(path: pathlib.Path, batch: pa.RecordBatch, separator: str, kno
             raise WiderTypeError(name, pa.string())
 
 
-def _check_zeros(path: pathlib.Path, batch: pa.RecordBatch, separator: str, known: Types) -> None:
-    """Raise a WiderTypeError if codes with leading zeros became integers: 00501 is not 501."""
-    names = [x.name for x in batch.schema if x.name not in known and pa.types.is_integer(x.type)]
+def _check_zeros(
+    path: pathlib.Path, columns: pa.Schema, separator: str, types: Types, *, sample: bool = False
+) -> None:
+    """Raise a WiderTypeError if codes with leading zeros became integers: 00501 is not 501.
+
+    The columns of guessed integers are read again, as text. A ``sample`` of the file is enough for
+    most files of codes, which then need not be read to their end in vain.
+    """
+    names = [x.name for x in columns if x.name not in types and pa.types.is_integer(x.type)]
     if not names:
         return
     options: dict[str, Any] = {
@@ -195,12 +203,14 @@ def _check_zeros(path: pathlib.Path, batch: pa.RecordBatch, separator: str, know
     }
     try:
         with unpacked(path) as stream:
-            texts = _reader(stream, separator, _SAMPLE_BYTES, **options).read_next_batch()
-    except pa.ArrowInvalid:  # a row is longer than the sample
-        return
-    for name, column in zip(names, texts.columns, strict=True):
-        if pc.any(pc.match_substring_regex(column, "^[-+]?0[0-9]")).as_py():
-            raise WiderTypeError(name, pa.string())
+            reader = _reader(stream, separator, _SAMPLE_BYTES if sample else None, **options)
+            for texts in itertools.islice(reader, 1 if sample else None):
+                for name, column in zip(names, texts.columns, strict=True):
+                    if pc.any(pc.match_substring_regex(column, "^[-+]?0[0-9]")).as_py():
+                        raise WiderTypeError(name, pa.string())
+    except pa.ArrowInvalid:
+        if not sample:  # a row may be longer than the sample
+            raise
 
 
 def _check_last_quote(path: pathlib.Path, part: pa.Table) -> None:
