@@ -121,6 +121,8 @@ class DataConfig:
             raise ConfigError(
                 f"data.eval-fraction must be between 0 and 1, got {self.eval_fraction}"
             )
+        if self.types and self.path is None:
+            raise ConfigError("data.types is for the files of --data")
         given = [name for name in ("label", "weight", "exclude") if getattr(self, name)]
         given += ["label_kind"] if self.label_kind != "auto" else []
         if self.schema is not None and given:

@@ -92,7 +92,7 @@ def run_encoder(
     ``check`` gets the schema of a new run before anything is learned.
     """
     data, resume, is_dynamic = config.data, config.resume, config.vocabulary.is_dynamic
-    _convert(data, console)
+    convert_files(data, console)
     encoder = None if resume is None else saved_encoder(resume)
     if resume is None or encoder is None:
         return learn_features(
@@ -114,7 +114,7 @@ def run_encoder(
     return encoder
 
 
-def _convert(data: DataConfig, console: Console) -> None:
+def convert_files(data: DataConfig, console: Console) -> None:
     """Convert files of other formats than Parquet, with a bar; later reads find the results."""
     types = _types(data)
     for path in (data.path, data.eval_path):

@@ -36,6 +36,7 @@ from jaxrec.data.sequences.batches import SequenceGroups
 from jaxrec.data.sequences.events import ACTION, CANDIDATE
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.train.config import DataConfig, TrainConfig
+from jaxrec.train.features import parquet_data
 from jaxrec.train.request_columns import Columns, event_schema, sequence_schema
 
 # Events of a log with a row for each that are grouped by user in memory.
@@ -65,7 +66,7 @@ class RequestData:
 
     @classmethod
     def open(cls, config: TrainConfig, path: pathlib.Path | None) -> RequestData:
-        """Open Parquet files or ratings of MovieLens, or generate a log.
+        """Open files of columns or ratings of MovieLens, or generate a log.
 
         Raises:
             ConfigError: A column is missing.
@@ -79,7 +80,8 @@ class RequestData:
             return cls(_in_memory(table), table.schema, log)
         if has_ratings(path):
             return cls._grouped(movielens_ratings(path), data)
-        files = ParquetGroups.of_directory(path)
+        found = parquet_data(path, data)
+        files = ParquetGroups(found.paths, keys=found.keys, sources=found.sources)
         columns = next(iter(files.schemas.values()))
         names = Columns.find(data, columns.names)
         if is_list(columns.field(names.time).type):

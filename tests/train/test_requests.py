@@ -8,6 +8,7 @@ import json
 import jax
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
@@ -47,6 +48,7 @@ def files(tmp_path_factory):
     write_events(log, directory / "events.parquet")
     write_events(log, directory / "requests.parquet", form="rows")
     write_histories(ParquetGroups((directory / "events.parquet",)), directory / "users")
+    pyarrow.csv.write_csv(pq.read_table(directory / "events.parquet"), directory / "events.csv")
     return directory
 
 
@@ -76,8 +78,14 @@ def write_ratings(directory, users=30, each=40):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("events.parquet", EventGroups), ("users", EventGroups), ("requests.parquet", RequestGroups)],
+    [
+        ("events.parquet", EventGroups),
+        ("events.csv", EventGroups),
+        ("users", EventGroups),
+        ("requests.parquet", RequestGroups),
+    ],
 )
+@pytest.mark.every_case
 def test_the_form_of_files_is_seen(files, name, kind):
     groups = groups_of(config_of(files / name))
     assert isinstance(groups, kind)
@@ -223,6 +231,16 @@ def test_one_time_cannot_be_split(tmp_path):
             "--windows 3", "windows are 2 or more, and for --model hstu_ranker", id="model"
         ),
         pytest.param("--model hstu_ranker --windows 1", "windows are 2 or more", id="one window"),
+        pytest.param(
+            "--model hstu_ranker --item item_id",
+            "columns of the generated log are known",
+            id="known_columns",
+        ),
+        pytest.param(
+            "--model hstu_ranker --data.types uid=string",
+            "data.types is for the files of --data",
+            id="types_of_no_file",
+        ),
         pytest.param(
             "--model hstu_ranker --windows 3 --epochs 2", "leave --epochs and", id="epochs"
         ),

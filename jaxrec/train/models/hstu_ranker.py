@@ -23,12 +23,13 @@ from jaxrec.data import (
     Shard,
     TableEncoder,
 )
+from jaxrec.data.movielens import has_ratings
 from jaxrec.data.sequences.batches import SequenceGroups
 from jaxrec.embed import EmbeddingCollection, EmbeddingConfig
 from jaxrec.nn import HSTURanker, RankerFeatures, Task
 from jaxrec.optim import RowOptimizer
 from jaxrec.train.config import TrainConfig
-from jaxrec.train.features import saved_encoder
+from jaxrec.train.features import convert_files, saved_encoder
 from jaxrec.train.models.kind import Dataset, HeldOutBatches
 from jaxrec.train.models.labels import ClickTask, LabelTask
 from jaxrec.train.models.rows import RowModel
@@ -65,11 +66,18 @@ class HSTURankerKind(RowModel):
     @classmethod
     def check(cls, config: TrainConfig, schema: Schema) -> None:
         data = config.data
-        if data.schema is not None or data.weight is not None or data.exclude or data.history:
+        is_read = data.schema is None and data.weight is None and data.label_kind == "auto"
+        if not is_read or data.exclude or data.history:
             raise ConfigError(
                 "model.name hstu_ranker finds its columns by their names; leave --schema, "
-                "--weight, --exclude and --history out, and name columns with --user, --item, "
-                "--time and --label"
+                "--weight, --label-kind, --exclude and --history out, and name columns with "
+                "--user, --item, --time and --label"
+            )
+        named = data.user or data.item or data.time or data.types
+        if named and (data.path is None or has_ratings(data.path)):
+            raise ConfigError(
+                f"the columns of {data.path or 'the generated log'} are known; leave --user, "
+                "--item, --time and --data.types out"
             )
         if config.vocabulary.is_dynamic:
             raise ConfigError(
@@ -81,6 +89,8 @@ class HSTURankerKind(RowModel):
         cls.check(config, Schema(None, {}, {"": CategoricalColumn("ids", 1)}))
         if config.resume is not None and (saved := saved_encoder(config.resume)) is not None:
             return saved
+        if config.data.path is not None and not has_ratings(config.data.path):
+            convert_files(config.data, console)
         columns = RequestData.open(config, config.data.path).columns
         names = Columns.find(config.data, columns.names)
         schema = table_schema(config, names, columns)

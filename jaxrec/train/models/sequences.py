@@ -37,7 +37,7 @@ from jaxrec.ragged import KeyedJaggedArray, Packer
 from jaxrec.ragged.capacity import LengthMoments
 from jaxrec.train.config import DataConfig, TrainConfig
 from jaxrec.train.datasets import Dataset
-from jaxrec.train.features import is_parquet, saved_encoder
+from jaxrec.train.features import convert_files, is_parquet, saved_encoder
 from jaxrec.train.models.interactions import item_column, read_sequences, split_last
 from jaxrec.train.models.kind import HeldOutBatches
 from jaxrec.train.models.ranking import RankingModel, full_ranks, rank_values
@@ -167,12 +167,14 @@ class SequenceKind(RankingModel):
         if encoder is not None:
             return encoder
         data = config.data
-        for name in ("schema", "label", "weight", "exclude"):
-            if getattr(data, name):
-                raise ConfigError(
-                    f"model.name {cls.name} reads sequences of items alone; leave data.{name} out"
-                )
+        unread = [name for name in ("schema", "label", "weight", "exclude") if getattr(data, name)]
+        unread += ["label-kind"] if data.label_kind != "auto" else []
+        if unread:
+            raise ConfigError(
+                f"model.name {cls.name} reads sequences of items alone; leave data.{unread[0]} out"
+            )
         item = item_column(data)
+        convert_files(data, console)
         sequences = read_sequences(data, data.path)
         training = sequences if data.eval_path else split_last(sequences)[0]
         lengths = pc.list_value_length(training).to_numpy()
@@ -215,7 +217,9 @@ class SequenceKind(RankingModel):
     def datasets(self, shard: Shard) -> tuple[Dataset, Dataset]:
         data = self.config.data
         if not is_parquet(data.path):
-            raise ConfigError(f"model.name {self.name} reads Parquet files; give them with --data")
+            raise ConfigError(
+                f"model.name {self.name} reads files of columns; give them with --data"
+            )
         if shard.count > 1:
             raise ConfigError(f"model.name {self.name} trains in one process, not {shard.count}")
         whole = read_sequences(data, data.path)

@@ -205,7 +205,7 @@ class TwoTowerKind(RankingModel):
     def datasets(self, shard: Shard) -> tuple[Dataset, Dataset]:
         training, held_out = split_datasets(self.config, shard, self.encoder)
         if not (isinstance(training, ParquetDataset) and isinstance(held_out, ParquetDataset)):
-            raise ConfigError("model.name two_tower reads Parquet files; give them with --data")
+            raise ConfigError("model.name two_tower reads files of columns; give them with --data")
         return ItemDataset(training, self._item), ItemDataset(held_out, self._item)
 
     @functools.cached_property
