@@ -228,7 +228,8 @@ def problems(choices: Sequence[Choice]) -> list[str]:
 
 def failed_trials(choices: Sequence[Choice]) -> list[str]:
     """Return sentences about kernels that failed their trials on this machine's GPU."""
-    # Other reasons are no problem here: attention has kernels for some cards alone.
+    # A kernel may also be refused because it is not made for this card, as attention's is for
+    # Hopper cards only. That is no fault to report.
     return [
         f"{choice.primitive} runs without its {name} kernel: {reason}."
         for choice in choices

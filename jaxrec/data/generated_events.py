@@ -281,8 +281,8 @@ class GeneratedEvents:
         scores, weights = [], []
         for length in self._lengths:
             counts = np.arange(length + 1)
-            # Probability that so many events of a history have a genre, [genres, counts]. In
-            # logarithms: long histories have more ways than a float can hold.
+            # [genres, counts]: the probability that this many events of a history have the genre.
+            # The number of ways is kept as a logarithm, since a float cannot hold it.
             ways = factorials[length] - factorials[counts] - factorials[length - counts]
             of_counts = np.exp(ways + counts * logs + (length - counts) * others)
             scores.append(_probability(counts / length))

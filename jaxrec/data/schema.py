@@ -92,7 +92,7 @@ class CategoricalColumn:
 
 @dataclasses.dataclass(frozen=True)
 class LabelColumn:
-    """What a model predicts of a column.
+    """A column of labels, and what a model predicts for it.
 
     Attributes:
         kind: "binary": labels are 0 or 1, and the model predicts the probability of 1. "number":

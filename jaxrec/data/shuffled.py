@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import collections
 import concurrent.futures
 import dataclasses
@@ -87,8 +88,42 @@ def row_order(rows: int, seed: int | None, epoch: int, window: int) -> Int[np.nd
     return np.random.default_rng([seed, epoch, window]).permutation(rows)
 
 
+class NumberedBatches(abc.ABC, Generic[Batch]):
+    """Batches that are made by their numbers, in order or from a number on."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def __getitem__(self, index: int) -> Batch: ...
+
+    def from_batch(self, start: int = 0, *, threads: int = 2, prefetch: int = 4) -> Iterator[Batch]:
+        """Yield the batches from ``start`` on, in order; threads make them ahead.
+
+        Args:
+            start: Number of the first batch, such as the number of steps made before.
+            threads: Number of threads.
+            prefetch: Number of batches to make ahead.
+        """
+        return made_ahead(self.__getitem__, range(start, len(self)), threads, prefetch)
+
+    def dataset(self, start: int = 0, *, threads: int = 2, prefetch: int = 4) -> Any:
+        """Return the batches as a Grain dataset, whose iterators save and restore their position.
+
+        Raises:
+            ImportError: Grain is not installed.
+        """
+        try:
+            import grain
+        except ImportError:
+            raise ImportError("a Grain dataset needs it: pip install 'jaxrec[data]'") from None
+        batches = grain.MapDataset.source(self)[start:]
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
+        return batches.to_iter_dataset(options)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class BatchSource(Generic[Batch]):
+class BatchSource(NumberedBatches[Batch]):
     """The batches of a run by number: a sequence, and a source for Grain.
 
     With a seed, each epoch reads the row groups in a different random order. It reads ``window``
@@ -211,39 +246,6 @@ class BatchSource(Generic[Batch]):
             return rows
         order = row_order(len(rows), self.seed, epoch, window)
         return pc.take(rows, pa.array(order), boundscheck=False)
-
-    def from_batch(self, start: int = 0, *, threads: int = 2, prefetch: int = 4) -> Iterator[Batch]:
-        """Yield the batches from ``start`` on, in order; threads make them ahead.
-
-        Args:
-            start: Number of the first batch, such as the number of steps made before.
-            threads: Number of threads.
-            prefetch: Number of batches to make ahead.
-        """
-        return made_ahead(self.__getitem__, range(start, len(self)), threads, prefetch)
-
-    def dataset(self, start: int = 0, *, threads: int = 2, prefetch: int = 4) -> Any:
-        """Return the batches as a Grain dataset, whose iterators save and restore their position.
-
-        Raises:
-            ImportError: Grain is not installed.
-        """
-        return grain_dataset(self, start, threads, prefetch)
-
-
-def grain_dataset(source: Any, start: int, threads: int, prefetch: int) -> Any:
-    """Return a source of batches from ``start`` on as a Grain dataset.
-
-    Raises:
-        ImportError: Grain is not installed.
-    """
-    try:
-        import grain
-    except ImportError:
-        raise ImportError("a Grain dataset needs it: pip install 'jaxrec[data]'") from None
-    batches = grain.MapDataset.source(source)[start:]
-    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
-    return batches.to_iter_dataset(options)
 
 
 class WindowCache:

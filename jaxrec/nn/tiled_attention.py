@@ -229,8 +229,7 @@ def hstu_attention(
         linear in ``capacity``, work in the number of pairs that the mask shows. `jax.grad` and
         `jax.hessian` differentiate it; `jax.jvp` and `jax.linearize` alone raise a TypeError. Under
         jit a row becomes NaN if it has more targets or queries than elements, or exceeds the
-        capacity. NaN and infinity in an element reach its own row alone; in the kernels for GPUs
-        they may reach the rows beside it, too.
+        capacity. NaN and infinity stay in their row, but for the kernels of GPUs.
 
     Raises:
         ValueError: Only one of ``time_bias`` and ``timestamps`` is given; shapes, or the mask's
@@ -275,18 +274,16 @@ def hstu_attention(
     )
     if query_timestamps is None and query_lengths is None:
         query_timestamps = timestamps
-    times = (query_timestamps, timestamps)
     return _tiled(
-        attend, lengths, query_lengths, mask, times, biases, query, key, value, *factors,
-        block_size=block_size,
+        attend, lengths, query_lengths, mask, (query_timestamps, timestamps), biases,
+        query, key, value, *factors, block_size=block_size,
     )  # fmt: skip
 
 
 def _of_queries(scale: Any, query: AnyArray) -> Array:
     """Return the factor of each query, in float32 or wider."""
     shape = query.shape[:-2]
-    scale = jnp.asarray(scale)
-    if scale.ndim and scale.shape != shape:
+    if (scale := jnp.asarray(scale)).ndim and scale.shape != shape:
         raise ValueError(
             f"scale is a number or one for each query, {shape}; its shape is {scale.shape}"
         )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -18,10 +17,10 @@ from jaxrec.data.sequences.requests import RequestLimits, Requests, SequenceCoun
 from jaxrec.data.sequences.rows import SequenceRows
 from jaxrec.data.sequences.schema import SequenceSchema
 from jaxrec.data.shuffled import (
+    NumberedBatches,
     Shard,
     WindowCache,
     deal_groups,
-    grain_dataset,
     group_windows,
     row_order,
 )
@@ -72,12 +71,15 @@ def time_range(groups: SequenceGroups) -> tuple[int, int]:
     all_times = (groups.times(group) for group in range(len(groups.sizes)))
     ranges = [(int(times.min()), int(times.max())) for times in all_times if len(times)]
     if not ranges:
-        raise DataError("there are no candidates, and so no times")
+        raise DataError(
+            "no request has a candidate, so that there is no time to split; check the schema and "
+            "the limits"
+        )
     return min(first for first, _ in ranges), max(last for _, last in ranges)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SequenceBatches:
+class SequenceBatches(NumberedBatches[KeyedJaggedArray]):
     """The batches of a run by number: `KeyedJaggedArray`s of one shape for `jaxrec.nn.HSTURanker`.
 
     A batch takes requests until a device's rows, events or candidates are full, so that all batches
@@ -266,26 +268,6 @@ class SequenceBatches:
         rows = np.full(self.shape.devices * self.shape.rows, -1)
         nothing = SequenceRows.empty(self.groups.sequences)
         return nothing.batch(rows, self._whole_capacities)
-
-    def from_batch(
-        self, start: int = 0, *, threads: int = 2, prefetch: int = 4
-    ) -> Iterator[KeyedJaggedArray]:
-        """Yield the batches from ``start`` on, in order; threads make them ahead.
-
-        Args:
-            start: Number of the first batch, such as the number of steps made before.
-            threads: Number of threads.
-            prefetch: Number of batches to make ahead.
-        """
-        return made_ahead(self.__getitem__, range(start, len(self)), threads, prefetch)
-
-    def dataset(self, start: int = 0, *, threads: int = 2, prefetch: int = 4) -> Any:
-        """Return the batches as a Grain dataset, whose iterators save and restore their position.
-
-        Raises:
-            ImportError: Grain is not installed.
-        """
-        return grain_dataset(self, start, threads, prefetch)
 
 
 @dataclasses.dataclass(frozen=True)

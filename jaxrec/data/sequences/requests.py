@@ -54,7 +54,7 @@ class TimeWindow:
 
 @dataclasses.dataclass(frozen=True)
 class RequestLimits:
-    """What a request holds at most, and which candidates make requests.
+    """Limits on the size of a request, and which candidates are in requests.
 
     A list of candidates beyond a limit becomes several requests of the same history, so that no
     candidate is lost.

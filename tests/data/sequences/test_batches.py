@@ -259,5 +259,5 @@ def test_no_request_is_an_error(groups):
         len(source)
     nothing = pa.table({"user_id": [1], "timestamp": [[]], "movie_id": [[]], "rating": [[]]})
     empty = EventGroups(TableGroups(nothing), movielens_schema(5), RequestLimits(5))
-    with pytest.raises(DataError, match="there are no candidates, and so no times"):
+    with pytest.raises(DataError, match="no request has a candidate, so that there is no time"):
         time_range(empty)

@@ -104,7 +104,7 @@ def refuse_attention(arguments: Mapping[str, Any]) -> str | None:
     if arguments["bias"].shape[0]:
         return "it adds no bias to the scores"
     if 0 in query.shape or 0 in value.shape:
-        return "there are no queries, keys or columns"
+        return f"an array is empty: queries {query.shape}, values {value.shape}"
     columns = max(query.shape[2], value.shape[2])
     if columns > MOST_COLUMNS:
         return f"a head has up to {MOST_COLUMNS} columns, and these have {columns}"

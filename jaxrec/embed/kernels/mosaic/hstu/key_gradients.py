@@ -61,7 +61,7 @@ def compute_key_gradients(
 ) -> tuple[Float[Array, "keys heads dim"], Float[Array, "keys heads value_dim"]]:
     """Return the gradients of keys and values, given that of the output.
 
-    ``numbers`` of queries and of keys are no padding.
+    ``numbers`` are those of queries and keys; behind them the arrays hold padding.
     """
     (keys, heads, dim), value_dim, dtype = key.shape, value.shape[2], key.dtype
     is_shared = max(dim, value_dim) > 128

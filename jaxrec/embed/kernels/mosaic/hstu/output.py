@@ -48,7 +48,7 @@ def compute_output(
     scale: float,
     interpret: bool,
 ) -> Float[Array, "queries heads value_dim"]:
-    """Return ``scale * SiLU(alpha q k^T) v`` of whole tiles; ``num_keys`` are no padding."""
+    """Return ``scale * SiLU(alpha q k^T) v`` of whole tiles; padding follows ``num_keys`` keys."""
     (queries, heads, dim), value_dim, dtype = query.shape, value.shape[2], query.dtype
     size = TILE if max(dim, value_dim) <= 128 else PART
     meets = blocks.meetings(ranges, key.shape[0], queries=TILE, keys=size)

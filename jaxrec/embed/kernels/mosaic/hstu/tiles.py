@@ -1,4 +1,4 @@
-"""What the attention kernels have in common: warpgroups, their copies, products and masks.
+"""Parts that the three attention kernels share: warpgroups, copies, products and masks.
 
 A program has three warpgroups. Two compute, and one only copies blocks into shared memory, into
 buffers that it fills again as soon as both have read them.
