@@ -132,11 +132,9 @@ class _Feature:
                 column = DenseColumn()
             elif not isinstance(column, DenseColumn):
                 raise self._refusal(role, "no number")
-        elif isinstance(column, DenseColumn) and part not in (None, "age"):
-            column = CategoricalColumn(part=part, zone=column.zone)  # type: ignore[arg-type]
-        elif part == "age" or not (is_categorical(self.kind) and not is_vector(self.kind)):
-            raise self._refusal(role, "no category")
         elif not isinstance(column, CategoricalColumn):
+            if part is not None or is_vector(self.kind) or not is_categorical(self.kind):
+                raise self._refusal(role, "no category")
             column = CategoricalColumn()
         return dataclasses.replace(self, column=column)
 
