@@ -205,7 +205,9 @@ def test_feature_tables():
 def test_unknown_zones():
     check_zones(schema(None, {"ts.hour": {"part": "hour", "zone": "Europe/Berlin"}}))
     wrong = schema(None, {"ts.hour": {"part": "hour", "zone": "Mars/Olympus"}})
-    with pytest.raises(SchemaError, match=r"'ts.hour' is in the time zone 'Mars/Olympus': .*locate"):
+    with pytest.raises(
+        SchemaError, match=r"'ts.hour' is in the time zone 'Mars/Olympus': .*locate"
+    ):
         check_zones(wrong)
 
 
