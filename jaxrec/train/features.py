@@ -329,8 +329,8 @@ def _inferred_schema(
     for name, kind in left_out.items():
         console.print(f"left out: column {name!r} of type {kind}")
     if schema.parts:
-        names = ", ".join(name for name, *_ in schema.parts)
-        console.print(f"parts of times, which --exclude leaves out: {names}")
+        parts = ", ".join(name for name, *_ in schema.parts)
+        console.print(f"parts of times, which --exclude leaves out: {parts}")
     for names, kind, advice in (
         ([n for n in schema.categorical if n in ids], "ids", "--schema can make them dense"),
         ([n for n in schema.dense if n in whole], "numbers", "--schema can make them categorical"),
