@@ -15,6 +15,7 @@ import argparse
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -68,6 +69,22 @@ COMMANDS = (
         "--data.batch-size 100",
     ),
     ("jaxrec train run/config.yaml --output again", ""),
+    ("jaxrec train --data visits.parquet --output visits", SMALL_MODEL),
+    (
+        "jaxrec train --data visits.parquet --label click buy --model mmoe --output tasks",
+        SMALL_MODEL,
+    ),
+    ("jaxrec train --data visits.parquet --schema visits.yaml --output articles", SMALL_MODEL),
+    (
+        "jaxrec train --data visits.parquet --exclude 'user.home.*' '*.month' --dense ts.hour "
+        "--output chosen_parts",
+        SMALL_MODEL,
+    ),
+    (
+        "jaxrec train --data visits.parquet --exclude ts published --dense member 'user.home.r*' "
+        "--output plain",
+        SMALL_MODEL,
+    ),
     ("jaxrec export run model", ""),
     ("jaxrec predict model clicks.parquet -o scores.parquet", ""),
     (
@@ -316,7 +333,11 @@ def write_files(work: pathlib.Path, checkout: pathlib.Path) -> None:
     (checkout / "ml-100k").mkdir()
     schema = (checkout / "docs/data.md").read_text().partition("```yaml\n")[2].partition("```")[0]
     (work / "schema.yaml").write_text(schema)
+    page = (checkout / "docs/your_own_data.md").read_text()
+    (work / "visits.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0])
     python = work.parent / "environment/bin/python"
+    visits = page.partition("```python\n")[2].partition("```")[0]
+    subprocess.run([python, "-c", visits], cwd=work, check=True)
     subprocess.run([python, "-c", COLUMNS], cwd=work, check=True)
     make = "import pathlib; from tests.examples.movielens import write; "
     make += "write(pathlib.Path('ml-100k/ml-100k'))"
@@ -349,7 +370,7 @@ def run_all(directory: pathlib.Path) -> int:
         line = re.sub(r"\[CONFIG.yaml\] |\[|\]", "", command) + " " + small
         begun = time.monotonic()
         done = subprocess.run(
-            line.split(), cwd=place, env=env, capture_output=True, text=True, timeout=1200
+            shlex.split(line), cwd=place, env=env, capture_output=True, text=True, timeout=1200
         )
         is_good = done.returncode == 0 and "Traceback" not in done.stderr
         failed += not is_good

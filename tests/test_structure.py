@@ -38,6 +38,8 @@ TESTED_BY = {
     ),
     "data/test_column_types": ("data/column_values",),
     "data/test_encoder": ("data/statistics",),
+    "data/test_infer": ("data/patterns",),
+    "data/test_times": ("data/feature_table",),
     "data/test_files": ("data/parquet",),
     "embed/kernels/test_extents": ("embed/kernels/mosaic/extents", "embed/kernels/triton/extents"),
     "embed/kernels/test_flat_lookups": (

@@ -337,7 +337,9 @@ struct Encoder::State {
   State(const fs::path& directory, const Manifest& of_model)
       : manifest(of_model), files(directory) {
     if (!manifest.encoding) {
-      throw ArtifactError(directory.string() + " was exported without an encoder of columns");
+      throw ArtifactError(directory.string() + (manifest.no_encoding
+                                                    ? ": " + *manifest.no_encoding
+                                                    : " was exported without an encoder of columns"));
     }
     const ColumnEncoding& encoding = *manifest.encoding;
     const std::vector<Moments> moments =

@@ -139,6 +139,8 @@ Manifest read_manifest(Json content, bool with_checksum) {
   manifest.has_encoder = fields.boolean("has_encoder");
   if (content.contains("encoding")) fields.get("encoding");
   if (fields.has("encoding")) manifest.encoding = read_column_encoding(fields.get("encoding"));
+  if (content.contains("no_encoding")) fields.get("no_encoding");
+  if (fields.has("no_encoding")) manifest.no_encoding = fields.string("no_encoding");
   if (content.contains("ranker")) fields.get("ranker");
   if (fields.has("ranker")) {
     manifest.ranker = read_ranker_spec(fields.get("ranker"), manifest.batch);

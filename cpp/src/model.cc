@@ -87,9 +87,10 @@ const Manifest& Model::manifest() const { return state_->artifact.manifest; }
 Request Model::decode(std::string_view json) const {
   if (state_->encoder) return state_->encoder->decode(json);
   if (!manifest().has_encoder) return decode_request(manifest(), json);
+  const std::string reason = manifest().no_encoding.value_or(
+      "an earlier jaxrec exported the model; export it again");
   throw ArtifactError(state_->artifact.directory.string() +
-                      " has no encoding of columns for C++: an earlier jaxrec exported the model; "
-                      "export it again");
+                      " has no encoding of columns for C++: " + reason);
 }
 
 Scores Model::predict(const Request& request) const {

@@ -14,7 +14,7 @@ from rich.filesize import decimal
 from jaxrec.arguments import NOT_GIVEN, ConfigError, parse, required
 from jaxrec.data import DataError, SchemaError
 from jaxrec.serve import export, load, quantize
-from jaxrec.serve.artifact.export import BATCH_SIZES
+from jaxrec.serve.artifact.export import BATCH_SIZES, refuse_columns
 from jaxrec.serve.artifact.manifest import ArtifactError
 from jaxrec.serve.exported_run import column_encoder, load_run, predictions
 from jaxrec.train.checkpoint import CheckpointError
@@ -76,5 +76,7 @@ def run(options: Sequence[str]) -> int:
         f"{tables}{decimal(size)}; programs for {', '.join(parsed.platforms)} and batches of "
         f"{', '.join(map(str, sorted(set(parsed.batch_sizes))))}"
     )
+    if (problem := refuse_columns(encoder.schema)) is not None:
+        console.print(f"for servers in Python alone: {problem}")
     console.print(f"model exported to {parsed.model}")
     return 0

@@ -21,6 +21,7 @@ from jaxrec.data.column_types import CommonTypes
 from jaxrec.data.files import DataFiles, key_column, key_types, keys_of, parquet_files
 from jaxrec.data.formats.conversion import as_parquet, format_of
 from jaxrec.data.parquet import open_parquet
+from jaxrec.data.structs import flat_schema, flat_table
 from jaxrec.files.atomic import write_atomically
 from jaxrec.serve import ArtifactError, ServedModel, load
 from jaxrec.serve.artifact.batch_spec import output_columns
@@ -116,7 +117,7 @@ def _scores(options: PredictOptions, served: ServedModel, files: DataFiles) -> I
     """Yield the columns of the output file, ``options.batch_size`` rows at a time."""
     assert served.encoder is not None
     schema = served.encoder.schema
-    columns = list(dict.fromkeys([*schema.dense, *schema.categorical, *options.keep]))
+    columns = list(dict.fromkeys([*schema.feature_inputs, *options.keep]))
     kept = _kept_types(files, options.keep)
     types = key_types(files.paths)
     # Directories such as shop=7 may all have numbers here, where training had text as well.
@@ -166,7 +167,7 @@ def _read(
     with open_parquet(
         path, pre_buffer=False, buffer_size=_BUFFER_BYTES, page_checksum_verification=True
     ) as file:
-        stored = file.schema_arrow.names
+        stored = flat_schema(file.schema_arrow).names
         for name in columns:
             if name not in stored and name not in keys:
                 raise DataError(
@@ -174,7 +175,7 @@ def _read(
                 )
         wanted = [name for name in columns if name in stored]
         for batch in file.iter_batches(batch_size, columns=wanted):
-            rows = pa.Table.from_batches([batch])
+            rows = flat_table(pa.Table.from_batches([batch]))
             for name in columns:
                 if name not in stored:
                     rows = rows.append_column(name, key_column(keys[name], types[name], len(batch)))

@@ -168,7 +168,7 @@ def _check_resumed(config: TrainConfig, run: TrainConfig) -> None:
             "--ranker and --windows make other requests, or another model, than those of the run; "
             "leave them out"
         )
-    columns = ["user", "item", "history", "time", "label_kind"]
+    columns = ["user", "item", "history", "time", "label_kind", "dense", "categorical"]
     # Other models compare --label with the labels that the run has found.
     columns += ["label"] if config.model.name == "hstu_ranker" else []
     for column in columns:
@@ -208,7 +208,7 @@ def _make_trainer(
     if (count := config.devices * jax.process_count()) > 1:
         console.print(f"planning where the tables go on {count} devices")
     devices = plan_devices(config.devices, table_configs(kind), config.data.batch_size)
-    devices = dataclasses.replace(devices, encoder=encoder, dense=config.dense)
+    devices = dataclasses.replace(devices, encoder=encoder, dense=config.dense_layers)
     model, optimizer = make_kind(kind, _num_steps(config, rows), devices)
     trainer = Trainer(
         model=model,

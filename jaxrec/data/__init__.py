@@ -11,7 +11,6 @@ from jaxrec.data.clicks import ClickBatch as ClickBatch
 from jaxrec.data.clicks import ClickLog as ClickLog
 from jaxrec.data.clicks import Clicks as Clicks
 from jaxrec.data.clicks import batches as batches
-from jaxrec.data.column_types import infer_schema as infer_schema
 from jaxrec.data.criteo.exports import DayFiles as DayFiles
 from jaxrec.data.criteo.exports import RecordGroups as RecordGroups
 from jaxrec.data.criteo.exports import write_multi_hot as write_multi_hot
@@ -25,6 +24,7 @@ from jaxrec.data.generated import GeneratedLog as GeneratedLog
 from jaxrec.data.generated import RandomBatches as RandomBatches
 from jaxrec.data.generated_events import GeneratedEvents as GeneratedEvents
 from jaxrec.data.groups import TableGroups as TableGroups
+from jaxrec.data.infer import infer_schema as infer_schema
 from jaxrec.data.interactions import Interactions as Interactions
 from jaxrec.data.learn import learn_encoder as learn_encoder
 from jaxrec.data.movielens import movielens_movies as movielens_movies

@@ -5,91 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import pyarrow as pa
 
 from jaxrec.data.files import DataError
-from jaxrec.data.schema import CategoricalColumn, DenseColumn, LabelColumn, Schema, SchemaError
-
-# Default names of the label column; the first that a table has is the label.
-LABEL_NAMES = ("label", "click", "target")
+from jaxrec.data.schema import DenseColumn, Schema, time_of
 
 # Names that pandas and Dask give an index without a name.
 _INDEX_NAME = re.compile(r"__index_level_\d+__|__null_dask_index__")
-
-
-def infer_schema(
-    columns: pa.Schema,
-    label: str | Sequence[str] | None = None,
-    *,
-    weight: str | None = None,
-    exclude: Collection[str] = (),
-    ids: Collection[str] = (),
-    numbers: Collection[str] = (),
-) -> tuple[Schema, dict[str, str]]:
-    """Make a schema from the types of a table's columns.
-
-    Columns of floats, bools and decimals with fractions become dense features. Columns of strings,
-    bytes and integers, and lists of these, become tables with a vocabulary. The index of a pandas
-    data frame is left out.
-
-    Args:
-        columns: Names and types of the columns.
-        label: Name of the label column, or names of several; None: the first of `LABEL_NAMES` that
-            the table has. An empty sequence: there is none.
-        weight: Name of the column of sample weights; None: all weights are 1.
-        exclude: Names of columns to leave out of the features.
-        ids: Names of columns of floats that hold integers. They become tables, too.
-        numbers: Names of labels that are numbers to predict, not 0 and 1.
-
-    Returns:
-        The schema, and the type of each column that is left out, by name.
-
-    Raises:
-        SchemaError: There is no label column, a named column does not exist, or no column can be a
-            table.
-
-    Example:
-        >>> table = pa.table({"click": [0], "price": [1.5], "tags": [["a", "b"]]})
-        >>> schema, _ = infer_schema(table.schema)
-        >>> schema.label, [*schema.dense], [*schema.categorical]
-        ('click', ['price'], ['tags'])
-    """
-    names = columns.names
-    if label is None:
-        left = [name for name in LABEL_NAMES if name in names and name not in exclude]
-        label = [name for name in left if name != weight][:1]
-        if not label:
-            raise SchemaError(
-                f"none of the columns {', '.join(names)} is named {', '.join(LABEL_NAMES[:-1])} or "
-                f"{LABEL_NAMES[-1]}; name the label column with --label"
-            )
-    labels = [label] if isinstance(label, str) else [*label]
-    for name in (*labels, *exclude, *([] if weight is None else [weight])):
-        if name not in names:
-            raise SchemaError(f"there is no column {name!r}; the columns are {', '.join(names)}")
-        if name in (*labels, weight) and name in exclude:
-            role = "label" if name in labels else "weight"
-            raise SchemaError(f"column {name!r} is the {role}; leave it out of --exclude")
-    dense, categorical, left_out = {}, {}, {}
-    index = index_columns(columns)
-    for name, kind in zip(names, columns.types, strict=True):
-        if name in (*labels, weight, *exclude):
-            continue
-        if name in index:
-            left_out[name] = f"{kind}, an index of pandas"
-        elif pa.types.is_null(value_type(kind)):
-            left_out[name] = f"{kind}, which has no values"
-        elif is_dense(kind) and not is_integral(kind) and name not in ids:
-            dense[name] = DenseColumn()
-        elif is_dense(kind) or is_categorical(kind, floats=False):
-            categorical[name] = CategoricalColumn()
-        else:
-            left_out[name] = str(kind)
-    kinds = {name: LabelColumn("number" if name in numbers else "binary") for name in labels}
-    return Schema(next(iter(kinds), None), dense, categorical, weight, kinds), left_out
 
 
 def index_columns(columns: pa.Schema) -> set[str]:
@@ -111,9 +36,10 @@ def _of_types(*names: str) -> Callable[[pa.DataType], bool]:
     return lambda kind: any(check(kind) for check in checks)
 
 
-# Whether an Arrow type can be a dense feature (null: all values are missing); is a list; a string;
-# bytes.
+# Whether an Arrow type can be a dense feature (null: all values are missing); is a time; a list; a
+# string; bytes.
 is_dense = _of_types("floating", "integer", "boolean", "decimal", "null")
+is_time = _of_types("timestamp", "date")
 is_list = _of_types("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
 is_string = _of_types("string", "large_string", "string_view")
 is_bytes = _of_types("binary", "large_binary", "binary_view", "fixed_size_binary")
@@ -130,6 +56,67 @@ def value_type(kind: pa.DataType) -> pa.DataType:
     if is_list(kind) or isinstance(kind, pa.DictionaryType):
         kind = kind.value_type
     return kind.value_type if isinstance(kind, pa.DictionaryType) else kind
+
+
+def holds_structs(kind: pa.DataType) -> bool:
+    """Return whether a column has lists of structs, at any depth."""
+    while is_list(kind):
+        kind = kind.value_type
+    return pa.types.is_struct(kind)
+
+
+def how_to_flatten(name: str, kind: pa.DataType) -> str:
+    """Say how a column of lists of structs becomes columns of lists.
+
+    Example:
+        >>> how_to_flatten("items", pa.list_(pa.struct({"id": pa.int64(), "price": pa.float32()})))
+        "write a list for each field, such as 'items.id': [row['id'] for row in items]"
+    """
+    while is_list(kind):
+        kind = kind.value_type
+    field = kind.field(0).name if kind.num_fields else "field"
+    return (
+        f"write a list for each field, such as {f'{name}.{field}'!r}: "
+        f"[row[{field!r}] for row in {name}]"
+    )
+
+
+def is_vector(kind: pa.DataType) -> bool:
+    """Return whether a column of an Arrow type may have vectors: lists of floats."""
+    return is_list(kind) and pa.types.is_floating(kind.value_type)
+
+
+def feature_schema(schema: Schema, columns: pa.Schema, path: str | os.PathLike[str]) -> pa.Schema:
+    """Add the features that are parts of times to the names and types of a file's columns.
+
+    Raises:
+        DataError: A column of times is missing, or has another type.
+    """
+    for name, part, column in schema.parts:
+        times = [time_of(name, part)]
+        if isinstance(column, DenseColumn) and column.since is not None:
+            times.append(column.since)
+        for time in times:
+            kind = _field(columns, time, path).type
+            if not (is_time(kind) or pa.types.is_null(kind) or is_string(value_type(kind))):
+                raise DataError(
+                    f"{path}, column {time!r} is of type {kind}; {name} is a part of it, so that "
+                    "it must have times: timestamps, dates or text such as 2024-03-01T10:00:00Z"
+                )
+        field = pa.field(name, pa.float64() if part == "age" else pa.int64())
+        at = columns.get_field_index(name)
+        columns = columns.append(field) if at < 0 else columns.set(at, field)
+    return columns
+
+
+def _field(columns: pa.Schema, name: str, path: str | os.PathLike[str]) -> pa.Field:
+    """Return the only column of a name, or raise a DataError."""
+    if (count := columns.names.count(name)) != 1:
+        raise DataError(
+            f"{path} has {count or 'no'} columns {name!r}; its columns are "
+            f"{', '.join(columns.names)}"
+        )
+    return columns.field(name)
 
 
 def is_categorical(kind: pa.DataType, encoding: str = "vocabulary", *, floats: bool = True) -> bool:
@@ -156,17 +143,16 @@ def check_columns(
     Columns of type null fit every encoding. ``has_labels=False``: labels and weights are optional.
     ``booleans`` are columns that had booleans in training, and must not have text.
     """
+    columns = feature_schema(schema, columns, path)
     for name in schema.columns:
         is_label = name in schema.labels or name == schema.weight
         if not has_labels and is_label and name not in columns.names:
             continue
-        if columns.names.count(name) != 1:
-            raise DataError(
-                f"{path} has {columns.names.count(name) or 'no'} columns {name!r}; its columns are "
-                f"{', '.join(columns.names)}"
-            )
-        kind = columns.field(name).type
-        if name in schema.categorical:
+        kind = _field(columns, name, path).type
+        width = schema.dense[name].width if name in schema.dense else None
+        if width is not None:
+            fits, wanted = _fits_width(kind, width), f"lists of {width} numbers"
+        elif name in schema.categorical:
             encoding = schema.categorical[name].encoding
             wanted = "integers" if encoding in ("ids", "modulo") else "strings, bytes or integers"
             fits, wanted = is_categorical(kind, encoding), f"{wanted}, or lists of them"
@@ -178,9 +164,27 @@ def check_columns(
             fits, wanted = fits and is_dense(value_type(kind)), "booleans, as in training"
         if not fits:
             raise DataError(
-                f"{path}, column {name!r} is of type {kind}; expected {wanted}: convert it, or "
-                "leave it out of the schema"
+                f"{path}, column {name!r} is of type {kind}; expected {wanted}: "
+                f"{_advice(name, kind, name in schema.dense)}"
             )
+
+
+def _fits_width(kind: pa.DataType, width: int) -> bool:
+    """Return whether a column may have lists of ``width`` numbers; null stands for any type."""
+    if pa.types.is_fixed_size_list(kind) and kind.list_size != width:
+        return False
+    return pa.types.is_null(kind) or (is_list(kind) and is_dense(kind.value_type))
+
+
+def _advice(name: str, kind: pa.DataType, is_dense_column: bool) -> str:
+    """Return what to do about a column whose type does not fit the schema."""
+    if is_time(kind):
+        return f"take its parts, such as {name}.hour with part: hour"
+    if holds_structs(kind):
+        return how_to_flatten(name, kind)
+    if is_dense_column and is_list(kind) and is_dense(kind.value_type):
+        return "give the width of the vectors, such as width: 64, or leave it out of the schema"
+    return "convert it, or leave it out of the schema"
 
 
 class _Column(NamedTuple):
@@ -262,13 +266,16 @@ class CommonTypes:
         if any(floats) and any(is_integral(each.kind) for each in (before, now)):
             self.mixed.add(name)
             return now if floats[1] else before
+        # A file whose times are all at midnight may have dates.
+        if pa.types.is_date(before.kind) and pa.types.is_timestamp(now.kind):
+            return now
         # A column of nulls, or of lists of nulls, has no values yet.
         has_values = not pa.types.is_null(value_type(before.kind))
         return before if has_values or pa.types.is_null(now.kind) else now
 
 
 def _may_be_feature(kind: pa.DataType) -> bool:
-    return is_dense(kind) or is_categorical(kind, floats=False)
+    return is_dense(kind) or is_categorical(kind, floats=False) or is_time(kind) or is_vector(kind)
 
 
 def _agree(one: pa.DataType, other: pa.DataType) -> bool:
@@ -284,6 +291,8 @@ def _kind(kind: pa.DataType) -> str:
         return "null"
     if is_dense(kind):
         return "numbers"
+    if is_time(kind):
+        return "times"
     if is_string(kind):
         return "strings"
     return "bytes" if is_bytes(kind) else str(kind)

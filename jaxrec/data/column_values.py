@@ -9,9 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jaxrec.data.column_types import LABEL_NAMES, is_dense, is_list
+from jaxrec.data.column_types import is_dense, is_list
 from jaxrec.data.encode import are_whole, joined, numbers
+from jaxrec.data.feature_table import feature_table
 from jaxrec.data.groups import FileGroups, GroupRange
+from jaxrec.data.infer import LABEL_NAMES
 from jaxrec.data.schema import Schema
 
 # Number of row groups to sample, and number of rows of each.
@@ -40,7 +42,7 @@ def suspects(schema: Schema, rows: GroupRange, *, by_name: bool = True) -> Itera
 
     Some rows are read. ``by_name=False`` ignores the names of columns: the user chose the columns.
     """
-    table = _sample(rows)
+    table = feature_table(schema, _sample(rows))
     labels = {
         name: numbers(table[name])[0] for name, x in schema.labels.items() if x.kind == "binary"
     }

@@ -74,7 +74,7 @@ def numbers(column: Any) -> tuple[Float[np.ndarray, " rows"], Bool[np.ndarray, "
 
 def is_boolean(rows: pa.Table | None, name: str) -> bool:
     """Return whether a column of a table has booleans or lists of them; False without a table."""
-    if rows is None:
+    if rows is None or name not in rows.column_names:
         return False
     kind = rows.schema.field(name).type
     return pa.types.is_boolean(getattr(kind, "value_type", kind))
@@ -140,8 +140,12 @@ def encode_dense(
     column: Any, options: DenseColumn, moments: Moments, location: Location
 ) -> Float32[np.ndarray, " rows"]:
     values, is_null = present_numbers(column, options, location)
-    if options.missing == "mean" and is_null.any():
-        values = np.where(is_null, moments.mean, values)
+    # An age counts from the earliest time of the training rows.
+    origin = (moments.smallest or 0.0) if options.is_from_earliest else 0.0
+    if is_null.any():
+        values = np.where(is_null, moments.mean if options.missing == "mean" else origin, values)
+    if origin and options.transform != "standardize":
+        values = values - origin
     if options.transform == "standardize":
         encoded = (values - moments.mean) / moments.scale
     elif options.transform == "log1p":

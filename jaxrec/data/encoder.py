@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jaxrec.data.clicks import ClickBatch
-from jaxrec.data.column_types import check_columns, is_dense, value_type
+from jaxrec.data.column_types import check_columns, feature_schema, is_dense, value_type
 from jaxrec.data.encode import (
     Location,
     check_booleans,
@@ -27,10 +27,13 @@ from jaxrec.data.encode import (
     is_boolean,
     joined,
 )
+from jaxrec.data.feature_table import feature_table
 from jaxrec.data.files import DataError
 from jaxrec.data.groups import LocatedGroups
 from jaxrec.data.schema import Schema, read_schema
 from jaxrec.data.statistics import ListLengths, Moments
+from jaxrec.data.structs import flat_table
+from jaxrec.data.vectors import encode_vectors, stacked
 from jaxrec.data.vocabulary import FrozenVocabulary, Vocabulary
 from jaxrec.files.atomic import write_atomically
 from jaxrec.ragged import Packer
@@ -113,7 +116,8 @@ class TableEncoder:
         """
         if self.example is None:
             return {}
-        kinds = {field.name: value_type(field.type) for field in self.example.schema}
+        columns = feature_schema(self.schema, self.example.schema, "the example")
+        kinds = {field.name: value_type(field.type) for field in columns}
         return {
             name: not is_dense(kinds[name])
             for name, options in self.schema.categorical.items()
@@ -156,14 +160,17 @@ class TableEncoder:
     ) -> pa.Table:
         """Encode the columns: numbers as float32, categories as int32 row indices or lists of them.
 
-        Columns of encoding "dynamic" become int64 ids or lists of them.
+        Columns of encoding "dynamic" become int64 ids or lists of them. Vectors become lists of
+        float32 of a fixed size.
 
         Args:
-            table: Table with the columns of the schema.
+            table: Table with the columns of `Schema.inputs`; fields of structs may be columns
+                already, such as ``user.age``.
             path: The table's file, for errors.
             first_row: Number of the table's first row in the file, for errors.
         """
         schema = self.schema
+        table = feature_table(schema, table, path, first_row)
         features = (*schema.dense, *schema.categorical)
         booleans = [name for name in features if is_boolean(self.example, name)]
         check_columns(schema, table.schema, path, has_labels=False, booleans=booleans)
@@ -190,7 +197,8 @@ class TableEncoder:
             check_booleans(table[name], location(name).error)
         for name, dense in schema.dense.items():
             moments = self.moments.get(name, Moments())
-            columns.append(encode_dense(table[name], dense, moments, location(name)))
+            encoded = encode_dense if dense.width is None else encode_vectors
+            columns.append(encoded(table[name], dense, moments, location(name)))
         for name, options in schema.categorical.items():
             vocabulary, column = self.vocabularies.get(name), table[name]
             # A request without any value has no type. As a column of lists its nulls are empty
@@ -228,13 +236,10 @@ class TableEncoder:
         # The labels come first, then the weight, then the features.
         count = len(self.schema.labels)
         labels, weight, rest = columns[:count], columns[count], columns[count + 1 :]
-        # Columns are copied into one array that has its padding already: stacking and padding them
-        # would copy each twice.
-        dense = np.zeros((batch_size, len(self.schema.dense)), np.float32)
-        for number, column in enumerate(rest[: dense.shape[1]]):
-            dense[: len(encoded), number] = column.to_numpy()
+        widths = self.schema.widths
+        dense = stacked(rest[: len(widths)], widths, batch_size)
         flat, lengths = [], []
-        for column in rest[dense.shape[1] :]:
+        for column in rest[len(widths) :]:
             values, each = bags_of(column)
             flat.append(values)
             lengths.append(padded(each))
@@ -324,7 +329,7 @@ class EncodedGroups:
 
 def first_rows(schema: Schema, table: pa.Table) -> pa.Table:
     """Return the example for an encoder: the first rows of a table, with the features' columns."""
-    columns = table.select([*schema.dense, *schema.categorical]).replace_schema_metadata(None)
+    columns = flat_table(table).select(list(schema.feature_inputs)).replace_schema_metadata(None)
     # A copy: a slice would keep the whole table in memory.
     return columns.take(np.arange(min(NUM_ROWS, len(table))))
 
@@ -374,7 +379,7 @@ def _read_example(schema: Schema, path: pathlib.Path) -> pa.Table:
         rows = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a Parquet file, or damaged ({error})") from None
-    names = [*schema.dense, *schema.categorical]
+    names = list(schema.feature_inputs)
     if rows.column_names != names or len(rows) > NUM_ROWS:
         raise DataError(
             f"{path} has {len(rows)} rows of the columns {', '.join(rows.column_names)}; expected "

@@ -18,11 +18,13 @@ from jaxrec.data.encode import (
     present_numbers,
 )
 from jaxrec.data.encoder import TableEncoder, first_rows
+from jaxrec.data.feature_table import check_zones, feature_table
 from jaxrec.data.files import DataError
 from jaxrec.data.groups import LocatedGroups
 from jaxrec.data.pipeline import Pipeline
 from jaxrec.data.schema import Schema
 from jaxrec.data.statistics import ListLengths, Moments
+from jaxrec.data.vectors import vector_moments, vectors_of
 from jaxrec.data.vocabulary import ValueCounts
 
 
@@ -32,7 +34,12 @@ def needs_pass(schema: Schema, files: Iterable[pa.Schema]) -> bool:
         any(options.is_learned for options in schema.dense.values())
         or any(label.kind == "number" for label in schema.labels.values())
         or any(options.encoding == "vocabulary" for options in schema.categorical.values())
-        or any(is_list(each.field(name).type) for each in files for name in schema.categorical)
+        or any(
+            is_list(each.field(name).type)
+            for each in files
+            for name, options in schema.categorical.items()
+            if options.part is None
+        )
     )
 
 
@@ -68,9 +75,11 @@ def learn_encoder(
     moments |= {name: Moments() for name, x in schema.labels.items() if x.kind == "number"}
     lengths: dict[str, ListLengths] = {}
     example: pa.Table | None = None
+    check_zones(schema)
     types = CommonTypes(schema.columns)
     for groups, is_training in ((training, True), (held_out, False)):
         for table, path, first in _tables(groups):
+            table = feature_table(schema, table, path, first)
             check_columns(schema, table.schema, path)
             if example is None and is_training:
                 example = first_rows(schema, table)
@@ -97,6 +106,11 @@ def learn_encoder(
                 encode_weight(table[schema.weight], Location(path, first, schema.weight))
             for name, dense in schema.dense.items():
                 location = Location(path, first, name)
+                if dense.width is not None:
+                    vectors, is_null = vectors_of(table[name], dense, location)
+                    if name in moments and is_training:
+                        moments[name] += vector_moments(vectors[~is_null])
+                    continue
                 values, is_null = present_numbers(table[name], dense, location)
                 if name in moments and is_training:
                     moments[name] += Moments.of(values[~is_null])

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from jaxrec.data.files import DataError, parquet_files
 from jaxrec.data.groups import FileGroups
+from jaxrec.data.structs import flat_schema, flat_table
 from jaxrec.files.atomic import write_atomically
 
 # Bytes of the length of the footer and of the magic bytes after it.
@@ -79,7 +80,7 @@ class _OpenParquet(NamedTuple):
 
     @property
     def columns(self) -> pa.Schema:
-        return columns_of(self.file)
+        return flat_schema(columns_of(self.file))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -88,7 +89,8 @@ class _OpenParquet(NamedTuple):
 
     def read(self, group: int, columns: list[str] | None) -> pa.Table:
         # Several threads read groups already: threads of PyArrow within them would only compete.
-        return self.file.read_row_group(group, columns=columns, use_threads=False)
+        # A struct's field is read by its path, without the other fields.
+        return flat_table(self.file.read_row_group(group, columns=columns, use_threads=False))
 
 
 @contextlib.contextmanager

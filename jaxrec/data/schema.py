@@ -10,30 +10,69 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
 
+# Parts of a time that a feature may be. Categories of "weekday" are 0 (Monday) to 6, those of
+# "month" 1 to 12.
+Part = Literal["age", "hour", "weekday", "month"]
+
 
 class SchemaError(ValueError):
     """A schema cannot be read or does not fit the columns of a file."""
 
 
+def time_of(name: str, part: str) -> str:
+    """Return the column of times that a feature is a part of: "ts" for "ts.hour"."""
+    return name.removesuffix(f".{part}")
+
+
 @dataclasses.dataclass(frozen=True)
 class DenseColumn:
-    """Encoding of a column of numbers as one dense feature.
+    """Encoding of a column of numbers as one dense feature, or of vectors as several.
 
     Attributes:
         transform: "standardize" subtracts the mean of the training rows and divides by their
             standard deviation. "log1p" is ``sign(x) * log(1 + abs(x))``. "log_counts" is
             ``log(x + 3)``, MLPerf's transform of Criteo's counts. "none" keeps the numbers.
         missing: Value of a null before the transform. "mean": the mean of the training rows.
-            "zero": 0. "error": nulls are refused.
+            "zero": 0. "error": nulls are refused. A null vector becomes zeros after the transform.
+        width: Number of floats of each list in a column of vectors, such as pretrained embeddings;
+            None: a column of numbers. All numbers of the vectors share one mean and one deviation.
+        part: Part of the times of a column; the feature is named after both, such as ``ts.age``.
+            "age": days since the earliest training row's time, negative before it. "hour",
+            "weekday" and "month": numbers, those of `CategoricalColumn`. None: the column holds
+            numbers.
+        since: Column of times from which the age counts, in place of the earliest time.
+        zone: Time zone of "hour", "weekday" and "month", as in `CategoricalColumn`.
+
+    Raises:
+        SchemaError: Options contradict each other, or a number is out of range.
     """
 
     transform: Literal["standardize", "log1p", "log_counts", "none"] = "standardize"
     missing: Literal["mean", "zero", "error"] = "mean"
+    width: int | None = None
+    part: Part | None = None
+    since: str | None = None
+    zone: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.width is not None and not 1 <= self.width < 2**31:
+            raise SchemaError(f"width must be from 1 to 2**31 - 1, got {self.width}")
+        if self.width is not None and self.part is not None:
+            raise SchemaError("vectors have a width, and times have parts; give one of the two")
+        if self.since is not None and self.part != "age":
+            raise SchemaError("since is for part: age; leave it out")
+        if self.zone is not None and self.part in (None, "age"):
+            raise SchemaError("zone is for part: hour, weekday or month; leave it out")
 
     @property
     def is_learned(self) -> bool:
-        """Whether the encoding needs the mean of the training rows."""
-        return self.transform == "standardize" or self.missing == "mean"
+        """Whether the encoding needs the mean or the smallest number of the training rows."""
+        return self.transform == "standardize" or self.missing == "mean" or self.is_from_earliest
+
+    @property
+    def is_from_earliest(self) -> bool:
+        """Whether numbers count from the smallest one of the training rows, as ages do."""
+        return self.part == "age" and self.since is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +113,12 @@ class CategoricalColumn:
     embedding_dim: int | None = None
     pooling: Literal["sum", "mean"] = "sum"
     table: str | None = None
+    part: Literal["hour", "weekday", "month"] | None = None
+    zone: str | None = None
 
     def __post_init__(self) -> None:
+        if self.zone is not None and self.part is None:
+            raise SchemaError("zone is for part: hour, weekday or month; leave it out")
         has_vocabulary = self.encoding == "vocabulary"
         if has_vocabulary and self.num_embeddings is not None:
             raise SchemaError(
@@ -142,6 +185,12 @@ class Schema:
         names = self.columns
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise SchemaError(f"column {repeated[0]!r} has two roles; give each column one")
+        for name, part, _ in self.parts:
+            if not name.endswith(f".{part}") or name == f".{part}":
+                raise SchemaError(
+                    f"column {name!r} is the {part} of a time; name it after the column of times, "
+                    f"such as time.{part}"
+                )
         if not self.categorical:
             raise SchemaError("there is no categorical column, and so no table to train")
         columns = {name: self._of_table(name, column) for name, column in self.categorical.items()}
@@ -158,7 +207,8 @@ class Schema:
                 f"column {name!r} shares the table of {column.table!r}; it must name a categorical "
                 f"column with a table of its own: {', '.join(owners) or 'there is none'}"
             )
-        shared = dataclasses.replace(owner, table=column.table, missing=column.missing)
+        own = {field: getattr(column, field) for field in ("table", "missing", "part", "zone")}
+        shared = dataclasses.replace(owner, **own)
         for field in dataclasses.fields(column):
             if getattr(column, field.name) not in (field.default, getattr(shared, field.name)):
                 raise SchemaError(
@@ -172,6 +222,44 @@ class Schema:
         """Names of all columns."""
         weight = () if self.weight is None else (self.weight,)
         return (*self.labels, *weight, *self.dense, *self.categorical)
+
+    @property
+    def _features(self) -> tuple[tuple[str, DenseColumn | CategoricalColumn], ...]:
+        return (*self.dense.items(), *self.categorical.items())
+
+    @property
+    def parts(self) -> tuple[tuple[str, str, DenseColumn | CategoricalColumn], ...]:
+        """Name, part and encoding of each feature that is a part of times."""
+        return tuple((name, x.part, x) for name, x in self._features if x.part is not None)
+
+    @property
+    def feature_inputs(self) -> tuple[str, ...]:
+        """Names of the columns of a file that the features are encoded from.
+
+        They are those of the features, with the columns of times in place of their parts.
+        """
+        inputs: list[str] = []
+        for name, column in self._features:
+            inputs.append(name if column.part is None else time_of(name, column.part))
+            if isinstance(column, DenseColumn) and column.since is not None:
+                inputs.append(column.since)
+        return tuple(dict.fromkeys(inputs))
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the columns of a file: labels, weight and `feature_inputs`."""
+        weight = () if self.weight is None else (self.weight,)
+        return tuple(dict.fromkeys((*self.labels, *weight, *self.feature_inputs)))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Number of dense features of each dense column: 1, or the width of its vectors."""
+        return tuple(column.width or 1 for column in self.dense.values())
+
+    @property
+    def num_dense(self) -> int:
+        """Number of dense features."""
+        return sum(self.widths)
 
     @property
     def dynamic(self) -> tuple[str, ...]:
@@ -277,18 +365,27 @@ def _columns(kind: Any, where: str, content: Any) -> dict[str, Any]:
     return columns
 
 
+def _choices(kind: Any) -> list[str]:
+    """Return the texts of a ``Literal``, also of one that may be None."""
+    choices = []
+    for each in get_args(kind):
+        choices += [each] if isinstance(each, str) else _choices(each)
+    return choices
+
+
 def _column(kind: Any, options: Any) -> Any:
     # The annotations of the dataclass are the format: its fields are integers or Literals of text.
     types = get_type_hints(kind)
     options = _mapping("its options", options)
     _check_keys("it", options, [*types])
     for key, value in options.items():
-        if choices := [x for x in get_args(types[key]) if isinstance(x, str)]:
+        if choices := _choices(types[key]):
             if value not in choices:
                 raise SchemaError(f"{key} must be one of {', '.join(choices)}; got {value!r}")
         elif types[key] == str | None:
             if not isinstance(value, str):
-                raise SchemaError(f"{key} must be the name of a column, got {value!r}")
+                what = "a time zone" if key == "zone" else "a column"
+                raise SchemaError(f"{key} must be the name of {what}, got {value!r}")
         # `type() is`, since YAML's `true` is an instance of int.
         elif type(value) is not int and (value is not None or types[key] is int):
             raise SchemaError(f"{key} must be a whole number, got {value!r}")

@@ -13,11 +13,15 @@ from jaxrec.ragged.capacity import LengthMoments, capacity_for
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-    """Count, mean and sum of squared differences from the mean of a set of numbers."""
+    """Count, mean, sum of squared differences from the mean, and smallest of a set of numbers.
+
+    ``smallest`` is None for an empty set, and for moments that earlier versions saved.
+    """
 
     count: int = 0
     mean: float = 0.0
     squares: float = 0.0
+    smallest: float | None = None
 
     @property
     def scale(self) -> float:
@@ -29,7 +33,8 @@ class Moments:
         if not values.size:
             return cls()
         mean = float(values.mean())
-        return cls(values.size, mean, float(np.square(values - mean).sum()))
+        smallest = float(values.min())
+        return cls(values.size, mean, float(np.square(values - mean).sum()), smallest)
 
     def __add__(self, other: Moments) -> Moments:
         """Return the moments of the union of two sets of numbers (Chan, Golub and LeVeque 1983,
@@ -40,7 +45,8 @@ class Moments:
             return self
         apart, share = other.mean - self.mean, other.count / count
         squares = self.squares + other.squares + apart**2 * self.count * share
-        return Moments(count, self.mean + apart * share, squares)
+        known = [each.smallest for each in (self, other) if each.smallest is not None]
+        return Moments(count, self.mean + apart * share, squares, min(known, default=None))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -37,6 +37,9 @@ ModelName = Literal[
     "hstu_ranker",
 ]
 
+# Earlier names of options, which saved runs have.
+_RENAMED = {"dense": "dense_layers"}
+
 # First line of the options file of a run.
 _HEADER = "# Written by jaxrec train."
 
@@ -78,7 +81,12 @@ class DataConfig:
     """Name of the column of sample weights, 0 or above, without a schema. They weigh the rows in
     the loss and in the metrics; by default all rows weigh 1."""
     exclude: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--exclude"])] = ()
-    """Names of columns to leave out of the features, without a schema."""
+    """Columns to leave out of the features, without a schema: names or patterns in quotes, such as
+    user_id 'debug_*' ts.month."""
+    dense: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--dense"])] = ()
+    """Columns of numbers to take as dense features, without a schema: names or patterns."""
+    categorical: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--categorical"])] = ()
+    """Columns to take as categories, without a schema: names or patterns. Numbers must be whole."""
     types: tuple[str, ...] = ()
     """Types of columns of CSV, TSV or JSON lines in place of guessed ones, such as zip=string:
     string, integer, float or boolean."""
@@ -123,17 +131,21 @@ class DataConfig:
             )
         if self.types and self.path is None:
             raise ConfigError("data.types is for the files of --data")
-        given = [name for name in ("label", "weight", "exclude") if getattr(self, name)]
+        names = ("label", "weight", "exclude", "dense", "categorical")
+        given = [name for name in names if getattr(self, name)]
         given += ["label_kind"] if self.label_kind != "auto" else []
         if self.schema is not None and given:
-            columns = {"exclude": "features", "label_kind": "kinds of the labels"}
+            columns = dict.fromkeys(("exclude", "dense", "categorical"), "features")
+            columns["label_kind"] = "kinds of the labels"
             what = columns.get(given[0], f"column of {given[0]}s")
             raise ConfigError(
                 f"data.schema names the {what}; leave {_option('data', given[0])} out"
             )
         if (self.schema is not None or given) and self.path is None:
             name = "schema" if self.schema is not None else given[0]
-            raise ConfigError(f"{_option('data', name)} is for the Parquet files of --data")
+            layers = {"replicated", "fsdp"}
+            advice = "; where dense layers lie is --dense-layers" if layers & {*self.dense} else ""
+            raise ConfigError(f"{_option('data', name)} is for the Parquet files of --data{advice}")
         if self.eval_path is not None and self.path is None:
             raise ConfigError("data.eval-path holds out a file, but no file to train on is given")
 
@@ -333,7 +345,7 @@ class TrainConfig:
     devices: int = 1
     """Number of devices of each process; the planner shards the tables over all of them. A CPU
     simulates several devices."""
-    dense: Literal["replicated", "fsdp"] = "replicated"
+    dense_layers: Literal["replicated", "fsdp"] = "replicated"
     """Where dense layers and their optimizer state lie, if there are several devices: replicated on
     each, or fsdp: arrays of 65,536 elements or more are cut over all devices."""
     evaluate_every: int = 0
@@ -420,6 +432,7 @@ def _tokens(config: type, options: Mapping[str, Any], prefix: str) -> Iterator[l
     }
     for key, value in options.items():
         name = str(key).replace("-", "_")
+        name = name if prefix else _RENAMED.get(name, name)
         if name not in known:
             raise ConfigError(
                 f"unknown option {prefix}{key}; "

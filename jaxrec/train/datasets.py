@@ -223,7 +223,8 @@ def _split(config: TrainConfig) -> tuple[LogDataset, LogDataset]:
         whole = LogDataset(log, 0, log.num_rows, id_bits=id_bits)
         return dataclasses.replace(whole, stop=rows), dataclasses.replace(whole, start=rows)
     problem = foreign_format(data.path)
-    if data.schema is not None or data.label or data.weight or data.exclude:
+    roles = (data.label, data.weight, data.exclude, data.dense, data.categorical)
+    if data.schema is not None or any(roles):
         raise DataError(
             f"{data.path} is not a Parquet file; a schema is for the columns of one"
             + (f": it {problem}" if problem else "")

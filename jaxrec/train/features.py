@@ -22,18 +22,22 @@ from jaxrec.data import (
     learn_encoder,
     read_schema,
 )
-from jaxrec.data.column_types import LABEL_NAMES, CommonTypes, check_columns
+from jaxrec.data.column_types import CommonTypes, check_columns
 from jaxrec.data.column_values import are_ids, number_labels, suspects, whole_floats
 from jaxrec.data.criteo.conversion import SUMMARY_FILE, read_summary
 from jaxrec.data.criteo.log import criteo_schema
 from jaxrec.data.criteo.parts import is_part
 from jaxrec.data.encoder import SCHEMA_FILE, EncodedGroups
+from jaxrec.data.feature_table import check_zones
 from jaxrec.data.files import DataFiles, has_pattern, parquet_files
 from jaxrec.data.formats.conversion import as_parquet, format_of
 from jaxrec.data.generated import TABLE_ROWS
 from jaxrec.data.groups import GroupRange
+from jaxrec.data.infer import LABEL_NAMES
 from jaxrec.data.learn import needs_pass
+from jaxrec.data.patterns import covered
 from jaxrec.data.transforms import NUM_CATEGORICAL
+from jaxrec.data.vectors import learned_widths
 from jaxrec.train.config import FEATURES_DIRECTORY, DataConfig, TrainConfig
 from jaxrec.train.open_vocabularies import check_fixed, with_dynamic_columns
 from jaxrec.train.progress import counted
@@ -105,7 +109,7 @@ def run_encoder(
         schema != encoder.schema
         or data.label not in ((), (*schema.labels,))
         or data.weight not in (None, schema.weight)
-        or not {*schema.columns}.isdisjoint(data.exclude)
+        or covered(data.exclude, schema.columns)
     ):
         raise ConfigError(
             f"the run has a schema of its own, {resume / FEATURES_DIRECTORY / SCHEMA_FILE}; leave "
@@ -198,6 +202,13 @@ def learn_features(
     )
     for name, vocabulary in encoder.vocabularies.items():
         console.print(f"  {name}: {len(vocabulary):,} values")
+    for name, column in schema.dense.items():
+        if column.width is not None and name in encoder.moments:
+            missing = rows - encoder.moments[name].count // column.width
+            console.print(
+                f"  {name}: vectors of {column.width} numbers"
+                + (f"; {missing:,} rows have none, and zeros stand for it" if missing else "")
+            )
     return encoder
 
 
@@ -259,12 +270,14 @@ def _find_schema(data: DataConfig, console: Console, is_dynamic: bool, needs_lab
     files = [parquet_data(path, data) for path in (data.path, data.eval_path) if path is not None]
     if data.schema is not None:
         schema = _with_vocabularies(read_schema(data.schema), data, is_dynamic)
-        groups = [ParquetGroups(each.paths, schema.columns, sources=each.sources) for each in files]
-        types = CommonTypes(schema.columns)
+        check_zones(schema)
+        groups = [ParquetGroups(each.paths, schema.inputs, sources=each.sources) for each in files]
+        types = CommonTypes(schema.inputs)
     else:
         keys = tuple(dict.fromkeys(key for each in files for key in each.keys))
         groups = [ParquetGroups(each.paths, keys=keys, sources=each.sources) for each in files]
-        types = CommonTypes(exclude=data.exclude)
+        names = dict.fromkeys(n for rows in groups for x in rows.schemas.values() for n in x.names)
+        types = CommonTypes(exclude=covered(data.exclude, names))
     columns = {path: x for rows in groups for path, x in rows.schemas.items()}
     for path, each in columns.items():
         types.add(each, path)
@@ -285,7 +298,7 @@ def _inferred_schema(
 ) -> Schema:
     """Infer a schema from the types of the columns, and print the decisions."""
     columns = types.schema
-    others = {*data.label, data.weight, *data.exclude}
+    others = {*data.label, data.weight, *covered(data.exclude, columns.names)}
     # Pandas writes integers with missing values as floats, so that a column of whole floats may be
     # ids.
     whole = whole_floats(pa.schema([x for x in columns if x.name not in others]), groups)
@@ -302,8 +315,11 @@ def _inferred_schema(
         labels if labels or not needs_label else None,
         weight=data.weight,
         exclude=data.exclude,
+        dense=data.dense,
+        categorical=data.categorical,
         ids=ids,
         numbers=numbers,
+        widths=learned_widths(pa.schema([x for x in columns if x.name not in others]), groups),
     )
     schema = with_shared_tables(schema, data)
     schema = _with_vocabularies(schema, data, is_dynamic)
@@ -312,6 +328,9 @@ def _inferred_schema(
     )
     for name, kind in left_out.items():
         console.print(f"left out: column {name!r} of type {kind}")
+    if schema.parts:
+        parts = ", ".join(name for name, *_ in schema.parts)
+        console.print(f"parts of times, which --exclude leaves out: {parts}")
     for names, kind, advice in (
         ([n for n in schema.categorical if n in ids], "ids", "--schema can make them dense"),
         ([n for n in schema.dense if n in whole], "numbers", "--schema can make them categorical"),
@@ -348,7 +367,7 @@ def parquet_data(path: pathlib.Path | None, data: DataConfig) -> DataFiles:
 
 
 def _all_rows(files: DataFiles, schema: Schema) -> GroupRange:
-    groups = ParquetGroups(files.paths, schema.columns, sources=files.sources)
+    groups = ParquetGroups(files.paths, schema.inputs, sources=files.sources)
     if (count := sum(groups.sizes)) == 0:
         raise DataError(f"{next(iter(groups.schemas))}: it has no rows")
     return GroupRange(groups, 0, count)

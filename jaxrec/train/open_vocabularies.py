@@ -37,6 +37,9 @@ _POLICIES: dict[str, Callable[[], Eviction]] = {
     "distance_lfu": distance_lfu,
 }
 
+# Number of rows of a part of times; months begin at 1.
+_NUM_VALUES = {"hour": 24, "weekday": 7, "month": 13}
+
 _OF_LEARNED_VOCABULARIES = ("min_count", "max_size", "num_unknown")
 
 
@@ -60,10 +63,17 @@ def with_rows(model: nnx.Module, batch: ClickBatch) -> ClickBatch:
 
 
 def with_dynamic_columns(schema: Schema, rows: int) -> Schema:
-    """Return a schema with "dynamic" columns of ``rows`` rows in place of "vocabulary" columns."""
+    """Return a schema with "dynamic" columns of ``rows`` rows in place of "vocabulary" columns.
+
+    Parts of times, of which there are few, become row indices.
+    """
     columns = {}
     for name, column in schema.categorical.items():
-        if column.encoding == "vocabulary":
+        if column.encoding == "vocabulary" and column.part is not None:
+            column = dataclasses.replace(
+                column, encoding="ids", num_embeddings=_NUM_VALUES[column.part]
+            )
+        elif column.encoding == "vocabulary":
             _check_options(name, column)
             column = dataclasses.replace(column, encoding="dynamic", num_embeddings=rows)
         columns[name] = column

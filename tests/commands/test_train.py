@@ -227,10 +227,10 @@ def test_devices_and_one_device_agree(trained, tmp_path, capsys):
 
 
 def test_sharded_dense_layers_agree(trained, tmp_path, monkeypatch, capsys):
-    """With --dense fsdp; the run is then loaded on one device."""
+    """With --dense-layers fsdp; the run is then loaded on one device."""
     monkeypatch.setattr("jaxrec.mesh.dense.MIN_SHARDED_SIZE", 16)
     output = tmp_path / "many"
-    assert main(["train", f"--output={output}", *SMALL, "--devices=4", "--dense=fsdp"]) == 0
+    assert main(["train", f"--output={output}", *SMALL, "--devices=4", "--dense-layers=fsdp"]) == 0
     assert "dense: fsdp\n" in (output / "config.yaml").read_text()
     one, many = (dense_variables(load_model(path)) for path in (trained[0], output))
     for name, variable in one.items():

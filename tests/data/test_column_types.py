@@ -27,7 +27,9 @@ AGREE = {
     "integers": ((pa.int8(), pa.int64(), pa.uint16()), pa.int8()),
     "floats": ((pa.int64(), pa.float64(), pa.int64()), pa.float64()),
     "numbers": ((pa.bool_(), pa.int64(), pa.decimal128(9, 2)), pa.bool_()),
-    "unused": ((pa.timestamp("s"), pa.struct([("a", pa.int8())])), pa.timestamp("s")),
+    "times": ((pa.date32(), pa.timestamp("s"), pa.timestamp("us", "UTC")), pa.timestamp("s")),
+    "vectors": ((pa.list_(pa.float16()), pa.list_(pa.float32(), 3)), pa.list_(pa.float16())),
+    "unused": ((pa.time32("s"), pa.struct([("a", pa.int8())])), pa.time32("s")),
 }
 
 

@@ -206,7 +206,8 @@ def test_text_that_looks_like_times_at_first(tmp_path):
 def test_nested_objects(tmp_path):
     text = '{"x": {"a": 1}, "y": {"b": {}}, "z": {}}\r\n' * 9 + '{"x": {"c": [2]}}\r\n'
     table = read(write(tmp_path, "x.jsonl", "\ufeff" + text))
-    assert table["x"].to_pylist() == [{"a": 1, "c": None}] * 9 + [{"a": None, "c": [2]}]
+    assert table["x.a"].to_pylist() == [1] * 9 + [None]
+    assert table["x.c"].to_pylist() == [None] * 9 + [[2]]
     assert table["y"].null_count == table["z"].null_count == 10
 
 

@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 from jaxrec.data import DataError, Schema, SchemaError, read_schema
-from jaxrec.data.column_types import check_columns, infer_schema
+from jaxrec.data.column_types import check_columns
 from jaxrec.data.criteo.log import criteo_schema
 from jaxrec.data.schema import CategoricalColumn, DenseColumn, LabelColumn
 
@@ -119,62 +119,6 @@ COLUMNS = pa.schema(
         "vector": pa.list_(pa.float32(), 4),
     }
 )
-
-
-def test_inferred_from_types():
-    schema, left_out = infer_schema(COLUMNS)
-    assert schema == Schema(
-        "click",
-        {"price": DenseColumn(), "paid": DenseColumn()},
-        {name: CategoricalColumn() for name in ("id", "city", "tags")},
-    )
-    assert left_out == {"when": "timestamp[us]", "vector": "fixed_size_list<item: float>[4]"}
-    schema, _ = infer_schema(COLUMNS, label="id")
-    assert schema.label == "id"
-    assert "click" in schema.dense
-    with pytest.raises(SchemaError, match="there is no column 'y'; the columns are id, click"):
-        infer_schema(COLUMNS, label="y")
-    schema, left_out = infer_schema(COLUMNS, weight="paid", exclude=["id", "when"], ids=["price"])
-    assert (schema.label, schema.weight) == ("click", "paid")
-    assert [*schema.dense] == []
-    assert [*schema.categorical] == ["price", "city", "tags"]
-    assert [*left_out] == ["vector"]
-    for options, message in (
-        ({"weight": "y"}, "there is no column 'y'"),
-        ({"exclude": ["y"]}, "there is no column 'y'"),
-        ({"label": "click", "exclude": ["click"]}, "'click' is the label; leave it out of --excl"),
-        ({"weight": "paid", "exclude": ["paid"]}, "'paid' is the weight; leave it out of --excl"),
-        ({"exclude": ["click"]}, "is named label, click or target"),
-    ):
-        with pytest.raises(SchemaError, match=message):
-            infer_schema(COLUMNS, **options)
-    with pytest.raises(SchemaError, match=r"vector is named label, click or target; .* --label"):
-        infer_schema(COLUMNS.remove(1))
-    with pytest.raises(SchemaError, match="no categorical column"):
-        infer_schema(pa.schema({"label": pa.int8(), "x": pa.float32()}))
-
-
-def test_indexes_and_columns_without_values_are_left_out():
-    kinds = {
-        "label": pa.int8(),
-        "user": pa.string(),
-        "never": pa.null(),
-        "empty": pa.list_(pa.null()),
-        "id": pa.decimal128(38),
-    }
-    index = {"__index_level_0__": pa.int64(), "day": pa.string()}
-    columns = pa.schema(
-        kinds | index, {"pandas": '{"index_columns": ["__index_level_0__", "day"]}'}
-    )
-    schema, left_out = infer_schema(columns)
-    assert schema.columns == ("label", "user", "id")
-    assert left_out == {
-        "never": "null, which has no values",
-        "empty": "list<item: null>, which has no values",
-        "__index_level_0__": "int64, an index of pandas",
-        "day": "string, an index of pandas",
-    }
-    assert infer_schema(columns, "day")[0].label == "day"
 
 
 def of(role, **options):

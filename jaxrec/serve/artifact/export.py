@@ -14,7 +14,7 @@ import pyarrow as pa
 from flax import nnx
 from jax.export import Exported
 
-from jaxrec.data import TableEncoder, Vocabulary
+from jaxrec.data import Schema, TableEncoder, Vocabulary
 from jaxrec.data.encode import Moments, is_boolean
 from jaxrec.data.vocabulary import FrozenVocabulary
 from jaxrec.files.atomic import write_atomically
@@ -120,10 +120,11 @@ def export(
             for (platform, samples), program in made.programs.items()
         )
         arrays = write_arrays(unfinished, pure, made.arrays)
-        encoding = None
+        encoding, no_encoding = None, None
         if encoder is not None:
             encoder.save(unfinished / FEATURES_DIRECTORY)
-            encoding = write_columns(unfinished, encoder)
+            no_encoding = refuse_columns(encoder.schema)
+            encoding = None if no_encoding else write_columns(unfinished, encoder)
         manifest = Manifest(
             jaxrec=importlib.metadata.version("jaxrec"),
             jax=jax.__version__,
@@ -136,6 +137,7 @@ def export(
             has_encoder=encoder is not None,
             files=describe_files(unfinished),
             encoding=encoding,
+            no_encoding=no_encoding,
         )
         # As `load` will check it, so that no folder appears that cannot be loaded.
         manifest.check()
@@ -220,6 +222,22 @@ def write_rows(
     for first, part in parts:
         rows[first : first + len(part)] = part.view(stored_dtype(dtype))
     rows.flush()
+
+
+def refuse_columns(schema: Schema) -> str | None:
+    """Return why a C++ server cannot encode the raw columns of a schema; None: it can."""
+    parts = [name for name, *_ in schema.parts]
+    vectors = [name for name, column in schema.dense.items() if column.width is not None]
+    problems = [
+        *([f"parts of times ({', '.join(parts)})"] if parts else []),
+        *([f"vectors ({', '.join(vectors)})"] if vectors else []),
+    ]
+    if not problems:
+        return None
+    return (
+        f"C++ does not encode {' and '.join(problems)}; serve the model by jaxrec serve, send "
+        "encoded features to C++, or train without them"
+    )
 
 
 def write_columns(directory: pathlib.Path, encoder: TableEncoder) -> ColumnEncoding:

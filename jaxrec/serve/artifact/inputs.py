@@ -208,7 +208,7 @@ def _of_signature(
     The number is None if the function takes categorical features alone.
     """
     if encoder is not None:
-        return len(encoder.schema.dense), tuple(encoder.schema.categorical)
+        return encoder.schema.num_dense, tuple(encoder.schema.categorical)
     # The first parameter is the model, or self.
     _, *parameters = inspect.signature(function).parameters.values()
     required = [

@@ -189,7 +189,7 @@ def _encoder(directory: pathlib.Path, manifest: Manifest) -> TableEncoder:
         raise ArtifactError(f"{path} cannot be used: {problem}") from None
     arrays = [each for each in manifest.batch.inputs if isinstance(each, ArrayInput)]
     bounds = {x.name: x.num_ids for each in manifest.batch.ragged for x in each.features}
-    num_dense = len(encoder.schema.dense)
+    num_dense = encoder.schema.num_dense
     # The encoder of another model may give ids in range that mean other values, without an error.
     # So compare all that the programs rely on.
     if (

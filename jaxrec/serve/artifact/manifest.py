@@ -227,8 +227,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         programs: Programs, one for each platform and batch size.
         has_encoder: Whether ``features/`` holds the `jaxrec.data.TableEncoder` of raw columns.
         files: Every file but the manifest, by its path.
-        encoding: Encoder in files that C++ reads; None: there is none, or an earlier jaxrec
-            exported the model.
+        encoding: Encoder in files that C++ reads; None: there is none, C++ cannot encode the
+            columns, or an earlier jaxrec exported the model.
+        no_encoding: Why C++ cannot encode the columns, if it cannot.
         ranker: Programs of an `HSTURanker`, which then has no others; None: another model.
     """
 
@@ -243,6 +244,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     has_encoder: bool
     files: dict[str, StoredFile]
     encoding: ColumnEncoding | None = None
+    no_encoding: str | None = None
     ranker: RankerSpec | None = None
 
     def to_json(self) -> bytes:

@@ -283,6 +283,8 @@ def _is_untyped(kind: pa.DataType) -> bool:
 def _typed(column: InputColumn, values: pa.ChunkedArray) -> pa.ChunkedArray:
     """Cast a column of nulls or empty lists, which has the type null, to the model's type."""
     kind = column.arrow_type or pa.string()
+    if column.shape and pa.types.is_null(values.type):
+        return values  # each array of the column is null
     if pa.types.is_list(values.type):
         if any(len(chunk.flatten()) for chunk in values.chunks):
             raise invalid(f"column {column.name!r}: a value of a list is null")
@@ -306,9 +308,12 @@ def _check_type(field: pa.Field) -> None:
         or types.is_large_string(kind)
         or types.is_binary(kind)
         or types.is_large_binary(kind)
+        or types.is_timestamp(kind)
+        or types.is_date(kind)
     )
     if not plain:
         raise invalid(
             f"column {field.name!r} is of type {field.type}; send integers, floats, bools, "
-            "strings, bytes, or lists of these"
+            "strings, bytes, times, or lists of these; and fields of structs as columns, such as "
+            "user.age"
         )

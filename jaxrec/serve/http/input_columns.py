@@ -13,7 +13,8 @@ import pyarrow as pa
 # What a table of columns is converted to: the request of a model or of a ranker.
 Converted = TypeVar("Converted", covariant=True)
 
-Kind = Literal["number", "integer", "bool", "text", "text or integer"]
+# "time" is text of ISO 8601.
+Kind = Literal["number", "integer", "bool", "text", "text or integer", "time"]
 
 _JSON: dict[Kind, Any] = {
     "number": float,
@@ -21,6 +22,7 @@ _JSON: dict[Kind, Any] = {
     "bool": bool,
     "text": str,
     "text or integer": int | str,
+    "time": str,
 }
 _INT64 = range(-(2**63), 2**63)
 

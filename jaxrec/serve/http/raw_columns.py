@@ -11,27 +11,35 @@ import numpy as np
 import pyarrow as pa
 
 from jaxrec.data import TableEncoder, Vocabulary
-from jaxrec.data.encode import is_boolean, joined
+from jaxrec.data.column_types import is_string, value_type
+from jaxrec.data.encode import Location, is_boolean, joined
 from jaxrec.data.encoder import bags_of
 from jaxrec.data.statistics import Moments
+from jaxrec.data.times import instants
+from jaxrec.data.vectors import stacked
 from jaxrec.serve.artifact.batch_spec import ArrayInput, BatchSpec
 from jaxrec.serve.artifact.requests import Column, Request, offsets_of
 from jaxrec.serve.http.input_columns import InputColumn, InputColumns, Kind
 
 
 class RawColumns(InputColumns[Request]):
-    """A column for each dense and categorical column of an encoder's schema."""
+    """A column for each dense and categorical column of an encoder's schema.
+
+    A column of times takes the place of its parts, and fields of structs are columns of their own.
+    """
 
     def __init__(self, encoder: TableEncoder, spec: BatchSpec) -> None:
-        super().__init__([*_dense(encoder), *_categorical(encoder)])
+        columns = {column.name: column for column in (*_dense(encoder), *_categorical(encoder))}
+        super().__init__(
+            columns.get(name) or _times(encoder, name) for name in encoder.schema.feature_inputs
+        )
         self._encoder, self._spec = encoder, spec
 
     def request(self, table: pa.Table) -> Request:
         encoded = self._encoder.encode(table.select(self.names), "the request")
         schema = self._encoder.schema
-        dense = np.zeros((len(table), len(schema.dense)), np.float32)
-        for number, name in enumerate(schema.dense):
-            dense[:, number] = joined(encoded[name]).to_numpy()
+        numbers = [joined(encoded[name]) for name in schema.dense]
+        dense = stacked(numbers, schema.widths, len(table))
         (ragged,) = self._spec.ragged
         bags = [_bags(joined(encoded[name])) for name in ragged.keys]
         inputs = [dense if isinstance(each, ArrayInput) else bags for each in self._spec.inputs]
@@ -47,7 +55,10 @@ def _bags(column: pa.Array) -> Column:
 
 
 def _dense(encoder: TableEncoder) -> Iterator[InputColumn]:
-    for name in encoder.schema.dense:
+    for name, options in encoder.schema.dense.items():
+        if options.part is not None:
+            continue
+        shape = () if options.width is None else (options.width,)
         if is_boolean(encoder.example, name):
             kind: Kind = "bool"
             arrow_type = pa.bool_()
@@ -56,9 +67,12 @@ def _dense(encoder: TableEncoder) -> Iterator[InputColumn]:
             mean = encoder.moments.get(name, Moments()).mean
             value = float(f"{mean:.3g}") if math.isfinite(mean) else 0.0
             kind, arrow_type, values = "number", pa.float64(), (value, value + 1)
+        if options.width is not None:
+            values = tuple([each] * options.width for each in values)
         yield InputColumn(
             name,
             kind,
+            shape=shape,
             may_be_null=True,
             arrow_type=arrow_type,
             example=_example(encoder, name) or values,
@@ -67,6 +81,8 @@ def _dense(encoder: TableEncoder) -> Iterator[InputColumn]:
 
 def _categorical(encoder: TableEncoder) -> Iterator[InputColumn]:
     for name, options in encoder.schema.categorical.items():
+        if options.part is not None:
+            continue
         kind: Kind = "text or integer"
         arrow_type, num_ids = None, None
         values: list[Any] = [0, 1]
@@ -102,15 +118,42 @@ def _categorical(encoder: TableEncoder) -> Iterator[InputColumn]:
         )
 
 
+def _times(encoder: TableEncoder, name: str) -> InputColumn:
+    """Return the column of the request with the times that parts are taken of."""
+    example: tuple[Any, ...] = ("2024-03-01T10:00:00Z", "2024-12-31T23:59:59Z")
+    if encoder.example is not None and len(column := encoder.example[name]):
+        if is_string(column.type):
+            example = tuple(column.to_pylist())
+        else:
+            times = instants(column, Location("the example", 0, name)).cast(pa.timestamp("us"))
+            kind = column.type
+            end = "Z" if pa.types.is_timestamp(kind) and kind.tz is not None else ""
+            example = tuple(
+                None if each is None
+                else str(each.date()) if pa.types.is_date(kind)
+                else each.isoformat() + end
+                for each in times.to_pylist()
+            )  # fmt: skip
+    return InputColumn(name, "time", may_be_null=True, arrow_type=pa.string(), example=example)
+
+
 def _example(encoder: TableEncoder, name: str) -> tuple[Any, ...]:
     """Return a column of the training rows that the encoder keeps, in types of JSON."""
     if encoder.example is None:
         return ()
     column = encoder.example[name]
     values = [_shown(value) for value in column.to_pylist()]
-    if pa.types.is_float32(column.type):  # the shortest digits of a number
-        values = [None if value is None else float(str(np.float32(value))) for value in values]
+    kind = value_type(column.type)
+    if pa.types.is_float32(kind):
+        return tuple(_shortest(value) for value in values)
     return tuple(values)
+
+
+def _shortest(value: Any) -> Any:
+    """Return numbers of float32 with the fewest digits that tell them apart."""
+    if isinstance(value, list):
+        return [_shortest(each) for each in value]
+    return None if value is None else float(str(np.float32(value)))
 
 
 def _whole(value: Any) -> Any:

@@ -22,7 +22,7 @@ class DLRMKind(RowModel):
         if not schema.dense:
             raise ConfigError(
                 "model.name dlrm needs a dense column, and there is none; take --model.name dcn_v2 "
-                "or --model.name deepfm"
+                "or --model.name deepfm, or name columns of numbers with --dense"
             )
 
     def make(self, num_steps: int, rngs: nnx.Rngs) -> DLRM:

@@ -67,11 +67,11 @@ class HSTURankerKind(RowModel):
     def check(cls, config: TrainConfig, schema: Schema) -> None:
         data = config.data
         is_read = data.schema is None and data.weight is None and data.label_kind == "auto"
-        if not is_read or data.exclude or data.history:
+        if not is_read or data.exclude or data.dense or data.categorical or data.history:
             raise ConfigError(
                 "model.name hstu_ranker finds its columns by their names; leave --schema, "
-                "--weight, --label-kind, --exclude and --history out, and name columns with "
-                "--user, --item, --time and --label"
+                "--weight, --label-kind, --exclude, --dense, --categorical and --history out, and "
+                "name columns with --user, --item, --time and --label"
             )
         named = data.user or data.item or data.time or data.types
         if named and (data.path is None or has_ratings(data.path)):

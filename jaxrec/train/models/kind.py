@@ -243,7 +243,7 @@ class ModelKind(abc.ABC):
     @property
     def num_dense(self) -> int:
         """Number of dense features."""
-        return len(self.encoder.schema.dense)
+        return self.encoder.schema.num_dense
 
     @property
     def dtype(self) -> str | None:

@@ -167,7 +167,8 @@ class SequenceKind(RankingModel):
         if encoder is not None:
             return encoder
         data = config.data
-        unread = [name for name in ("schema", "label", "weight", "exclude") if getattr(data, name)]
+        names = ("schema", "label", "weight", "exclude", "dense", "categorical")
+        unread = [name for name in names if getattr(data, name)]
         unread += ["label-kind"] if data.label_kind != "auto" else []
         if unread:
             raise ConfigError(

@@ -188,10 +188,16 @@ class TwoTowerKind(RankingModel):
             raise ConfigError(f"column {self._item!r} has lists; the id of an item is one value")
 
         def tower(of_items: bool) -> Tower:
-            dense = self.encoder.schema.dense
+            schema = self.encoder.schema
+            # A column of vectors has a place for each of its numbers.
+            names = [
+                n
+                for n, width in zip(schema.dense, schema.widths, strict=True)
+                for _ in range(width)
+            ]
             places = [
                 place
-                for place, name in enumerate(dense)
+                for place, name in enumerate(names)
                 if (name in self.config.data.item) == of_items
             ]
             sizes = (*self.config.model.top_layer_sizes, 2 * self.config.model.embedding_dim)

@@ -46,7 +46,9 @@ struct Manifest {
   std::vector<StoredArray> arrays;
   std::vector<ProgramFile> programs;
   bool has_encoder = false;                // requests have raw columns
-  std::optional<ColumnEncoding> encoding;  // none: an earlier jaxrec exported the model
+  // None: an earlier jaxrec exported the model, or C++ does not encode the columns.
+  std::optional<ColumnEncoding> encoding;
+  std::optional<std::string> no_encoding;  // why C++ does not encode the columns
   std::optional<RankerSpec> ranker;        // of a ranker, which has no other programs
   std::map<std::string, StoredFile> files;
 };
