@@ -63,6 +63,7 @@ from jaxrec.train.run_callbacks import (
     RunStopping,
     shown_values,
 )
+from jaxrec.train.sweep import Learn, combinations, read_axes, run_sweep
 from jaxrec.train.trainer import NotFiniteError, Trainer
 
 PROFILE_DIRECTORY = "profile"
@@ -107,7 +108,11 @@ def run(options: Sequence[str]) -> int:
         console.print(f"{signal}: stopping after this step")
 
     with interruptible(announce) as interrupt, losses_first():
-        return _train(config, console, interrupt)
+        if not config.sweep:
+            return _train(config, console, interrupt)
+        output = _output(config)
+        runs = combinations(read_axes(config.sweep), options, output, train_config)
+        return run_sweep(runs, output, console, interrupt, _train)
 
 
 def train_config(options: Sequence[str]) -> TrainConfig:
@@ -169,12 +174,19 @@ def _check_resumed(config: TrainConfig, run: TrainConfig) -> None:
             "leave them out"
         )
     columns = ["user", "item", "history", "time", "label_kind"]
+    columns += ["hold_out", "hold_out_by", "hold_out_from"]
     # Other models compare --label with the labels that the run has found.
     columns += ["label"] if config.model.name == "hstu_ranker" else []
     for column in columns:
         if getattr(config.data, column) != getattr(run.data, column):
             option = f"--{column.replace('_', '-')}"
             raise ConfigError(f"{option} differs from that of the run; leave {option} out")
+    # A model may be evaluated on other files, but the rows to train on must stay.
+    if (config.data.eval_path is None) != (run.data.eval_path is None) and not config.eval_only:
+        raise ConfigError(
+            "--hold-out-data makes other training rows than those of the run; leave it out, or "
+            "give --eval-only, too"
+        )
     rows = config.data.generated_rows
     if config.eval_only and config.data.path is None and rows != run.data.generated_rows:
         raise ConfigError(
@@ -183,11 +195,15 @@ def _check_resumed(config: TrainConfig, run: TrainConfig) -> None:
         )
 
 
-def _train(config: TrainConfig, console: Console, interrupt: Interrupt) -> int:
+def _learn(config: TrainConfig, console: Console) -> TableEncoder:
+    return KINDS[config.model.name].learn(config, console)
+
+
+def _train(
+    config: TrainConfig, console: Console, interrupt: Interrupt, learn: Learn = _learn
+) -> int:
     output = _output(config)
-    encoder = None
-    if is_parquet(config.data.path):
-        encoder = KINDS[config.model.name].learn(config, console)
+    encoder = learn(config, console) if is_parquet(config.data.path) else None
     kind = model_kind(config, encoder)
     kind.check(config, kind.encoder.schema)
     rows, held_out = kind.datasets(Shard(jax.process_index(), jax.process_count()))
@@ -290,6 +306,7 @@ class _Run:
         facts = RunFacts(
             rows=len(self.rows),
             held_out_rows=len(self.held_out),
+            hold_out=self.kind.hold_out,
             steps=trainer.step if stopping is None else stopping.last_step,
             # Process 0 reads, as it alone knows which checkpoints it has deleted.
             best_step=on_process_zero(lambda: checkpoint.best_step(self.output, policy)),
