@@ -281,7 +281,8 @@ def _report(
     is_last: bool,
 ) -> None:
     def report() -> None:
-        rows, measures = [], ()
+        rows: list[RunRow] = []
+        measures: tuple[Measure, ...] = ()
         for run in runs:
             results: dict[str, Any] = {}
             if (file := run.output / RESULTS_FILE).exists():

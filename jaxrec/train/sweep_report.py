@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from jaxrec.files.atomic import write_atomically
 from jaxrec.plan.report import require_matplotlib
@@ -99,7 +98,7 @@ def report_sweep(
         unfinished.write_text(json.dumps(content, indent=2) + "\n")
     if not is_last:
         return
-    console.print(_printed(rows, measures))
+    console.print(f"\n{_printed(rows, measures)}")
     if measures:
         try:
             draw_sweep(rows, measures[0], output / PICTURE_FILE)
@@ -115,22 +114,27 @@ def _line(row: RunRow, names: Sequence[str]) -> dict[str, Any]:
     return {**row.values, **facts, **ends}
 
 
-def _printed(rows: Sequence[RunRow], measures: Sequence[Measure]) -> Table:
-    table = Table(box=None, header_style="bold")
-    for name in rows[0].values:
-        table.add_column(name, justify="right")
-    for measure in measures[:_SHOWN]:
-        table.add_column(measure.title, justify="right")
-    for name in ("steps", "seconds", ""):
-        table.add_column(name, justify="right" if name else "left", overflow="fold")
+def _printed(rows: Sequence[RunRow], measures: Sequence[Measure]) -> str:
+    """Return the table for the console, and a line for each run that failed."""
+    shown = measures[:_SHOWN]
+    table = [[*rows[0].values, *(measure.title for measure in shown), "steps", "seconds"]]
     for row in rows:
-        values = [row.results.get(measure.name) for measure in measures[:_SHOWN]]
-        shown = ["" if value is None else f"{value:.4f}" for value in values]
+        values = [row.results.get(measure.name) for measure in shown]
         facts = [row.results.get(name) for name in ("steps", "seconds")]
-        counts = ["" if fact is None else f"{fact:,.0f}" for fact in facts]
-        state = "" if row.results else row.state if row.error is None else f"failed: {row.error}"
-        table.add_row(*row.values.values(), *shown, *counts, state)
-    return table
+        table.append(
+            [
+                *row.values.values(),
+                *("-" if value is None else f"{value:.4f}" for value in values),
+                *("-" if fact is None else f"{fact:,.0f}" for fact in facts),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
+        for line in table
+    ]
+    lines += [f"{row.folder} failed: {row.error}" for row in rows if row.state == "failed"]
+    return "\n".join(lines)
 
 
 def draw_sweep(rows: Sequence[RunRow], measure: Measure, path: pathlib.Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 
 import numpy as np
@@ -22,7 +23,7 @@ def test_a_set_of_rows(total, parts):
     selected[0] = True
     mask = RowMask.empty(total)
     edges = np.linspace(0, total, parts + 1).astype(int)
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in itertools.pairwise(edges):
         mask.add(start, selected[start:stop])
     assert mask.count == selected.sum()
     assert mask.inverted().count == total - mask.count

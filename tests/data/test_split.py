@@ -52,7 +52,7 @@ def test_random_rows_depend_on_their_number_and_the_seed():
     assert abs((whole & other).mean() - 0.0625) < 0.003
     # Neighbours are independent.
     assert abs((whole[1:] & whole[:-1]).mean() - 0.0625) < 0.003
-    with pytest.raises(DataError, match="random:0.01 holds out 0 of 3 rows; give more rows"):
+    with pytest.raises(DataError, match=r"random:0\.01 holds out 0 of 3 rows; give more rows"):
         held_out(RandomRows(0.01), rows=3)
 
 
@@ -90,9 +90,9 @@ def test_values_that_are_missing_or_unfit():
     mask = held_out(ValuesOf("x", 0.5), pa.array(users))
     assert not mask[[user is None or user != user for user in users]].any()
     assert mask.any()
-    with pytest.raises(DataError, match="no values of column 'x' are among the 0.1 that are"):
+    with pytest.raises(DataError, match=r"no values of column 'x' are among the 0\.1 that are"):
         held_out(ValuesOf("x", 0.1), pa.array([None, None]))
-    with pytest.raises(DataError, match="column 'x' is of type list<item: int64>"):
+    with pytest.raises(DataError, match="column 'x' is of type list"):
         held_out(ValuesOf("x"), pa.array([[1]]))
 
 
