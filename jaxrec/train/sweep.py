@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from rich.console import Console
 
 from jaxrec.arguments import ConfigError, similar_names
-from jaxrec.data import TableEncoder
+from jaxrec.data import DataError, TableEncoder
 from jaxrec.mesh.agree import on_process_zero
 from jaxrec.train.checkpoint import all_steps
 from jaxrec.train.checkpoint.files import lock_directory
@@ -201,13 +201,20 @@ def run_sweep(
     console: Console,
     interrupt: Interrupt,
     train: Callable[[TrainConfig, Console, Interrupt, Learn], int],
-    failures: tuple[type[Exception], ...] = (Exception,),
+    sentences: tuple[type[Exception], ...] = (ConfigError, DataError),
 ) -> int:
     """Make the runs of a sweep that are not finished yet; return the exit code.
 
     The results are written after each run. A run that fails is recorded with its error, and the
     others go on; the next sweep with the same directory makes it again, and goes on with a run that
     was stopped.
+
+    Args:
+        runs: The runs.
+        output: Directory of the sweep.
+        console, interrupt: Those of all runs.
+        train: Function that makes a run with options.
+        sentences: Errors whose messages are sentences for users; other errors are named, too.
 
     Raises:
         ConfigError: The directory has a run of other options.
@@ -225,8 +232,9 @@ def run_sweep(
                 config = dataclasses.replace(config, resume=run.output)
             try:
                 train(config, console, interrupt, learn)
-            except failures as error:
-                errors[run.output.name] = " ".join(f"{error}".split()) or type(error).__name__
+            except Exception as error:
+                name = "" if isinstance(error, sentences) else f"{type(error).__name__}: "
+                errors[run.output.name] = name + " ".join(f"{error}".split())
                 console.print(f"the run failed: {errors[run.output.name]}")
             _report(runs, errors, output, console, is_last=False)
             if interrupt:
