@@ -22,7 +22,7 @@ def test_a_set_of_rows(total, parts):
     selected = np.random.default_rng(total).random(total) < 0.3
     selected[0] = True
     mask = RowMask.empty(total)
-    edges = np.linspace(0, total, parts + 1).astype(int)
+    edges = np.linspace(0, total, parts + 1).astype(int).tolist()
     for start, stop in itertools.pairwise(edges):
         mask.add(start, selected[start:stop])
     assert mask.count == selected.sum()

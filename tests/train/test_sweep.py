@@ -15,11 +15,11 @@ from jaxrec.arguments import ConfigError
 from jaxrec.commands import main, train
 from jaxrec.commands.train import train_config
 from jaxrec.data import DataError
-from jaxrec.train.config import write_options
+from jaxrec.train.config import OptimizerConfig, TrainConfig, write_options
 from jaxrec.train.features import run_encoder
 from jaxrec.train.interrupt import Interrupt
 from jaxrec.train.models.kind import Measure
-from jaxrec.train.sweep import SharedEncoders, combinations, read_axes, run_sweep
+from jaxrec.train.sweep import Combination, SharedEncoders, combinations, read_axes, run_sweep
 from jaxrec.train.sweep_report import RunRow, draw_sweep, sorted_rows
 
 pytestmark = pytest.mark.every_case
@@ -138,16 +138,24 @@ class Runs:
 
 
 @pytest.fixture
-def sweep(rows, tmp_path):
-    def run(texts, actions=(), options=()):
+def sweep(tmp_path):
+    """Function that makes runs of some learning rates, and returns the table as it is then."""
+
+    def run(rates, actions=(), seed=0):
         interrupt = Interrupt()
         train = Runs(interrupt, actions)
-        given = [f"--data={rows}", *SMALL, *options, "--sweep", *texts]
-        made = combinations(read_axes(texts), given, tmp_path, train_config)
-        console = Console(quiet=True)
-        code = run_sweep(made, tmp_path, console, interrupt, train)
-        table = [*csv.DictReader((tmp_path / "sweep.csv").read_text().splitlines())]
-        return code, train.made, table
+        made = []
+        for rate in rates:
+            optimizer = OptimizerConfig(learning_rate=rate)
+            output = tmp_path / f"lr={rate}"
+            config = TrainConfig(optimizer=optimizer, output=output, seed=seed)
+            made.append(Combination({"lr": str(rate)}, config))
+        code = run_sweep(made, tmp_path, Console(quiet=True), interrupt, train)
+        return (
+            code,
+            train.made,
+            [*csv.DictReader((tmp_path / "sweep.csv").read_text().splitlines())],
+        )
 
     return run
 
@@ -157,23 +165,23 @@ def test_a_sweep_goes_on_where_it_was_stopped(sweep, monkeypatch):
     monkeypatch.setattr("jaxrec.train.sweep.saved_encoder", lambda path: None)
     names = [f"lr={lr}" for lr in (1, 2, 3, 4)]
     values = {"lr=1": 0.6, "lr=2": DataError("bad\n  row"), "lr=3": "stop"}
-    code, made, table = sweep(["lr=1,2,3,4"], values)
+    code, made, table = sweep([1, 2, 3, 4], values)
     assert (code, made) == (130, [(name, False) for name in names[:3]])
     assert [(line["lr"], line["state"]) for line in table] == [
         ("1", "finished"), ("2", "failed"), ("3", "to do"), ("4", "to do")
     ]  # fmt: skip
     assert table[1]["error"] == "bad row"
     # The failed one is made again, the stopped one goes on, the finished one is left alone.
-    code, made, table = sweep(["lr=1,2,3,4"], {"lr=3": 0.9, "lr=2": ValueError("still bad")})
+    code, made, table = sweep([1, 2, 3, 4], {"lr=3": 0.9, "lr=2": ValueError("still bad")})
     assert (code, made) == (1, [("lr=2", False), ("lr=3", True), ("lr=4", False)])
     assert [line["lr"] for line in table] == ["3", "1", "4", "2"]  # by AUC
     assert table[3]["error"] == "ValueError: still bad"
     assert [line["auc"] for line in table] == ["0.9", "0.6", "0.5", ""]
     # More values, and no other options.
-    code, made, table = sweep(["lr=1,2,3,4,5"])
+    code, made, table = sweep([1, 2, 3, 4, 5])
     assert (code, made) == (0, [("lr=2", False), ("lr=5", False)])
     with pytest.raises(ConfigError, match=r"lr=1 has a run of another sweep, with seed 0 in place"):
-        sweep(["lr=1,2"], options=["--seed=4"])
+        sweep([1, 2], seed=4)
 
 
 def test_columns_are_learned_once(rows, monkeypatch):
