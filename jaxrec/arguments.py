@@ -55,7 +55,7 @@ def parse(command: str, options: Sequence[str], default: Options) -> Options:
                 "'parts/*.parquet'"
             )
         option = unknown[0].partition("=")[0]
-        similar = _similar(option, list(_names(type(default))))
+        similar = similar_names(option, list(_names(type(default))))
         raise ConfigError(
             f"unknown option {option}"
             + (f", did you mean {' or '.join(similar)}?" if similar else ";")
@@ -97,7 +97,7 @@ def _names(kind: type, prefix: str = "--") -> Iterator[str]:
             yield name
 
 
-def _similar(option: str, names: Sequence[str]) -> list[str]:
+def similar_names(option: str, names: Sequence[str]) -> list[str]:
     """Return the options that a user may have meant."""
     # --batch-size instead of --data.batch-size is more likely than a slip: compare the names
     # without their groups first.

@@ -41,6 +41,7 @@ TESTED_BY = {
     "data/test_infer": ("data/patterns",),
     "data/test_times": ("data/feature_table",),
     "data/test_files": ("data/parquet",),
+    "data/test_split": ("data/later_rows",),
     "embed/kernels/test_extents": ("embed/kernels/mosaic/extents", "embed/kernels/triton/extents"),
     "embed/kernels/test_flat_lookups": (
         "embed/kernels/mosaic/flat_lookups",
@@ -173,6 +174,9 @@ TESTED_BY = {
         "train/devices",
     ),
     "train/test_columns": ("train/features",),
+    "train/test_config": ("train/option_groups",),
+    "train/test_hold_out": ("train/resumed",),
+    "train/test_sweep": ("train/sweep_report",),
     "train/test_trainer": ("train/train_steps",),
     "commands/test_commands": ("arguments",),
     "commands/test_export": ("serve/exported_run",),

@@ -56,6 +56,7 @@ from jaxrec.train.results import (
     run_results,
     write_results,
 )
+from jaxrec.train.resumed import check_resumed
 from jaxrec.train.run_callbacks import (
     HeldOutEvaluation,
     RunCheckpoints,
@@ -63,6 +64,7 @@ from jaxrec.train.run_callbacks import (
     RunStopping,
     shown_values,
 )
+from jaxrec.train.sweep import Learn, combinations, read_axes, run_sweep
 from jaxrec.train.trainer import NotFiniteError, Trainer
 
 PROFILE_DIRECTORY = "profile"
@@ -107,7 +109,13 @@ def run(options: Sequence[str]) -> int:
         console.print(f"{signal}: stopping after this step")
 
     with interruptible(announce) as interrupt, losses_first():
-        return _train(config, console, interrupt)
+        if not config.sweep:
+            return _train(config, console, interrupt)
+        output = _output(config)
+        runs = combinations(read_axes(config.sweep), options, output, train_config)
+        return run_sweep(
+            runs, output, console, interrupt, _train, sentences=(*USAGE_ERRORS, *FAILURES)
+        )
 
 
 def train_config(options: Sequence[str]) -> TrainConfig:
@@ -132,7 +140,7 @@ def train_config(options: Sequence[str]) -> TrainConfig:
             raise ConfigError("--resume goes on with a run's own options; leave --config out")
         default = saved_config(named.resume)
         config = parse_options(options, dataclasses.replace(default, output=named.resume))
-        _check_resumed(config, default)
+        check_resumed(config, default)
         return config
     name = named.model
     if name is None and named.config is not None:
@@ -143,51 +151,15 @@ def train_config(options: Sequence[str]) -> TrainConfig:
     return parse_options(options, default)
 
 
-def _check_resumed(config: TrainConfig, run: TrainConfig) -> None:
-    """Raise ConfigError if the options of a resumed run would change its rows or its model."""
-    if (name := config.model.name) != run.model.name:
-        raise ConfigError(
-            f"--model {name} is not that of the run, which is {run.model.name}; leave --model out, "
-            "or train a new run in another --output, without --resume"
-        )
-    # A resumed run continues at its batch, and evaluates the rows that it has not trained on: both
-    # hold only for the same rows in the same order.
-    if config.seed != run.seed:
-        drawn = "log" if config.data.path is None else "order of the rows"
-        raise ConfigError(
-            f"--seed {config.seed} makes another {drawn} than that of the run, whose seed is "
-            f"{run.seed}; leave --seed out"
-        )
-    if (kind := config.vocabulary.kind) != run.vocabulary.kind:
-        raise ConfigError(
-            f"--vocabulary {kind} is not that of the run, whose tables have "
-            f"{run.vocabulary.kind} vocabularies; leave --vocabulary out"
-        )
-    if (config.ranker, config.windows) != (run.ranker, run.windows):
-        raise ConfigError(
-            "--ranker and --windows make other requests, or another model, than those of the run; "
-            "leave them out"
-        )
-    columns = ["user", "item", "history", "time", "label_kind", "dense", "categorical"]
-    # Other models compare --label with the labels that the run has found.
-    columns += ["label"] if config.model.name == "hstu_ranker" else []
-    for column in columns:
-        if getattr(config.data, column) != getattr(run.data, column):
-            option = f"--{column.replace('_', '-')}"
-            raise ConfigError(f"{option} differs from that of the run; leave {option} out")
-    rows = config.data.generated_rows
-    if config.eval_only and config.data.path is None and rows != run.data.generated_rows:
-        raise ConfigError(
-            f"--data.generated-rows {rows} holds out other rows than the run, which has "
-            f"{run.data.generated_rows} before them; leave it out"
-        )
+def _learn(config: TrainConfig, console: Console) -> TableEncoder:
+    return KINDS[config.model.name].learn(config, console)
 
 
-def _train(config: TrainConfig, console: Console, interrupt: Interrupt) -> int:
+def _train(
+    config: TrainConfig, console: Console, interrupt: Interrupt, learn: Learn = _learn
+) -> int:
     output = _output(config)
-    encoder = None
-    if is_parquet(config.data.path):
-        encoder = KINDS[config.model.name].learn(config, console)
+    encoder = learn(config, console) if is_parquet(config.data.path) else None
     kind = model_kind(config, encoder)
     kind.check(config, kind.encoder.schema)
     rows, held_out = kind.datasets(Shard(jax.process_index(), jax.process_count()))
@@ -290,6 +262,7 @@ class _Run:
         facts = RunFacts(
             rows=len(self.rows),
             held_out_rows=len(self.held_out),
+            hold_out=self.kind.hold_out,
             steps=trainer.step if stopping is None else stopping.last_step,
             # Process 0 reads, as it alone knows which checkpoints it has deleted.
             best_step=on_process_zero(lambda: checkpoint.best_step(self.output, policy)),

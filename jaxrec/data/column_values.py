@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from jaxrec.data.column_types import is_dense, is_list
 from jaxrec.data.encode import are_whole, joined, numbers
 from jaxrec.data.feature_table import feature_table
-from jaxrec.data.groups import FileGroups, GroupRange
+from jaxrec.data.groups import FileGroups, RowGroups
 from jaxrec.data.infer import LABEL_NAMES
 from jaxrec.data.schema import Schema
 
@@ -37,7 +37,7 @@ _MIN_ROWS, _MIN_CHANCE = 5, 10
 _MIN_REPEATS = 10
 
 
-def suspects(schema: Schema, rows: GroupRange, *, by_name: bool = True) -> Iterator[str]:
+def suspects(schema: Schema, rows: RowGroups, *, by_name: bool = True) -> Iterator[str]:
     """Yield a warning for each feature that looks like a label, a copy of the label or a weight.
 
     Some rows are read. ``by_name=False`` ignores the names of columns: the user chose the columns.
@@ -60,7 +60,7 @@ def suspects(schema: Schema, rows: GroupRange, *, by_name: bool = True) -> Itera
             yield f"column {name!r} looks like another label, and is a feature; {advice}"
 
 
-def _sample(rows: GroupRange) -> pa.Table:
+def _sample(rows: RowGroups) -> pa.Table:
     # From the beginning to the end: rows may be sorted by time, or by the label.
     numbers_of_groups = np.linspace(0, len(rows.sizes) - 1, _GROUPS).astype(int)
     tables = []

@@ -13,10 +13,16 @@ import yaml
 
 from jaxrec.arguments import ConfigError, parse, read_yaml
 from jaxrec.data.encoder import SCHEMA_FILE
+from jaxrec.data.split import DEFAULT_FRACTION
 from jaxrec.files.atomic import write_atomically
-from jaxrec.mesh.processes import LOST_AFTER_SECONDS, check_processes
-from jaxrec.tier.stores import open_store
-from jaxrec.tier.vocabulary.counts import MAX_SIGHTINGS
+from jaxrec.train.hold_out import split_of
+from jaxrec.train.option_groups import (
+    JobConfig,
+    RankerConfig,
+    VocabularyConfig,
+    check_positive,
+    option_name,
+)
 
 # Files of a run's directory: its options, and the `TableEncoder` of its Parquet files.
 CONFIG_FILE = "config.yaml"
@@ -40,21 +46,11 @@ ModelName = Literal[
 # Earlier names of options, which saved runs have.
 _RENAMED = {"dense": "dense_layers"}
 
+# Name of the option `hold_out` in earlier versions.
+_FORMER_HOLD_OUT = "eval_fraction"
+
 # First line of the options file of a run.
 _HEADER = "# Written by jaxrec train."
-
-
-def _positive(config: Any, *names: str) -> None:
-    for name in names:
-        if not getattr(config, name) > 0:
-            group = type(config).__name__.removesuffix("Config").lower()
-            raise ConfigError(
-                f"{_option(group, name)} must be above 0, got {getattr(config, name)}"
-            )
-
-
-def _option(group: str, name: str) -> str:
-    return f"{group}.{name.replace('_', '-')}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +99,20 @@ class DataConfig:
     time: Annotated[str | None, tyro.conf.arg(aliases=["--time"])] = None
     """Name of the column of times by which the rows of a user are ordered; by default they have the
     order of the files."""
-    eval_path: pathlib.Path | None = None
-    """File or directory of the held-out rows; by default the last rows of the data."""
-    eval_fraction: float = 0.1
-    """Share of the rows that is held out."""
+    hold_out: Annotated[
+        str | None, tyro.conf.arg(aliases=["--hold-out", "--data.eval-fraction"])
+    ] = None
+    """Rows to hold out: a fraction such as 0.2 for the last ones, random, or random:0.2. By default
+    the last tenth; of a generated log data.generated-eval-rows, of sequences the last item of
+    each."""
+    hold_out_by: Annotated[str | None, tyro.conf.arg(aliases=["--hold-out-by"])] = None
+    """Column, such as user_id, of which a share of the values is held out, each with all of its
+    rows; --hold-out has the share."""
+    hold_out_from: Annotated[str | None, tyro.conf.arg(aliases=["--hold-out-from"])] = None
+    """Column and value, such as ts=2024-03-01, from which on rows are held out: a number, a date or
+    a time."""
+    eval_path: Annotated[pathlib.Path | None, tyro.conf.arg(aliases=["--hold-out-data"])] = None
+    """File, directory or pattern of the held-out rows; all rows of --data are then trained on."""
     bad_rows: Literal["fail", "skip"] = "fail"
     """At a malformed line of text stop, or skip and count it."""
     table_rows: int = 100_000
@@ -122,13 +128,9 @@ class DataConfig:
     """Number of held-out rows of the generated log."""
 
     def __post_init__(self) -> None:
-        _positive(
+        check_positive(
             self, "table_rows", "batch_size", "epochs", "generated_rows", "generated_eval_rows"
         )
-        if not 0 < self.eval_fraction < 1:
-            raise ConfigError(
-                f"data.eval-fraction must be between 0 and 1, got {self.eval_fraction}"
-            )
         if self.types and self.path is None:
             raise ConfigError("data.types is for the files of --data")
         names = ("label", "weight", "exclude", "dense", "categorical")
@@ -139,66 +141,24 @@ class DataConfig:
             columns["label_kind"] = "kinds of the labels"
             what = columns.get(given[0], f"column of {given[0]}s")
             raise ConfigError(
-                f"data.schema names the {what}; leave {_option('data', given[0])} out"
+                f"data.schema names the {what}; leave {option_name('data', given[0])} out"
             )
         if (self.schema is not None or given) and self.path is None:
             name = "schema" if self.schema is not None else given[0]
             layers = {"replicated", "fsdp"}
             advice = "; where dense layers lie is --dense-layers" if layers & {*self.dense} else ""
-            raise ConfigError(f"{_option('data', name)} is for the Parquet files of --data{advice}")
+            raise ConfigError(
+                f"{option_name('data', name)} is for the Parquet files of --data{advice}"
+            )
         if self.eval_path is not None and self.path is None:
             raise ConfigError("data.eval-path holds out a file, but no file to train on is given")
-
-
-@dataclasses.dataclass(frozen=True)
-class VocabularyConfig:
-    """Assigns rows to ids. All options but --vocabulary need --vocabulary dynamic."""
-
-    kind: Annotated[Literal["fixed", "dynamic"], tyro.conf.arg(aliases=["--vocabulary"])] = "fixed"
-    """fixed: a vocabulary is learned from the columns of Parquet files before training, and raw ids
-    are taken modulo data.table-rows. dynamic: ids are 64-bit integers or strings that get one of
-    data.table-rows rows when they come, and lose it when others need it."""
-    eviction: Literal["lru", "lfu", "lfu_lru", "distance_lfu", "ttl"] = "lru"
-    """Which ids lose their rows: those used least recently, least frequently, of the lowest
-    frequency class, of the smallest frequency by age, or unused for ttl-batches."""
-    ttl_batches: int | None = None
-    """Number of steps after which eviction ttl evicts an unused id."""
-    admit_after: int = 1
-    """Number of appearances from which an id gets a row, at most 255."""
-    unknown: Literal["zeros", "default"] = "zeros"
-    """Values that ids without a row read: zeros, or one row that is trained."""
-    store: str | None = None
-    """Store of evicted rows: memory://, or a URL such as file:///data/{table}, rocksdb:///data/{table}
-    or redis://host/0?prefix={table}. By default evicted rows are lost."""
+        split_of(self.hold_out, self.hold_out_by, self.hold_out_from)
 
     @property
-    def is_dynamic(self) -> bool:
-        """Whether tables have open vocabularies."""
-        return self.kind == "dynamic"
-
-    def __post_init__(self) -> None:
-        if not self.is_dynamic:
-            for field in dataclasses.fields(self):
-                if getattr(self, field.name) != field.default:
-                    raise ConfigError(
-                        f"{_option('vocabulary', field.name)} is for --vocabulary dynamic; give "
-                        "this too, or leave it out"
-                    )
-        if (self.ttl_batches is None) == (self.eviction == "ttl"):
-            raise ConfigError(
-                "vocabulary.eviction ttl needs vocabulary.ttl-batches, and only ttl takes them"
-            )
-        if self.ttl_batches is not None:
-            _positive(self, "ttl_batches")
-        if not 1 <= self.admit_after <= MAX_SIGHTINGS:
-            raise ConfigError(
-                f"vocabulary.admit-after must be from 1 to {MAX_SIGHTINGS}, got {self.admit_after}"
-            )
-        if self.store is not None:
-            try:
-                open_store(self.store)
-            except (ValueError, ImportError) as error:
-                raise ConfigError(f"vocabulary.store does not name a row store: {error}") from None
+    def hold_out_options(self) -> list[str]:
+        """Names of the options that say which rows of ``path`` are held out, if they are given."""
+        names = ("hold_out", "hold_out_by", "hold_out_from")
+        return [name for name in names if getattr(self, name) is not None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,44 +188,12 @@ class ModelConfig:
     logits and the loss are float32."""
 
     def __post_init__(self) -> None:
-        _positive(self, "embedding_dim", "cross_layers", "max_length")
+        check_positive(self, "embedding_dim", "cross_layers", "max_length")
         for name in ("bottom_layer_sizes", "top_layer_sizes"):
             if min(getattr(self, name), default=1) < 1:
                 raise ConfigError(
-                    f"{_option('model', name)} must be 1 or more, got {getattr(self, name)}"
+                    f"{option_name('model', name)} must be 1 or more, got {getattr(self, name)}"
                 )
-
-
-@dataclasses.dataclass(frozen=True)
-class RankerConfig:
-    """Requests and layers of --model hstu_ranker."""
-
-    history: int = 200
-    """Largest number of events of a request, the newest ones."""
-    candidates: int = 8
-    """Largest number of candidates of a request; a longer list becomes several requests."""
-    dim: int = 32
-    """Number of columns of a token."""
-    layers: int = 2
-    """Number of layers."""
-    heads: int = 2
-    """Number of heads of a layer."""
-    window: int = 0
-    """Number of events before it that a token sees in a layer; 0: all."""
-    dropout: float = 0.0
-    """Share of a layer's result that is dropped in training."""
-
-    def __post_init__(self) -> None:
-        _positive(self, "history", "candidates", "dim", "layers", "heads")
-        if self.dim % self.heads:
-            raise ConfigError(
-                f"ranker.dim is {self.dim}, which does not divide by {self.heads} heads"
-            )
-        if self.window < 0 or not 0 <= self.dropout < 1:
-            raise ConfigError(
-                "ranker.window must be 0 or more and ranker.dropout from 0 to below 1, got "
-                f"{self.window} and {self.dropout}"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +206,7 @@ class OptimizerConfig:
     """Initial learning rate of row-wise Adagrad."""
 
     def __post_init__(self) -> None:
-        _positive(self, "learning_rate", "table_learning_rate")
+        check_positive(self, "learning_rate", "table_learning_rate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,34 +225,9 @@ class CheckpointConfig:
     or log_loss; by default the first that the model reports."""
 
     def __post_init__(self) -> None:
-        _positive(self, "every", "keep_last")
+        check_positive(self, "every", "keep_last")
         if self.keep_best < 0:
             raise ConfigError(f"checkpoint.keep-best must be 0 or more, got {self.keep_best}")
-
-
-@dataclasses.dataclass(frozen=True)
-class JobConfig:
-    """Processes of the job, if no launcher that JAX knows started them: Slurm, Open MPI and
-    Kubernetes need none of these options."""
-
-    coordinator: Annotated[str | None, tyro.conf.arg(aliases=["--coordinator"])] = None
-    """Address of process 0, host:port."""
-    num_processes: Annotated[int | None, tyro.conf.arg(aliases=["--num-processes"])] = None
-    """Number of processes; 1: this process alone, whatever the launcher."""
-    process_id: Annotated[int | None, tyro.conf.arg(aliases=["--process-id"])] = None
-    """Number of this process, from 0."""
-    lost_after: Annotated[int, tyro.conf.arg(aliases=["--lost-after"])] = LOST_AFTER_SECONDS
-    """Seconds without a sign of life after which a process counts as lost, and the others end."""
-    uneven: Annotated[Literal["stop", "empty"], tyro.conf.arg(aliases=["--uneven"])] = "stop"
-    """If a process has fewer batches than others, stop after the last that all have, or let it go
-    on with empty batches until all have ended."""
-
-    def __post_init__(self) -> None:
-        _positive(self, "lost_after")
-        try:
-            check_processes(self.coordinator, self.num_processes, self.process_id)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,6 +278,9 @@ class TrainConfig:
     """Step of the checkpoint that --eval-only evaluates; by default the newest."""
     profile: bool = False
     """Write a trace of some steps to profile/ in the run, for TensorBoard or Perfetto."""
+    sweep: tuple[str, ...] = ()
+    """Options and their values, such as lr=0.01,0.02 embedding_dim=8,16: a run is made of each
+    combination, in a folder of --output."""
 
     def __post_init__(self) -> None:
         for name in ("record_every", "devices"):
@@ -382,6 +288,10 @@ class TrainConfig:
                 raise ConfigError(f"{name.replace('_', '-')} must be above 0, got {value}")
         if self.eval_only and self.resume is None:
             raise ConfigError("--eval-only evaluates a saved model; say which with --resume")
+        if self.sweep and self.resume is not None:
+            raise ConfigError(
+                "--sweep makes new runs; to go on with a sweep, repeat its command without --resume"
+            )
         if self.step is not None and not self.eval_only:
             raise ConfigError("--step says which checkpoint --eval-only evaluates")
         for name in ("evaluate_every", "patience"):
@@ -389,15 +299,23 @@ class TrainConfig:
                 raise ConfigError(f"{name.replace('_', '-')} must be 0 or more, got {value}")
         if self.windows and (self.model.name != "hstu_ranker" or self.windows < 2):
             raise ConfigError("windows are 2 or more, and for --model hstu_ranker")
-        if self.windows and (self.data.epochs > 1 or self.data.eval_path is not None):
+        held_out = self.data.eval_path is not None or self.data.hold_out_options
+        if self.windows and (self.data.epochs > 1 or held_out):
             raise ConfigError(
-                "each window is evaluated before it is trained on; leave --epochs and "
-                "--data.eval-path out, or --windows"
+                "each window is evaluated before it is trained on; leave --epochs and what is held "
+                "out (--hold-out, --hold-out-data) out, or --windows"
             )
         if self.windows and (self.patience or self.checkpoint.keep_best):
             raise ConfigError(
                 "the windows of a run have different rows, so that their values do not say which "
                 "step is the best; leave --patience and --checkpoint.keep-best out, or --windows"
+            )
+        # A model may be evaluated on other files than those that its run holds out.
+        options = [] if self.eval_only else self.data.hold_out_options
+        if self.data.eval_path is not None and options:
+            raise ConfigError(
+                "--hold-out-data holds out the rows of other files; leave "
+                f"--{options[0].replace('_', '-')} out"
             )
         if self.seed < 0:
             raise ConfigError(f"seed must be 0 or more, got {self.seed}")
@@ -433,6 +351,10 @@ def _tokens(config: type, options: Mapping[str, Any], prefix: str) -> Iterator[l
     for key, value in options.items():
         name = str(key).replace("-", "_")
         name = name if prefix else _RENAMED.get(name, name)
+        if prefix == "data." and name == _FORMER_HOLD_OUT:
+            # Runs wrote it also for data that it did not apply to, whose own default it now is.
+            value = None if value == DEFAULT_FRACTION else value
+            name = "hold_out"
         if name not in known:
             raise ConfigError(
                 f"unknown option {prefix}{key}; "
@@ -473,11 +395,20 @@ def parse_options(options: Sequence[str], default: TrainConfig = _DEFAULT) -> Tr
     return parse("train", options, default)
 
 
+def run_options(config: TrainConfig) -> dict[str, Any]:
+    """Return the options that make a run what it is, by name, with those of a group in a mapping.
+
+    They have only types that YAML and JSON have.
+    """
+    options = _plain(config)
+    for name in ("config", "resume", "output", "eval_only", "step", "profile", "sweep", "job"):
+        del options[name]
+    return options
+
+
 def write_options(config: TrainConfig, path: pathlib.Path) -> None:
     """Write a configuration to a YAML file for `load_config`, complete or not at all."""
-    options = _plain(config)
-    for name in ("config", "resume", "output", "eval_only", "step", "profile", "job"):
-        del options[name]
+    options = run_options(config)
     if config.data.schema is not None:
         # The copy in the run's encoder, so that the run can be repeated and moved.
         options["data"]["schema"] = str(pathlib.PurePath(FEATURES_DIRECTORY, SCHEMA_FILE))

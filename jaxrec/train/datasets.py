@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Float
 
+from jaxrec.arguments import ConfigError
 from jaxrec.data import (
     BatchSource,
     ClickBatch,
@@ -27,15 +28,17 @@ from jaxrec.data import (
 from jaxrec.data.encoder import EncodedGroups
 from jaxrec.data.files import foreign_format
 from jaxrec.data.groups import GroupRange
+from jaxrec.data.selection import RowMask
 from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL
 from jaxrec.train.config import DataConfig, TrainConfig
 from jaxrec.train.features import (
+    RowsOf,
     check_rows,
-    held_out_rows,
     is_parquet,
     learn_features,
     split_groups,
 )
+from jaxrec.train.hold_out import split_of
 
 _ALONE = Shard()
 
@@ -67,9 +70,10 @@ class Dataset(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LogDataset:
-    """The rows ``[start, stop)`` of a log.
+    """The rows ``[start, stop)`` of a log, or some of them.
 
     Attributes:
+        mask: The rows of the dataset, all in ``[start, stop)``; None: all of these.
         shard: Index of this process among all. Each process has an equal part of every batch, also
             of the last, so that together they train on the batches of a single process.
         id_bits: 64: the log's ids are raw, for `jaxrec.tier.ahead`.
@@ -80,9 +84,27 @@ class LogDataset:
     stop: int
     shard: Shard = _ALONE
     id_bits: Literal[32, 64] = 32
+    mask: RowMask | None = None
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return self.stop - self.start if self.mask is None else self.mask.count
+
+    def selected(self, mask: RowMask) -> LogDataset:
+        """Return the dataset of some rows of the log."""
+        start, stop = mask.stretch
+        is_range = mask.count == stop - start
+        return dataclasses.replace(self, start=start, stop=stop, mask=None if is_range else mask)
+
+    def _chunks(self, place: int = 0) -> Iterator[Clicks]:
+        """Yield the dataset's rows from its row number ``place`` on, in chunks."""
+        mask = self.mask
+        if mask is None:
+            yield from self.log.chunks(self.start + place, self.stop)
+            return
+        first = mask.row(place) if place < mask.count else self.stop
+        for chunk in self.log.chunks(first, self.stop):
+            yield chunk[mask.part(first, first + len(chunk))]
+            first += len(chunk)
 
     def num_batches(self, batch_size: int) -> int:
         """Return the number of batches of an epoch."""
@@ -95,7 +117,7 @@ class LogDataset:
 
         Every ``epoch`` has the order of the log.
         """
-        chunks = self.log.chunks(self.start + first * batch_size, self.stop)
+        chunks = self._chunks(first * batch_size)
         own = _own_rows(chunks, len(self) - first * batch_size, batch_size, self.shard)
         left = self.num_batches(batch_size) - first
         # The last batch may have no rows for some process. All take part in each step, so
@@ -109,7 +131,7 @@ class LogDataset:
     def probabilities(self) -> Float[np.ndarray, " rows"] | None:
         """Return the true probability of a click in each row, ``[rows]``; None if it is unknown."""
         known = []
-        for chunk in self.log.chunks(self.start, self.stop):
+        for chunk in self._chunks():
             if chunk.probabilities is None:
                 return None
             known.append(chunk.probabilities)
@@ -143,7 +165,7 @@ class ParquetDataset:
             of its own. The sizes of these ranges differ by at most 1.
     """
 
-    groups: GroupRange
+    groups: RowsOf
     encoder: TableEncoder
     seed: int | None = None
     shard: Shard = _ALONE
@@ -176,7 +198,7 @@ class ParquetDataset:
         for _ in range(max(first, own), self.num_batches(batch_size)):
             yield to_batch(groups.read(0)[:0])
 
-    def _own_groups(self) -> GroupRange:
+    def _own_groups(self) -> RowsOf:
         if self.shard.count == 1:
             return self.groups
         if len(self) < self.shard.count:
@@ -197,15 +219,17 @@ def run_batches(dataset: Dataset, batch_size: int, epochs: int, first: int = 0) 
 def split_datasets(
     config: TrainConfig, shard: Shard = _ALONE, encoder: TableEncoder | None = None
 ) -> tuple[LogDataset | ParquetDataset, LogDataset | ParquetDataset]:
-    """Return the training rows and the held-out rows of a run; the last rows are held out.
+    """Return the training rows and the held-out rows of a run.
 
     ``encoder`` is for Parquet files; None: it is learned.
     """
     data = config.data
     if is_parquet(data.path):
         if encoder is None:
-            encoder = learn_features(data, is_dynamic=config.vocabulary.is_dynamic)
-        training, held_out = split_groups(data, encoder.schema)
+            encoder = learn_features(
+                data, is_dynamic=config.vocabulary.is_dynamic, seed=config.seed
+            )
+        training, held_out = split_groups(data, encoder.schema, config.seed)
         return (
             ParquetDataset(training, encoder, config.seed, shard),
             ParquetDataset(held_out, encoder, None, shard),
@@ -217,11 +241,20 @@ def split_datasets(
 def _split(config: TrainConfig) -> tuple[LogDataset, LogDataset]:
     data = config.data
     id_bits: Literal[32, 64] = 64 if config.vocabulary.is_dynamic else 32
+    split = split_of(data.hold_out, data.hold_out_by, data.hold_out_from, seed=config.seed)
+    if split.column is not None:
+        what = "generated log" if data.path is None else "text in Criteo's format"
+        raise ConfigError(
+            f"the {what} has no column {split.column!r} to hold out rows by; give --hold-out a "
+            "fraction or random, or files of columns with --data (`jaxrec data criteo` makes them)"
+        )
     if data.path is None:
         rows = data.generated_rows
         log = GeneratedLog(rows + data.generated_eval_rows, config.seed, id_bits=id_bits)
         whole = LogDataset(log, 0, log.num_rows, id_bits=id_bits)
-        return dataclasses.replace(whole, stop=rows), dataclasses.replace(whole, start=rows)
+        if data.hold_out is None:
+            return dataclasses.replace(whole, stop=rows), dataclasses.replace(whole, start=rows)
+        return _parts(whole, split.mask(log.num_rows, "generated log"))
     problem = foreign_format(data.path)
     roles = (data.label, data.weight, data.exclude, data.dense, data.categorical)
     if data.schema is not None or any(roles):
@@ -232,8 +265,11 @@ def _split(config: TrainConfig) -> tuple[LogDataset, LogDataset]:
     whole = _text(data.path, data, id_bits)
     if data.eval_path is not None:
         return whole, _text(data.eval_path, data, id_bits)
-    middle = len(whole) - held_out_rows(data, len(whole))
-    return dataclasses.replace(whole, stop=middle), dataclasses.replace(whole, start=middle)
+    return _parts(whole, split.mask(len(whole), str(data.path)))
+
+
+def _parts(whole: LogDataset, held_out: RowMask) -> tuple[LogDataset, LogDataset]:
+    return whole.selected(held_out.inverted()), whole.selected(held_out)
 
 
 def bad_lines(*parts: Dataset) -> dict[pathlib.Path, int]:

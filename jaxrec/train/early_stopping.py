@@ -124,9 +124,8 @@ class EarlyStopping(Callback):
                 )
             return
         # A run that goes on has the best step of its earlier part among its checkpoints.
-        for step in all_steps(self.manager.directory):
-            value = read_run(self.manager.directory / str(step)).metrics.get(self.metric)
-            if step <= self._start and value is not None and self._is_better(value):
+        for step, value in on_process_zero(self._saved_values):
+            if step <= self._start and self._is_better(value):
                 self.best, self.best_step = value, step
 
     def on_step_dispatched(self, trainer: Trainer, step: int) -> None:
@@ -160,7 +159,9 @@ class EarlyStopping(Callback):
                 f"{', '.join(values)}"
             )
         self._evaluated = step
-        if self._is_better(value := values[self.metric]):
+        # The value of process 0 decides for all: they must stop at the same step, also if the last
+        # bit of their values differs.
+        if self._is_better(value := on_process_zero(lambda: float(values[self.metric]))):
             self.best, self.best_step = value, step
             if self.manager is not None:
                 self.save(trainer, values)
@@ -177,6 +178,17 @@ class EarlyStopping(Callback):
             return False
         sign = 1 if self.mode == "max" else -1
         return self.best is None or sign * (value - self.best) > self.min_delta
+
+    def _saved_values(self) -> list[tuple[int, float]]:
+        """Return the steps of the saved checkpoints that have a value, and their values."""
+        assert self.manager is not None
+        directory = self.manager.directory
+        metrics = {step: read_run(directory / str(step)).metrics for step in all_steps(directory)}
+        return [
+            (step, value)
+            for step, x in metrics.items()
+            if (value := x.get(self.metric)) is not None
+        ]
 
     def _best_checkpoint(self, manager: CheckpointManager, last: int) -> tuple[int, float]:
         """Return the step and the value of the best checkpoint up to the step ``last``."""

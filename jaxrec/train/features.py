@@ -7,6 +7,7 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,13 +33,15 @@ from jaxrec.data.feature_table import check_zones
 from jaxrec.data.files import DataFiles, has_pattern, parquet_files
 from jaxrec.data.formats.conversion import as_parquet, format_of
 from jaxrec.data.generated import TABLE_ROWS
-from jaxrec.data.groups import GroupRange
+from jaxrec.data.groups import GroupRange, LocatedGroups
 from jaxrec.data.infer import LABEL_NAMES
 from jaxrec.data.learn import needs_pass
 from jaxrec.data.patterns import covered
+from jaxrec.data.selection import SelectedGroups, selected_rows
 from jaxrec.data.transforms import NUM_CATEGORICAL
 from jaxrec.data.vectors import learned_widths
 from jaxrec.train.config import FEATURES_DIRECTORY, DataConfig, TrainConfig
+from jaxrec.train.hold_out import split_of
 from jaxrec.train.open_vocabularies import check_fixed, with_dynamic_columns
 from jaxrec.train.progress import counted
 
@@ -49,6 +52,9 @@ COLUMN_TYPES = {
     "float": pa.float64(),
     "boolean": pa.bool_(),
 }
+
+# The training rows or the held-out rows of files.
+RowsOf: TypeAlias = GroupRange | SelectedGroups
 
 # First bytes of a Parquet file.
 _MAGIC = b"PAR1"
@@ -100,7 +106,12 @@ def run_encoder(
     encoder = None if resume is None else saved_encoder(resume)
     if resume is None or encoder is None:
         return learn_features(
-            data, console, is_dynamic=is_dynamic, check=check, needs_label=needs_label
+            data,
+            console,
+            is_dynamic=is_dynamic,
+            check=check,
+            needs_label=needs_label,
+            seed=config.seed,
         )
     schema = encoder.schema
     if data.schema is not None:
@@ -169,11 +180,13 @@ def learn_features(
     is_dynamic: bool = False,
     check: Callable[[Schema], None] = lambda schema: None,
     needs_label: bool = True,
+    seed: int = 0,
 ) -> TableEncoder:
     """Find the schema of a run's files, and learn its encoder from the training rows.
 
     With ``is_dynamic`` columns get open vocabularies, which are not learned. ``check`` gets the
-    schema before anything is learned, and raises an error if a model cannot take it.
+    schema before anything is learned, and raises an error if a model cannot take it. ``seed`` is
+    that of a random choice of held-out rows.
     """
     console = console or Console(quiet=True)
     schema = converted_schema(data, is_dynamic)
@@ -181,7 +194,7 @@ def learn_features(
     if schema is None:
         schema = _find_schema(data, console, is_dynamic, needs_label)
     check(schema)
-    training, held_out = split_groups(data, schema)
+    training, held_out = split_groups(data, schema, seed)
     encoder = TableEncoder(schema, {}, {}, {})
     if is_converted:
         return encoder  # `jaxrec data criteo` has checked the values
@@ -212,31 +225,26 @@ def learn_features(
     return encoder
 
 
-def check_rows(encoder: TableEncoder, rows: GroupRange) -> None:
+def check_rows(encoder: TableEncoder, rows: LocatedGroups) -> None:
     """Encode rows, so that an invalid value is found before training."""
     groups = EncodedGroups(rows, encoder)
     for group in range(len(groups.sizes)):
         groups.read(group)
 
 
-def split_groups(data: DataConfig, schema: Schema) -> tuple[GroupRange, GroupRange]:
+def split_groups(data: DataConfig, schema: Schema, seed: int = 0) -> tuple[RowsOf, RowsOf]:
     """Return the training rows and the held-out rows of Parquet files, with a schema's columns."""
-    whole = _all_rows(parquet_data(data.path, data), schema)
+    files = parquet_data(data.path, data)
+    whole = _all_rows(files, schema)
     if data.eval_path is not None:
         return whole, _all_rows(parquet_data(data.eval_path, data), schema)
-    middle = whole.stop - held_out_rows(data, whole.stop)
-    return dataclasses.replace(whole, stop=middle), dataclasses.replace(whole, start=middle)
-
-
-def held_out_rows(data: DataConfig, count: int) -> int:
-    """Return how many of ``count`` rows are held out; raise a DataError if that is all of them."""
-    held_out = max(1, round(count * data.eval_fraction))
-    if held_out >= count:
-        raise DataError(
-            f"{data.path}: {count} rows are too few to train on some and hold out "
-            f"{data.eval_fraction:.0%}; give more rows, or others with --data.eval-path"
-        )
-    return held_out
+    split = split_of(data.hold_out, data.hold_out_by, data.hold_out_from, seed=seed)
+    columns = None
+    if split.column is not None:
+        columns = ParquetGroups(files.paths, (split.column,), sources=files.sources)
+    held_out = split.mask(whole.stop, str(data.path), columns)
+    assert isinstance(whole.groups, ParquetGroups)
+    return selected_rows(whole.groups, held_out.inverted()), selected_rows(whole.groups, held_out)
 
 
 def _with_vocabularies(schema: Schema, data: DataConfig, is_dynamic: bool) -> Schema:

@@ -34,10 +34,12 @@ from jaxrec.data.groups import ColumnGroups
 from jaxrec.data.movielens import has_ratings
 from jaxrec.data.sequences.batches import SequenceGroups
 from jaxrec.data.sequences.events import ACTION, CANDIDATE
+from jaxrec.data.split import LastRows
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.train.config import DataConfig, TrainConfig
 from jaxrec.train.features import parquet_data
-from jaxrec.train.request_columns import Columns, event_schema, sequence_schema
+from jaxrec.train.hold_out import split_of
+from jaxrec.train.request_columns import TIME, Columns, event_schema, sequence_schema
 
 # Events of a log with a row for each that are grouped by user in memory.
 MOST_EVENTS = 50_000_000
@@ -127,19 +129,33 @@ def _in_memory(table: pa.Table) -> TableGroups:
     return TableGroups(table, max(1, -(-len(table) // groups)))
 
 
-def split_windows(groups: SequenceGroups, config: TrainConfig) -> tuple[TimeWindow, ...]:
+def split_windows(
+    groups: SequenceGroups, config: TrainConfig, time: str = TIME
+) -> tuple[TimeWindow, ...]:
     """Return the windows of time of a run; the last one is held out.
 
-    Without ``config.windows`` there are two, of which the last has the share
-    ``config.data.eval_fraction`` of the candidates.
+    Without ``config.windows`` there are two. The last has the newest candidates, by default a
+    tenth, or those from a time on of the column ``time``.
     """
+    data = config.data
     times = np.concatenate([groups.times(group) for group in range(len(groups.sizes))])
     if not len(times):
         raise DataError("there are no candidates to train on")
     first, last = int(times.min()), int(times.max())
     if config.windows:
         return TimeWindow.split(first, last, config.windows)
-    cut = int(np.quantile(times, 1 - config.data.eval_fraction, method="lower"))
+    split = split_of(data.hold_out, data.hold_out_by, data.hold_out_from)
+    if isinstance(split, LastRows):
+        cut = int(np.quantile(times, 1 - split.fraction, method="lower"))
+    elif split.column == time:
+        values = TableGroups(pa.table({time: times}), len(times))
+        held_out = split.mask(len(times), str(data.path or "generated log"), values)
+        cut = int(times[held_out.part(0, len(times))].min())
+    else:
+        raise ConfigError(
+            "model.name hstu_ranker holds out the newest candidates: give --hold-out a fraction, "
+            f"or --hold-out-from {time}=TIME"
+        )
     if cut <= first:
         raise DataError("all candidates have one time, and held-out ones must be later")
     return TimeWindow(stop=cut), TimeWindow(start=cut)

@@ -32,6 +32,7 @@ class RunFacts:
     Attributes:
         rows: Number of training rows.
         held_out_rows: Number of held-out rows.
+        hold_out: Which rows these are, as text.
         steps: Number of steps that were made.
         best_step: Step of the best checkpoint; None: checkpoints were not compared.
         seconds: Seconds from the first step of this process to the last, with evaluations.
@@ -40,6 +41,7 @@ class RunFacts:
 
     rows: int
     held_out_rows: int
+    hold_out: str
     steps: int
     best_step: int | None
     seconds: float

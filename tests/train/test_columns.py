@@ -284,7 +284,7 @@ def test_weights_weigh_loss_and_metrics(tmp_path, monkeypatch, capsys):
     pq.write_table(rows.set_column(1, "importance", pc.add(pc.cast(doubled, "int8"), 1)),
                    tmp_path / "weighted.parquet")  # fmt: skip
     data = dataclasses.replace(
-        CONFIG.data, path=tmp_path / "weighted.parquet", weight="importance", eval_fraction=0.5
+        CONFIG.data, path=tmp_path / "weighted.parquet", weight="importance", hold_out="0.5"
     )
     config = dataclasses.replace(CONFIG, data=data)
     encoder = learn_features(data)

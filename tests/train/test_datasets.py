@@ -31,8 +31,8 @@ def test_rows_of_files():
         return (train_rows.start, train_rows.stop), (held_out.start, held_out.stop)
 
     assert lengths() == ((0, 45), (45, 50))
-    assert lengths(eval_fraction=0.5) == ((0, 25), (25, 50))
-    assert lengths(eval_fraction=0.001) == ((0, 49), (49, 50))
+    assert lengths(hold_out="0.5") == ((0, 25), (25, 50))
+    assert lengths(hold_out="0.001") == ((0, 49), (49, 50))
     assert lengths(eval_path=KAGGLE) == ((0, 50), (0, 50))
 
 

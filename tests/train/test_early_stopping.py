@@ -17,6 +17,7 @@ from jaxrec.train import (
 )
 from jaxrec.train.checkpoint import all_steps
 from jaxrec.train.run_callbacks import RunStopping
+from tests.forks import free_port
 from tests.train.ranker import batches, make, same
 
 
@@ -199,3 +200,40 @@ def test_patience_of_a_run(tmp_path, monkeypatch, capsys):
     )
     assert main(["train", "--resume=model"]) == 0
     assert "and more patience than 2" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", [False, True], ids=["copy", "checkpoint"])
+def test_two_processes_stop_at_the_same_step(pair, tmp_path, saved):
+    """The values of process 0 decide, also where those of the other process differ."""
+    scenario = "tests.train.uneven:stop_early"
+    for found in pair.run(scenario, directory=tmp_path / "run", saved=saved):
+        assert found == (1, 1, 3, 1.0)
+
+
+@pytest.mark.slow
+def test_patience_of_a_run_of_two_processes(tmp_path, forks):
+    """They stop together, at the best step of one split of the rows."""
+    from tests.commands.test_train import SMALL
+
+    output = tmp_path / "model"
+    options = ["train", *SMALL, "--lr=0.3", "--epochs=9", "--evaluate-every=2", "--patience=2"]
+    options += ["--hold-out=random:0.2", "--checkpoint.best-by=log_loss", f"--output={output}"]
+    options += [f"--coordinator=localhost:{free_port()}", "--num-processes=2"]
+    running = [
+        forks.run("jaxrec", *options, f"--process-id={process}", environ={"JAX_PLATFORMS": "cpu"})
+        for process in range(2)
+    ]
+    try:
+        codes = [process.wait(300) for process in running]
+    finally:
+        for process in running:
+            process.stop()
+    assert codes == [0, 0], [process.errors for process in running]
+    results = json.loads((output / "results.json").read_text())
+    assert results["hold_out"] == "random 20 % of the rows, seed 0"
+    assert results["rows"] + results["held_out_rows"] == 50
+    best = results["best_step"]
+    assert best < results["steps"] < 90
+    assert f"stopped after step {results['steps']} of" in running[0].output
+    assert all_steps(output) == [best]

@@ -134,9 +134,7 @@ def test_columns_by_pattern(file):
         learn_features(config(file, categorical=("x*",)))
     with pytest.raises(ConfigError, match=r"names the features; leave data.dense out"):
         DataConfig(path=file, schema=file, dense=("x",))
-    with pytest.raises(
-        ConfigError, match=r"Parquet files of --data; where dense layers lie is"
-    ):
+    with pytest.raises(ConfigError, match=r"Parquet files of --data; where dense layers lie is"):
         DataConfig(dense=("fsdp",))
 
 

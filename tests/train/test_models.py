@@ -306,13 +306,13 @@ def test_sequences_of_rows_and_of_lists(tmp_path):
     rows = pa.table({"u": ["b", "a", "b", "a", "c"], "i": [1, 2, 3, 4, 5], "t": [9, 7, 1, 7, 0]})
     pq.write_table(rows, tmp_path / "x.parquet")
     data = DataConfig(path=tmp_path / "x.parquet", user="u", item=("i",), time="t")
-    sequences = read_sequences(data, data.path)
+    sequences = read_sequences(data, data.path).items
     assert sequences.to_pylist() == [[3, 1], [2, 4], [5]]  # equal times keep the order of the file
     before, last = split_last(sequences)
     assert (before.to_pylist(), last.to_pylist()) == ([[3], [2]], [1, 4])
     pq.write_table(pa.table({"h": [[3, 1], None, [], [5]]}), tmp_path / "y.parquet")
     lists = DataConfig(path=tmp_path / "y.parquet", history=("h",))
-    assert read_sequences(lists, lists.path).to_pylist() == [[3, 1], [], [5]]
+    assert read_sequences(lists, lists.path).items.to_pylist() == [[3, 1], [], [5]]
     assert item_column(lists) == "h"
     with pytest.raises(ConfigError, match="a column of lists, such as --history items, or rows"):
         item_column(DataConfig(path=tmp_path, item=("i",)))

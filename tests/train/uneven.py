@@ -1,6 +1,8 @@
-"""The scenarios that test_uneven.py runs in two processes."""
+"""The scenarios that test_uneven.py and test_early_stopping.py run in two processes."""
 
 from __future__ import annotations
+
+import contextlib
 
 import jax
 import numpy as np
@@ -10,7 +12,13 @@ from jax.sharding import AxisType
 
 import jaxrec
 from jaxrec.data import empty_batch, pad_batch
-from jaxrec.train import CheckpointManager, SaveCheckpoints, Trainer
+from jaxrec.train import (
+    CheckpointManager,
+    EarlyStopping,
+    PreservationPolicy,
+    SaveCheckpoints,
+    Trainer,
+)
 from tests.train.ranker import (
     BATCH,
     WEIGHTED_GROUP,
@@ -84,3 +92,32 @@ def loop(counts, uneven):
         train_step(model, optimizer, jaxrec.mesh.shard_batch(batch, everywhere()))
         steps += 1
     return steps, [np.asarray(x) for x in (model.embeddings.table("user"), model.over.kernel[...])]
+
+
+class PatienceOfProcess(EarlyStopping):
+    """Evaluations whose values differ between processes from the second on."""
+
+    def values(self, trainer, step):
+        # Process 0 gets worse. Process 1, by itself, would go on for ever.
+        return {"loss": 1.0 + step * (1 if jax.process_index() == 0 else -1) * (step > 1)}
+
+
+def stop_early(directory, saved):
+    """Train with early stopping; return the steps at which this process stopped and is."""
+    model = sharded()
+    with contextlib.ExitStack() as stack:
+        manager = None
+        if saved:
+            policy = PreservationPolicy(best=1, metric="loss", mode="min")
+            manager = stack.enter_context(CheckpointManager(directory, policy))
+        stopping = PatienceOfProcess("loss", 2, every=1, manager=manager)
+        trainer = Trainer(
+            model=model,
+            optimizer=jaxrec.Optimizer(model, optax.sgd(0.1)),
+            loss=weighted_loss,
+            batch_size=BATCH,
+            place=place,
+            callbacks=[stopping],
+        )
+        trainer.train(data_of(jax.process_index(), 8))
+    return trainer.step, stopping.best_step, stopping.stopped_step, stopping.best

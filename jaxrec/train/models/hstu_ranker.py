@@ -25,6 +25,7 @@ from jaxrec.data import (
 )
 from jaxrec.data.movielens import has_ratings
 from jaxrec.data.sequences.batches import SequenceGroups
+from jaxrec.data.split import DEFAULT_FRACTION
 from jaxrec.embed import EmbeddingCollection, EmbeddingConfig
 from jaxrec.nn import HSTURanker, RankerFeatures, Task
 from jaxrec.optim import RowOptimizer
@@ -125,6 +126,17 @@ class HSTURankerKind(RowModel):
     def _open(self, path: pathlib.Path | None) -> RequestData:
         return RequestData.open(self.config, path)
 
+    @property
+    def hold_out(self) -> str:
+        data = self.config.data
+        if self.config.windows:
+            return f"the last of {self.config.windows} windows of time"
+        if data.eval_path is not None or data.hold_out_from is not None:
+            return super().hold_out
+        return (
+            f"the newest {100 * float(data.hold_out or DEFAULT_FRACTION):.4g} % of the candidates"
+        )
+
     def datasets(self, shard: Shard) -> tuple[RequestDataset, RequestDataset]:
         config = self.config
         groups = self._groups(config.data.path)
@@ -137,7 +149,7 @@ class HSTURankerKind(RowModel):
             held_out = batches(self._groups(config.data.eval_path), None)
             training = (batches(groups, config.seed, config.data.epochs),)
             return RequestDataset(training), RequestDataset((held_out,))
-        *windows, last = map(groups.within, split_windows(groups, config))
+        *windows, last = map(groups.within, split_windows(groups, config, self._names.time))
         return (
             RequestDataset(tuple(batches(x, config.seed, config.data.epochs) for x in windows)),
             RequestDataset((batches(last, None),)),

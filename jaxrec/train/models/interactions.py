@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from jaxtyping import Bool, Int
 
 from jaxrec.arguments import ConfigError
 from jaxrec.data import DataError, ParquetGroups
@@ -15,6 +17,7 @@ from jaxrec.data.encode import joined
 from jaxrec.data.files import DataFiles
 from jaxrec.train.config import DataConfig
 from jaxrec.train.features import parquet_data
+from jaxrec.train.hold_out import split_of
 
 
 def item_column(data: DataConfig) -> str:
@@ -29,8 +32,38 @@ def item_column(data: DataConfig) -> str:
     )
 
 
-def read_sequences(data: DataConfig, path: pathlib.Path | None) -> pa.Array:
-    """Return the items of each sequence of a run's files, oldest first: ``[sequences]`` lists.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sequences:
+    """The items of each sequence of a run's files, oldest first.
+
+    Attributes:
+        items: ``[sequences]`` lists.
+        rows: ``[items]`` int64, the row of the files that has each item of all lists.
+        num_rows: Number of rows of the files.
+    """
+
+    items: pa.Array
+    rows: Int[np.ndarray, " items"]
+    num_rows: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SequenceSplit:
+    """Sequences to train on, and sequences whose last item is to be predicted.
+
+    Attributes:
+        training: ``[sequences]`` lists of items.
+        before: ``[questions]`` lists of the items before each last item.
+        last: ``[questions]``, the last items.
+    """
+
+    training: pa.Array
+    before: pa.Array
+    last: pa.Array
+
+
+def read_sequences(data: DataConfig, path: pathlib.Path | None) -> Sequences:
+    """Read the sequences of a run's files.
 
     Rows of one user are a sequence, in the order of their times, or of the files where times are
     equal or none are named.
@@ -44,18 +77,72 @@ def read_sequences(data: DataConfig, path: pathlib.Path | None) -> pa.Array:
                 f"{path}, column {item!r} is of type {column.type}; --history names a column of "
                 "lists, and --user, --item and --time those of interactions"
             )
+        lists = joined(column)
         # A null list is no sequence.
-        return joined(column).drop_null().cast(pa.large_list(column.type.value_type))
+        valid = np.flatnonzero(np.asarray(lists.is_valid()))
+        lists = lists.drop_null().cast(pa.large_list(column.type.value_type))
+        return Sequences(lists, np.repeat(valid, _lengths(lists)), len(column))
     names = (data.user, item, *(() if data.time is None else (data.time,)))
     rows = _read(files, tuple(map(str, names)))
     users = _codes(rows[data.user], f"{path}, column {data.user!r}")
     times = np.zeros(len(rows)) if data.time is None else _times(rows[data.time], path, data.time)
     order = np.lexsort((times, users))  # which keeps the order of equal times
-    lengths = np.bincount(users)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return pa.LargeListArray.from_arrays(
-        pa.array(offsets), joined(rows[item]).take(pa.array(order))
-    )
+    items = joined(rows[item]).take(pa.array(order))
+    return Sequences(_lists(items, np.bincount(users)), order, len(rows))
+
+
+def split_sequences(data: DataConfig, seed: int) -> SequenceSplit:
+    """Split the sequences of a run.
+
+    By default the last item of each sequence is held out. With ``hold_out`` whole sequences are,
+    and with ``hold_out_by`` and ``hold_out_from`` rows of the files. Held-out items are not trained
+    on, and the last item of a sequence is to be predicted if it is held out.
+
+    Raises:
+        DataError: All sequences are on one side, or there is no last item to predict.
+    """
+    whole = read_sequences(data, data.path)
+    if data.eval_path is not None:
+        others = read_sequences(data, data.eval_path)
+        before, last = split_last(others.items)
+        _check_questions(last, data.eval_path)
+        return SequenceSplit(whole.items, before, last)
+    if not data.hold_out_options:
+        before, last = split_last(whole.items)
+        return SequenceSplit(before, before, last)
+    lengths = _lengths(whole.items)
+    held_out = _held_out(data, seed, whole, lengths)
+    flat = whole.items.flatten()
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    kept = np.bincount(sequence[~held_out], minlength=len(lengths))
+    # An empty sequence has no last item.
+    is_asked = np.zeros(len(lengths), bool)
+    is_asked[lengths > 0] = held_out[np.cumsum(lengths)[lengths > 0] - 1]
+    before, last = split_last(whole.items.filter(pa.array(is_asked)))
+    training = _lists(flat.filter(pa.array(~held_out)), kept)
+    _check_questions(last, data.path)
+    return SequenceSplit(training, before, last)
+
+
+def _held_out(
+    data: DataConfig, seed: int, whole: Sequences, lengths: Int[np.ndarray, " sequences"]
+) -> Bool[np.ndarray, " items"]:
+    """Return which items of all sequences are held out."""
+    split = split_of(data.hold_out, data.hold_out_by, data.hold_out_from, seed=seed)
+    if split.column is None:
+        return np.repeat(split.mask(len(lengths), str(data.path)).part(0, len(lengths)), lengths)
+    files = parquet_data(data.path, data)
+    columns = ParquetGroups(files.paths, (split.column,), sources=files.sources)
+    mask = split.mask(whole.num_rows, str(data.path), columns)
+    return mask.part(0, whole.num_rows)[whole.rows]
+
+
+def _check_questions(last: pa.Array, path: pathlib.Path | None) -> None:
+    """Raise a DataError if there are no last items to predict."""
+    if not len(last):
+        raise DataError(
+            f"{path}: no sequence has two items, of which the last is held out, to predict it"
+        )
 
 
 def split_last(sequences: pa.Array) -> tuple[pa.Array, pa.Array]:
@@ -65,14 +152,22 @@ def split_last(sequences: pa.Array) -> tuple[pa.Array, pa.Array]:
         ``[sequences]`` lists of the earlier items, and ``[sequences]`` last items.
     """
     long = sequences.filter(pc.greater_equal(pc.list_value_length(sequences), 2))
-    lengths = pc.list_value_length(long).to_numpy()
+    lengths = _lengths(long)
     flat = long.flatten()
     ends = np.cumsum(lengths)
     is_last = np.zeros(len(flat), bool)
     is_last[ends - 1] = True
-    offsets = np.concatenate([[0], np.cumsum(lengths - 1)]).astype(np.int64)
-    before = pa.LargeListArray.from_arrays(pa.array(offsets), flat.filter(pa.array(~is_last)))
+    before = _lists(flat.filter(pa.array(~is_last)), lengths - 1)
     return before, flat.filter(pa.array(is_last))
+
+
+def _lengths(lists: pa.Array) -> Int[np.ndarray, " sequences"]:
+    return pc.list_value_length(lists).to_numpy().astype(np.int64)
+
+
+def _lists(values: pa.Array, lengths: Int[np.ndarray, " sequences"]) -> pa.Array:
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return pa.LargeListArray.from_arrays(pa.array(offsets), values)
 
 
 def _read(files: DataFiles, columns: tuple[str, ...]) -> pa.Table:

@@ -28,6 +28,7 @@ from jaxrec.train.config import TrainConfig
 from jaxrec.train.datasets import Dataset
 from jaxrec.train.evaluation import Evaluation, Loss
 from jaxrec.train.features import run_encoder
+from jaxrec.train.hold_out import split_of
 from jaxrec.train.placed_batches import placed_batches, put_batch
 
 
@@ -149,6 +150,17 @@ class ModelKind(abc.ABC):
         The first one says which checkpoint is the best, unless ``--checkpoint.best-by`` does. The
         first two are shown during training.
         """
+
+    @property
+    def hold_out(self) -> str:
+        """Which rows are held out, as text."""
+        data = self.config.data
+        if data.eval_path is not None:
+            return f"the rows of {data.eval_path}"
+        if data.path is None and data.hold_out is None:
+            return f"the last {data.generated_eval_rows:,} rows"
+        seed = self.config.seed
+        return str(split_of(data.hold_out, data.hold_out_by, data.hold_out_from, seed=seed))
 
     @abc.abstractmethod
     def datasets(self, shard: Shard) -> tuple[Dataset, Dataset]:

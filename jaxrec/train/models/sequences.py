@@ -38,7 +38,7 @@ from jaxrec.ragged.capacity import LengthMoments
 from jaxrec.train.config import DataConfig, TrainConfig
 from jaxrec.train.datasets import Dataset
 from jaxrec.train.features import convert_files, is_parquet, saved_encoder
-from jaxrec.train.models.interactions import item_column, read_sequences, split_last
+from jaxrec.train.models.interactions import item_column, split_sequences
 from jaxrec.train.models.kind import HeldOutBatches
 from jaxrec.train.models.ranking import RankingModel, full_ranks, rank_values
 
@@ -138,8 +138,8 @@ class SequenceDataset:
 class SequenceKind(RankingModel):
     """A model of sequences of items. Implementors make it, and its histories.
 
-    The last item of each sequence is held out, and ranked among all items; sequences of one item
-    are left out.
+    By default the last item of each sequence is held out. Held-out last items are ranked among all
+    items; sequences of one item are left out.
     """
 
     needs_label = False
@@ -176,8 +176,7 @@ class SequenceKind(RankingModel):
             )
         item = item_column(data)
         convert_files(data, console)
-        sequences = read_sequences(data, data.path)
-        training = sequences if data.eval_path else split_last(sequences)[0]
+        training = split_sequences(data, config.seed).training
         lengths = pc.list_value_length(training).to_numpy()
         _check_training(int((lengths > 1).sum()), data)
         schema = Schema(None, {}, {item: CategoricalColumn(min_count=1)})
@@ -215,6 +214,13 @@ class SequenceKind(RankingModel):
         drawn = rng.choice(self.num_items - 1, NEGATIVES, replace=False)
         return (1 + drawn).astype(np.int32)
 
+    @property
+    def hold_out(self) -> str:
+        data = self.config.data
+        if data.eval_path is None and not data.hold_out_options:
+            return "the last item of each sequence"
+        return super().hold_out
+
     def datasets(self, shard: Shard) -> tuple[Dataset, Dataset]:
         data = self.config.data
         if not is_parquet(data.path):
@@ -223,24 +229,13 @@ class SequenceKind(RankingModel):
             )
         if shard.count > 1:
             raise ConfigError(f"model.name {self.name} trains in one process, not {shard.count}")
-        whole = read_sequences(data, data.path)
-        if data.eval_path is None:
-            training, last = split_last(whole)
-            before = training
-        else:
-            training = whole
-            before, last = split_last(read_sequences(data, data.eval_path))
-        rows = [row for row in self._rows(training) if len(row) > 1]
+        split = split_sequences(data, self.config.seed)
+        rows = [row for row in self._rows(split.training) if len(row) > 1]
         _check_training(len(rows), data)
-        if not len(last):
-            raise DataError(
-                f"{data.eval_path}: no sequence has two items, of which one is held out"
-            )
-        asked = self._rows(before)
-        wanted = np.array([row[-1] for row in self._rows(_lists_of_one(last))], np.int32)
+        wanted = np.array([row[-1] for row in self._rows(_lists_of_one(split.last))], np.int32)
         return (
             SequenceDataset(rows, None, self, self.config.seed),
-            SequenceDataset(asked, wanted, self),
+            SequenceDataset(self._rows(split.before), wanted, self),
         )
 
     def _rows(self, sequences: pa.Array) -> list[np.ndarray]:
@@ -305,7 +300,7 @@ class SequenceKind(RankingModel):
         return jnp.zeros(()), outputs | {"weights": batch.weights}
 
     def evaluate(self, held_out: HeldOutBatches) -> dict[str, float]:
-        """Rank the last item of each sequence among all items of the vocabulary.
+        """Rank the last item of each held-out sequence among all items of the vocabulary.
 
         An item that the vocabulary does not have counts as not found.
         """
@@ -363,7 +358,7 @@ class BERT4RecKind(SequenceKind):
 def _check_training(count: int, data: DataConfig) -> None:
     """Raise a DataError if there are no sequences to train on."""
     if count == 0:
-        besides = "" if data.eval_path else " to train on besides the one that is held out"
+        besides = "" if data.eval_path else " to train on besides those that are held out"
         raise DataError(f"{data.path}: no sequence has two items{besides}")
 
 

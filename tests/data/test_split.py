@@ -1,0 +1,203 @@
+"""Which rows are held out: by number, by value, and from a value on."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import zoneinfo
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from jaxrec.data import DataError, TableGroups
+from jaxrec.data.later_rows import LaterRows
+from jaxrec.data.split import LastRows, RandomRows, ValuesOf
+
+pytestmark = pytest.mark.every_case
+
+ROWS = 1000
+UTC = datetime.UTC
+BERLIN = zoneinfo.ZoneInfo("Europe/Berlin")
+
+
+def held_out(split, column=None, rows=ROWS, group_rows=300):
+    """Which rows a split holds out, of a table in groups."""
+    groups = None
+    if column is not None:
+        groups = TableGroups(pa.table({"x": column}), group_rows)
+        rows = len(column)
+    return split.mask(rows, "data", groups).part(0, rows)
+
+
+@pytest.mark.parametrize(("fraction", "count"), [(0.1, 100), (0.0001, 1), (0.9996, None)])
+def test_the_last_rows(fraction, count):
+    if count is None:
+        with pytest.raises(DataError, match="data: 1000 rows are too few to train on some and"):
+            held_out(LastRows(fraction))
+        return
+    expected = np.arange(ROWS) >= ROWS - count
+    np.testing.assert_array_equal(held_out(LastRows(fraction)), expected)
+
+
+def test_random_rows_depend_on_their_number_and_the_seed():
+    rows = 200_000
+    whole = held_out(RandomRows(0.25, seed=3), rows=rows)
+    # Four deviations of a binomial.
+    assert abs(whole.mean() - 0.25) < 4 * np.sqrt(0.25 * 0.75 / rows)
+    np.testing.assert_array_equal(held_out(RandomRows(0.25, seed=3), rows=500), whole[:500])
+    # A larger fraction holds out these rows and more; another seed other ones.
+    assert held_out(RandomRows(0.3, seed=3), rows=rows)[whole].all()
+    other = held_out(RandomRows(0.25, seed=4), rows=rows)
+    assert abs((whole & other).mean() - 0.0625) < 0.003
+    # Neighbours are independent.
+    assert abs((whole[1:] & whole[:-1]).mean() - 0.0625) < 0.003
+    with pytest.raises(DataError, match=r"random:0\.01 holds out 0 of 3 rows; give more rows"):
+        held_out(RandomRows(0.01), rows=3)
+
+
+USERS = np.random.default_rng(0).integers(0, 200, ROWS)
+COLUMNS = {
+    "int64": pa.array(USERS),
+    "uint8": pa.array(USERS, pa.uint8()),
+    "floats": pa.array(USERS.astype(float)),
+    "dictionary": pa.array(USERS).dictionary_encode(),
+    "text": pa.array([f"user {user}" for user in USERS]),
+    "bytes": pa.array([b"%d" % user for user in USERS]),
+    "dates": pa.array(USERS, pa.int32()).cast(pa.date32()),
+    "times": pa.array(USERS).cast(pa.timestamp("ns", "UTC")),
+    "decimals": pa.array([decimal.Decimal(int(user)) / 4 for user in USERS], pa.decimal128(9, 2)),
+    "fractions": pa.array(USERS / 7),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_all_rows_of_a_value_are_on_one_side(name):
+    mask = held_out(ValuesOf("x", 0.2), COLUMNS[name])
+    assert 0.1 < mask.mean() < 0.3
+    assert not {*USERS[mask].tolist()} & {*USERS[~mask].tolist()}
+    if name in ("uint8", "floats", "dictionary"):
+        # The width of a type, which may differ between files, does not matter.
+        np.testing.assert_array_equal(mask, held_out(ValuesOf("x", 0.2), COLUMNS["int64"]))
+    again = held_out(ValuesOf("x", 0.2), COLUMNS[name], group_rows=77)
+    np.testing.assert_array_equal(mask, again)
+    assert (mask != held_out(ValuesOf("x", 0.2, seed=1), COLUMNS[name])).any()
+
+
+def test_values_that_are_missing_or_unfit():
+    users = [None if user < 50 else float(user) for user in USERS]
+    users[0] = float("nan")
+    mask = held_out(ValuesOf("x", 0.5), pa.array(users))
+    assert not mask[[user is None or user != user for user in users]].any()
+    assert mask.any()
+    with pytest.raises(DataError, match=r"no values of column 'x' are among the 0\.1 that are"):
+        held_out(ValuesOf("x", 0.1), pa.array([None, None]))
+    with pytest.raises(DataError, match="column 'x' is of type list"):
+        held_out(ValuesOf("x"), pa.array([[1]]))
+
+
+DAYS = [datetime.datetime(2024, 2, 28) + datetime.timedelta(hours=6 * n) for n in range(40)]
+START = datetime.datetime(2024, 3, 1)
+IN_UTC = [day.replace(tzinfo=UTC) for day in DAYS]
+IN_BERLIN = START.replace(tzinfo=BERLIN)
+
+# Column, text, and which rows are held out by Python's own comparisons.
+LATER = {
+    "int": (pa.array(range(40), pa.int16()), "30", [n >= 30 for n in range(40)]),
+    "int-fraction": (pa.array(range(40)), "29.5", [n >= 30 for n in range(40)]),
+    "uint64": (
+        pa.array([2**64 - 40 + n for n in range(40)], pa.uint64()),
+        str(2**64 - 10),
+        [n >= 30 for n in range(40)],
+    ),
+    "float": (pa.array(np.arange(40) / 4), "7.25", [n / 4 >= 7.25 for n in range(40)]),
+    "decimal": (
+        pa.array([decimal.Decimal(n) / 4 for n in range(40)], pa.decimal128(5, 2)),
+        "7.25",
+        [n / 4 >= 7.25 for n in range(40)],
+    ),
+    "date32": (
+        pa.array([x.date() for x in DAYS]), "2024-03-01", [x.date() >= START.date() for x in DAYS]
+    ),
+    "date32-noon": (
+        pa.array([x.date() for x in DAYS]),
+        "2024-03-01T12:00",
+        [x.date() >= datetime.date(2024, 3, 2) for x in DAYS],
+    ),
+    "date64": (
+        pa.array([x.date() for x in DAYS], pa.date64()),
+        "2024-03-01",
+        [x.date() >= START.date() for x in DAYS],
+    ),
+    **{
+        f"timestamp-{unit}": (
+            pa.array(DAYS, pa.timestamp(unit)), "2024-03-01", [x >= START for x in DAYS]
+        )
+        for unit in ("s", "ms", "us", "ns")
+    },
+    "utc": (
+        pa.array(IN_UTC, pa.timestamp("ms", "UTC")),
+        "2024-03-01T06:00:00+02:00",
+        [x >= datetime.datetime(2024, 3, 1, 4, tzinfo=UTC) for x in IN_UTC],
+    ),
+    "berlin": (
+        pa.array(IN_UTC, pa.timestamp("us", "Europe/Berlin")),
+        "2024-03-01",
+        [x >= IN_BERLIN for x in IN_UTC],
+    ),
+    "offset": (
+        pa.array(IN_UTC, pa.timestamp("us", "+05:00")),
+        "2024-03-01 05:00",
+        [x >= START.replace(tzinfo=UTC) for x in IN_UTC],
+    ),
+    "text": (
+        pa.array([x.isoformat() for x in DAYS]), "2024-03-01", [x >= START for x in DAYS]
+    ),
+    "text-zone": (
+        pa.array([x.isoformat() for x in IN_UTC]),
+        "2024-03-01",
+        [x >= START for x in DAYS],
+    ),
+    "dictionary": (
+        pa.array([str(x.date()) for x in DAYS]).dictionary_encode(),
+        "2024-03-01",
+        [x.date() >= START.date() for x in DAYS],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("column", "start", "expected"), LATER.values(), ids=LATER)
+def test_rows_from_a_value_on(column, start, expected):
+    assert 0 < sum(expected) < 40
+    mask = held_out(LaterRows("x", start), column, group_rows=7)
+    assert mask.tolist() == expected
+
+
+WRONG = {
+    "nothing": (
+        LATER["berlin"][0], "2025-01-01",
+        r"x=2025-01-01 holds out no rows; column 'x' has values from 2024-02-28 01:00:00\+01:00 to",
+    ),
+    "all": (LATER["int"][0], "-5", "holds out all rows; column 'x' has values from 0 to 39"),
+    "beyond": (LATER["int"][0], "99999999999", "holds out no rows"),
+    "seconds": (
+        pa.array([0, 1]), "2024-03-01",
+        "int64: '2024-03-01' is not a number; in seconds since 1970 that is 1709251200, in UTC",
+    ),
+    "nan": (pa.array([0, 1]), "nan", "nan is not a number to compare with"),
+    "no-date": (LATER["utc"][0], "March", "expected a date or time such as 2024-03-01 or"),
+    "no-zone": (LATER["timestamp-s"][0], "2024-03-01T00Z", "its times have no zone; leave that"),
+    "null": (pa.array([1, None]), "1", r"row 1 \(from 0\), column 'x': the value is null"),
+    "float-nan": (pa.array([1, np.nan]), "1", r"row 1 \(from 0\), column 'x': the value is null"),
+    "list": (pa.array([[1]]), "1", "takes a column of numbers, dates or times"),
+    "boolean": (pa.array([True]), "1", "takes a column of numbers, dates or times"),
+    "bad-text": (
+        pa.array(["2024-01-01", "soon"]), "2024-03-01", r"row 1 .*'soon' is not a date or time"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("column", "start", "message"), WRONG.values(), ids=WRONG)
+def test_values_that_do_not_split(column, start, message):
+    with pytest.raises(DataError, match=message):
+        held_out(LaterRows("x", start), column)
