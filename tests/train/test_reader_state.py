@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 import time
 
 import numpy as np
@@ -15,7 +18,14 @@ from flax import nnx
 import jaxrec
 from jaxrec.data import FolderSource, StreamBatches
 from jaxrec.metrics import Writer
-from jaxrec.train import Callback, CheckpointManager, SaveCheckpoints, Trainer, WriteMetrics
+from jaxrec.train import (
+    Callback,
+    CheckpointManager,
+    SaveCheckpoints,
+    Trainer,
+    WriteMetrics,
+    interruptible,
+)
 from jaxrec.train.checkpoint import all_steps
 from jaxrec.train.checkpoint.files import read_run
 from tests.data.streams.broker import MISSING
@@ -203,3 +213,29 @@ def test_kills(forks, tmp_path):
     assert process.wait(120) == 0, process.errors
     line = json.loads(process.output.strip().split("\n")[-1])
     assert (line["wrong"], line["sum"]) == (0, messages)
+
+
+def test_interrupt_while_it_waits(folder, tmp_path):
+    """A signal while the reader waits for rows ends training, which saves what it has."""
+    trainer = make()
+    with CheckpointManager(tmp_path / "run") as manager, interruptible() as interrupt:
+        batches = stream(folder, until="stopped", stop=lambda: bool(interrupt))
+        trainer.callbacks = [SaveCheckpoints(manager), interrupt, SignalAfter(5)]
+        assert trainer.train(batches) == 5
+    assert interrupt.signal == signal.SIGINT
+    assert all_steps(tmp_path / "run") == [5]
+    trainer = make()
+    trainer.restore(tmp_path / "run")
+    trainer.train(stream(folder))
+    assert trainer.model.counts == counted(range(21))
+
+
+class SignalAfter(Callback):
+    """Sends this process SIGINT a moment after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_dispatched(self, trainer, step):
+        if step == self.step:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
