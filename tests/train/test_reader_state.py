@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 
+import jax
 import numpy as np
 import optax
 import pyarrow as pa
@@ -37,15 +38,19 @@ class Counter(nnx.Module):
     """Counts ids: each step adds 1 to the rows of its ids."""
 
     def __init__(self):
-        table = jaxrec.EmbeddingBagConfig("id", ROWS, 1)
+        table = jaxrec.EmbeddingBagConfig("id", ROWS, 1, initializer=jax.nn.initializers.zeros)
         self.ids = jaxrec.EmbeddingBagCollection(
             [table], optimizer=jaxrec.optim.sgd(1.0), rngs=nnx.Rngs(0)
         )
-        self.ids.load_table("id", np.zeros((ROWS, 1), np.float32))
 
     @property
     def counts(self):
         return np.asarray(self.ids.table("id"))[:, 0].astype(int).tolist()
+
+
+def count_loss(model, ids, weights):
+    # The gradient of each row is -1, and padding has none.
+    return -(weights * model.ids(ids).values[:, 0]).sum(), {}
 
 
 def make(**options):
@@ -53,15 +58,15 @@ def make(**options):
     return Trainer(
         model=model,
         optimizer=jaxrec.Optimizer(model, optax.sgd(0.0)),
-        loss=lambda model, ids, weights: (-(weights * model.ids(ids).values[:, 0]).sum(), {}),
+        loss=count_loss,
         batch_size=BATCH,
         **options,
     )
 
 
-def stream(folder, **options):
+def stream(folder, schema=None, **options):
     return StreamBatches(
-        source=FolderSource(directory=folder, poll_seconds=0.01),
+        source=FolderSource(directory=folder, schema=schema, poll_seconds=0.01),
         batch_size=BATCH,
         transform=lambda rows: jaxrec.KeyedJaggedArray.from_dense(
             {"id": rows["id"].to_numpy()[:, None]}
@@ -186,6 +191,30 @@ def test_lag_among_metrics(folder):
     lines = Lines()
     make(callbacks=[WriteMetrics(lines, 2)]).train(stream(folder))
     assert [line["stream/lag"] for line in lines.lines] == [2, 1, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_two_processes(pair, tmp_path):
+    """Each reads its files, one has more than the other; then one process goes on alone."""
+    (tmp_path / "in").mkdir()
+    for first, last in ((0, 13), (13, 14), (14, 19), (19, 30), (30, 31), (31, 34)):
+        table = pa.table({"id": range(first, last), "t": range(first, last)})
+        pq.write_table(table, tmp_path / f"in/{first:02}.parquet")
+    arguments = {"folder": tmp_path / "in", "directory": tmp_path / "run"}
+    one, other = pair.run("tests.train.shared_streams:train", steps=3, **arguments)
+    assert one == other
+    one, other = pair.run("tests.train.shared_streams:train", steps=None, **arguments)
+    assert one == other
+    ends = [end for _, end in one]
+    assert ends == sorted(set(ends))
+    trainer = make()
+    states = [json.loads(state) for state in trainer.restore(tmp_path / "run").reader]
+    assert all(len(state["positions"]) > 1 for state in states)
+    assert trainer.model.counts == counted(range(34))
+    write(tmp_path / "in", range(34, 40))
+    trainer.train(stream(tmp_path / "in"))
+    assert trainer.model.counts == counted(range(40))
 
 
 @pytest.mark.slow
