@@ -19,6 +19,8 @@ PAGES = {
     path.stem: path.read_text()
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 }
+# Packages of extras that sections need.
+NEEDS = {"clusters_and_streams: Kafka topics": "confluent_kafka"}
 RUN_ELSEWHERE = ("data",)  # by tests/train/test_columns.py, which has the rows that it is about
 
 
@@ -105,6 +107,11 @@ SHOWN = {
         and names["listens"].batch_size == 128
     ),
     "sequences: Serve": lambda names: names["difference"] < 1e-5 and names["grown"].tolist() == [4],
+    "clusters_and_streams: Kafka topics": lambda names: (names["steps"], names["lag"]) == (5, 0),
+    "clusters_and_streams: Event time": lambda names: names["ends"] == [200, 400, 600],
+    "clusters_and_streams: A folder that is written to": lambda names: (
+        (names["first"], names["second"]) == (3, 1)
+    ),
     "training: Batches that are not full": lambda names: names["logits"][0] > 0,
 }
 
@@ -112,6 +119,8 @@ SHOWN = {
 @pytest.mark.slow
 @pytest.mark.parametrize("section", CODE)
 def test_code_runs(section, tmp_path, monkeypatch, unchecked):
+    if section in NEEDS:
+        pytest.importorskip(NEEDS[section], reason=f"{section} needs {NEEDS[section]}")
     monkeypatch.chdir(tmp_path)  # for the files that it writes
     names: dict = {"__name__": "page"}
     for block in CODE[section]:
@@ -120,7 +129,7 @@ def test_code_runs(section, tmp_path, monkeypatch, unchecked):
 
 
 def test_all_that_is_shown_is_there():
-    assert set(SHOWN) <= set(CODE)
+    assert set(SHOWN) | set(NEEDS) <= set(CODE)
 
 
 @pytest.mark.parametrize("page", PAGES)

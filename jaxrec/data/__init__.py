@@ -62,6 +62,9 @@ from jaxrec.data.shuffled import BatchSource as BatchSource
 from jaxrec.data.shuffled import Shard as Shard
 from jaxrec.data.statistics import ListLengths as ListLengths
 from jaxrec.data.statistics import usual_capacity as usual_capacity
+from jaxrec.data.streams.batches import StreamBatches as StreamBatches
+from jaxrec.data.streams.folder import FolderSource as FolderSource
+from jaxrec.data.streams.kafka import KafkaSource as KafkaSource
 from jaxrec.data.vocabulary import ValueCounts as ValueCounts
 from jaxrec.data.vocabulary import Vocabulary as Vocabulary
 

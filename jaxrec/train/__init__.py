@@ -13,6 +13,9 @@ from jaxrec.train.checkpoint import PreservationPolicy as PreservationPolicy
 from jaxrec.train.checkpoint import restore as restore
 from jaxrec.train.checkpoint import restore_state as restore_state
 from jaxrec.train.early_stopping import EarlyStopping as EarlyStopping
+from jaxrec.train.event_windows import EventWindows as EventWindows
+from jaxrec.train.interrupt import Interrupt as Interrupt
+from jaxrec.train.interrupt import interruptible as interruptible
 from jaxrec.train.model import load_model as load_model
 from jaxrec.train.placed_batches import put_batch as put_batch
 from jaxrec.train.routing import RoutedSteps as RoutedSteps

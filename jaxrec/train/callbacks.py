@@ -107,7 +107,7 @@ class WriteMetrics(Callback):
 
     Open vocabularies add the values of `jaxrec.tier.statistics`, such as
     ``vocabulary/item/hit_rate`` of the table ``item``; row stores add their own, such as
-    ``vocabulary/item/stall_ms``.
+    ``vocabulary/item/stall_ms``. `jaxrec.data.StreamBatches` add ``stream/lag`` and others.
 
     Attributes:
         writer: The writer, such as `jaxrec.metrics.JSONLinesWriter`. A
@@ -133,6 +133,7 @@ class WriteMetrics(Callback):
         if step % self.every == 0:
             trainer.wait()
             of_step, of_model = {"loss": self._loss}, scalars(trainer.model)
+            of_model |= trainer.reader_scalars()
             if isinstance(self.writer, BackgroundWriter):
                 # The state is copied in this thread, before the next step donates its arrays.
                 compute = trainer.metrics_so_far()

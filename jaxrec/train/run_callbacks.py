@@ -55,7 +55,7 @@ class RunningMetrics(Callback):
         )
 
     def on_train_start(self, trainer: Trainer) -> None:
-        self._model = trainer.model
+        self._model, self._reader = trainer.model, trainer.reader_scalars
         self._step = self._recorded_step = trainer.step
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
@@ -84,7 +84,7 @@ class RunningMetrics(Callback):
             name: _joined(of_all_processes(np.concatenate([each[name] for each in self._samples])))
             for name in self._samples[0]
         }
-        others = scalars(self._model)
+        others = scalars(self._model) | self._reader()
         if rate := self.progress.samples_per_second:
             others = {"samples_per_second": rate, **others}
         self.record(self._step, lambda: self.kind.running_values(sums, samples) | others)

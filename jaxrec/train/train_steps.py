@@ -9,10 +9,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxrec.embed import Optimizer, mean_gradients, value_and_grad
+from jaxrec.embed.batch_checks import bad_id_of_batch
+from jaxrec.embed.optimizer import NotFiniteError
 from jaxrec.embed.taps import Ahead
 from jaxrec.mesh.ahead import changes_ids, lookup_ahead, use_ahead
 from jaxrec.mesh.store import mesh_stores
@@ -234,3 +237,25 @@ class SemiSynchronousSteps(_TrainSteps):
         optimizer.update(model, gradients)
         embeddings.set_value(next_embeddings)
         return self.result(optimizer, metric_state, before, loss, [outputs])
+
+
+def not_finite_error(
+    model: nnx.Module, step: int, loss: float, batches: tuple[Any, ...], skipped: int
+) -> NotFiniteError:
+    """Return the error about a skipped step; it names an id outside its table, if there is one."""
+    # A finite loss was skipped for its gradients; only a debugging optimizer knows which.
+    subject = "a gradient is not finite" if np.isfinite(loss) else f"the loss is {loss}"
+    where = f"{subject} at step {step}"
+    if skipped > 1:
+        where += f", the last of {skipped} in a row that are skipped"
+    for number, batch in enumerate(batches):
+        if (bad_id := bad_id_of_batch(model, batch)) is not None:
+            which = f", batch {number} of the step" if len(batches) > 1 else ""
+            return NotFiniteError(
+                f"{where}{which}: {bad_id}; give bounds=collection.bounds to the batch's "
+                "constructor to check ids, or to clamp them, when batches are made"
+            )
+    return NotFiniteError(
+        f"{where}; lower the learning rates, look at the data of that step, or find out by "
+        "jaxrec.Optimizer(..., debug=True) which gradient it is"
+    )

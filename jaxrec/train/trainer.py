@@ -14,12 +14,10 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxrec.data import empty_batch, pad_batch
 from jaxrec.embed import Optimizer
-from jaxrec.embed.batch_checks import bad_id_of_batch
 from jaxrec.embed.optimizer import NotFiniteError as NotFiniteError
 from jaxrec.mesh.processes import losses_first
 from jaxrec.mesh.store import mesh_stores
@@ -36,8 +34,14 @@ from jaxrec.train.checkpoint import (
 )
 from jaxrec.train.evaluation import Evaluation, Loss, Outputs
 from jaxrec.train.placed_batches import placed_batches, put_batch
+from jaxrec.train.reader_state import ReaderState
 from jaxrec.train.step import MAX_PENDING_STEPS
-from jaxrec.train.train_steps import DeviceResult, SemiSynchronousSteps, SynchronousSteps
+from jaxrec.train.train_steps import (
+    DeviceResult,
+    SemiSynchronousSteps,
+    SynchronousSteps,
+    not_finite_error,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +172,7 @@ class Trainer:
             ``uneven`` is another text.
 
     Example:
-        >>> import optax, jaxrec
+        >>> import numpy as np, optax, jaxrec
         >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
         >>> trainer = Trainer(
         ...     model=model,
@@ -221,6 +225,7 @@ class Trainer:
         )
         self._batches_used = 0
         self._is_restored = False
+        self._reader = ReaderState()
         self._evaluation = Evaluation()
         self._steps: SynchronousSteps | SemiSynchronousSteps | None = None
         self._settings: tuple[Any, ...] = ()
@@ -252,6 +257,7 @@ class Trainer:
 
         Returns:
             The checkpoint's metadata; training continues with batch number ``metadata.batches``.
+            `jaxrec.data.StreamBatches` go on there by themselves.
 
         Raises:
             CheckpointError: There is no such checkpoint, it is damaged, or it is of another model.
@@ -275,6 +281,7 @@ class Trainer:
         batches = metadata.batches
         self._batches_used = metadata.step * self.accumulate if batches is None else batches
         self._is_restored = True
+        self._reader.saved = metadata.reader
         return dataclasses.replace(metadata, differences=(*metadata.differences, *differences))
 
     def save(
@@ -301,6 +308,7 @@ class Trainer:
             batches=self._batches_used,
             metrics=self.compute_metrics() if metrics is None else metrics,
             plan=plan,
+            reader=self._reader.states(),
         )
 
     def snapshot(self) -> Callable[[], None]:
@@ -312,11 +320,12 @@ class Trainer:
         """
         parts, batches_used = (self.model, self.optimizer, self._metric_state), self._batches_used
         # The next step donates the arrays, so that the copy must be its own.
-        copy = jax.tree.map(jnp.copy, nnx.state(parts))
+        copy, reader = jax.tree.map(jnp.copy, nnx.state(parts)), self._reader.snapshot()
 
         def set_back() -> None:
             nnx.update(parts, copy)
             self._batches_used = batches_used
+            reader()
 
         return set_back
 
@@ -327,6 +336,7 @@ class Trainer:
         Args:
             batches: Host batches. Give them one shape where possible, since each shape compiles a
                 step. With ``accumulate`` the last step takes the batches that are left.
+                `jaxrec.data.StreamBatches` go on after the batches of the model.
             steps: Largest number of steps; None: until the batches end.
 
         Returns:
@@ -346,12 +356,14 @@ class Trainer:
         number = first = self.step
         self.should_stop = False
         self._pending.clear()
+        self._reader.begin(batches)
         for callback in self.callbacks:
             callback.on_train_start(self)
-        with self._placed(batches, is_training=True) as placed:
+        with self._placed(batches, is_training=True) as placed, self._reader:
             for step_batches, result in self._results(placed, steps):
                 number += 1
                 self._batches_used += len(step_batches)
+                self._reader.advance(len(step_batches))
                 self._pending.append((number, result, step_batches))
                 self._finish_steps(MAX_PENDING_STEPS)
                 for callback in self.callbacks:
@@ -361,7 +373,8 @@ class Trainer:
         self.wait()
         # A restored run may have used all of its batches; without a checkpoint an empty epoch is
         # most likely a generator that an earlier epoch has used up.
-        if number == first and steps != 0 and not self._is_restored:
+        goes_on = self._is_restored or self._reader.goes_on
+        if number == first and steps != 0 and not goes_on:
             raise ValueError(
                 "there are no batches to train on; an iterator gives its batches once, so make a "
                 "new one for each epoch"
@@ -387,10 +400,14 @@ class Trainer:
             # busy.
             loss, skipped = float(result.loss), int(result.skipped_in_a_row)
             if skipped > self.max_skipped:
-                raise _not_finite_error(self.model, step, loss, batches, skipped)
+                raise not_finite_error(self.model, step, loss, batches, skipped)
             if not skipped:
                 for callback in self.callbacks:
                     callback.on_step_end(self, StepResult(step, loss, result.outputs))
+
+    def reader_scalars(self) -> dict[str, float]:
+        """Return figures of the batches, such as ``stream/lag`` of `jaxrec.data.StreamBatches`."""
+        return self._reader.scalars()
 
     def compute_metrics(self) -> dict[str, float]:
         """Return the metrics of the steps so far; waits for the devices."""
@@ -474,25 +491,3 @@ class Trainer:
         if self._steps is None or not all(map(operator.is_, self._settings, settings)):
             self._steps, self._settings = kind(*settings[1:]), settings
         return itertools.islice(self._steps(batches, self.accumulate), steps)
-
-
-def _not_finite_error(
-    model: nnx.Module, step: int, loss: float, batches: tuple[Any, ...], skipped: int
-) -> NotFiniteError:
-    """Return the error about a skipped step; it names an id outside its table, if there is one."""
-    # A finite loss was skipped for its gradients; only a debugging optimizer knows which.
-    subject = "a gradient is not finite" if np.isfinite(loss) else f"the loss is {loss}"
-    where = f"{subject} at step {step}"
-    if skipped > 1:
-        where += f", the last of {skipped} in a row that are skipped"
-    for number, batch in enumerate(batches):
-        if (bad_id := bad_id_of_batch(model, batch)) is not None:
-            which = f", batch {number} of the step" if len(batches) > 1 else ""
-            return NotFiniteError(
-                f"{where}{which}: {bad_id}; give bounds=collection.bounds to the batch's "
-                "constructor to check ids, or to clamp them, when batches are made"
-            )
-    return NotFiniteError(
-        f"{where}; lower the learning rates, look at the data of that step, or find out by "
-        "jaxrec.Optimizer(..., debug=True) which gradient it is"
-    )

@@ -126,11 +126,11 @@ def _parsed(
             line = f", line {lines[min(int(row[1]), len(lines) - 1)]}"
         problem = _ROW.sub("", str(error))
         raise DataError(f"{path}{line}: {problem}{_advice(text, problem)}") from None
-    _check_digits(table, text, path, first)
+    check_digits(table, text, path, first)
     return table
 
 
-def _check_digits(table: pa.Table, text: bytes, path: pathlib.Path, first: int) -> None:
+def check_digits(table: pa.Table, text: bytes, path: pathlib.Path | str, first: int) -> None:
     """Raise an error if a whole number beyond int64 became a float, which has fewer digits."""
     for name in table.column_names:
         column = table[name]

@@ -80,6 +80,8 @@ class CheckpointMetadata:
         metrics: Metrics by name, by which a `PreservationPolicy` ranks checkpoints.
         plan: The sharding plan as JSON. The model restores to any other plan as well.
         differences: The parts that ``restore(..., partial=True)`` did not load.
+        reader: State of the batches in each process, for batches that go on by it
+            (`jaxrec.data.StreamBatches`); (): the batches have none.
     """
 
     step: int
@@ -87,6 +89,7 @@ class CheckpointMetadata:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     plan: str | None = None
     differences: tuple[Difference, ...] = dataclasses.field(default=(), repr=False)
+    reader: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,6 +129,7 @@ class _RunFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     has_checksums: bool = False
     link: Link = NO_LINK
     capacities: list[_Capacity] = []
+    reader: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,6 +353,8 @@ def run_file(
     """Return the content of ``run/metadata``, which `_RunFile` describes."""
     facts = dataclasses.asdict(run)
     del facts["differences"]  # between a checkpoint and the model that loaded it
+    if not run.reader:
+        del facts["reader"]  # which earlier versions of jaxrec refuse
     details = {"has_checksums": True, "link": msgspec.to_builtins(link), "capacities": capacities}
     return facts | details
 
@@ -374,7 +380,7 @@ def read_link(path: pathlib.Path) -> Link:
 def read_run(path: pathlib.Path) -> CheckpointMetadata:
     """Read the metadata of a checkpoint."""
     run = _read_run_file(path)
-    return CheckpointMetadata(run.step, run.batches, run.metrics, run.plan)
+    return CheckpointMetadata(run.step, run.batches, run.metrics, run.plan, reader=run.reader)
 
 
 def read_shapes(path: pathlib.Path) -> dict[str, dict[str, tuple[int, int]]]:

@@ -9,7 +9,7 @@ import pathlib
 import secrets
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -130,6 +130,7 @@ class CheckpointManager:
         batches: int | None = None,
         metrics: Mapping[str, float] | None = None,
         plan: str | None = None,
+        reader: Sequence[str] = (),
     ) -> pathlib.Path:
         """Start saving a checkpoint; the model may change as soon as this returns.
 
@@ -141,7 +142,7 @@ class CheckpointManager:
                 optimizer state, so that they load into any placement.
             optimizer: The model's optimizer; its step names the checkpoint.
             state: A pytree of the run's own arrays, such as the state of metrics.
-            batches, metrics, plan: See `CheckpointMetadata`.
+            batches, metrics, plan, reader: See `CheckpointMetadata`.
 
         Returns:
             The folder of the checkpoint, which exists once it is complete.
@@ -170,7 +171,7 @@ class CheckpointManager:
         # Replicas differ between synchronizations, and a checkpoint has one value of each row.
         if has_replicas(model):
             average_replicas(model)
-        run = CheckpointMetadata(step, batches, dict(metrics or {}), plan)
+        run = CheckpointMetadata(step, batches, dict(metrics or {}), plan, reader=tuple(reader))
         stores = _stores(self._directory, str(step))
         increment = None
         if self._increments is not None:
