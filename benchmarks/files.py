@@ -130,7 +130,7 @@ def by_jaxrec(path: pathlib.Path, output: pathlib.Path):
 
     def encode() -> None:
         paths = (path,) if format_of(path) is None else as_parquet(path).paths
-        groups = ParquetGroups(paths, schema.columns)
+        groups = ParquetGroups(paths, schema.columns, dictionaries=True)
         rows = GroupRange(groups, 0, sum(groups.sizes))
         encoded = EncodedGroups(rows, learn_encoder(schema, rows))
         writer = None

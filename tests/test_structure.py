@@ -24,7 +24,6 @@ TESTED_BY = {
         "data/contiguous",
         "data/criteo/parts",
         "data/encode",
-        "data/learn",
     ),
     "test_init": ("_public",),
     "data/criteo/test_exports": ("data/arrays",),

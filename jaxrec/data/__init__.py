@@ -26,6 +26,7 @@ from jaxrec.data.generated_events import GeneratedEvents as GeneratedEvents
 from jaxrec.data.groups import TableGroups as TableGroups
 from jaxrec.data.infer import infer_schema as infer_schema
 from jaxrec.data.interactions import Interactions as Interactions
+from jaxrec.data.learn import EncoderLearner as EncoderLearner
 from jaxrec.data.learn import learn_encoder as learn_encoder
 from jaxrec.data.movielens import movielens_movies as movielens_movies
 from jaxrec.data.movielens import movielens_ratings as movielens_ratings

@@ -55,6 +55,12 @@ class TableEncoder:
     `learn_encoder` makes one. `jaxrec train` saves it with the model, in ``features/`` of the run's
     directory.
 
+    An encoder is a function from Arrow to Arrow. Called with a table or a record batch it returns
+    one with the same rows and the columns `encoded_columns`; called with an iterator of record
+    batches it yields record batches. It depends on nothing else and can be pickled, so that Ray
+    (``dataset.map_batches(encoder, batch_format="pyarrow")``) and Spark
+    (``frame.mapInArrow(encoder, ...)``) run it on other machines.
+
     Attributes:
         schema: The schema.
         vocabularies: Vocabulary of each column that has one.
@@ -70,6 +76,8 @@ class TableEncoder:
         >>> encoder = learn_encoder(schema, [table])
         >>> encoder.table_rows
         {'tags': 2}
+        >>> encoder(table)["tags"].to_pylist()
+        [[1], [1, 0]]
         >>> batch = encoder.batch(table)
         >>> batch.features["tags"].to_lists(), batch.dense.round(1).tolist()
         ([[1], [1, 0]], [[-1.0], [1.0]])
@@ -136,6 +144,29 @@ class TableEncoder:
                 for name in self.schema.categorical
             }
         )
+
+    @property
+    def encoded_columns(self) -> pa.Schema:
+        """Names and types of the columns that `encode` returns."""
+        schema = self.schema
+        labels = [f"label {number}" if number else "label" for number in range(len(schema.labels))]
+        columns = dict.fromkeys((*labels, "weight", *schema.dense), pa.float32())
+        for name, options in schema.categorical.items():
+            kind = pa.int64() if options.encoding == "dynamic" else pa.int32()
+            columns[name] = pa.list_(kind) if name in self.lengths else kind
+        return pa.schema(columns)
+
+    def __call__(self, rows: Any) -> Any:
+        """Encode a table, a record batch, or an iterator of record batches."""
+        if isinstance(rows, pa.Table):
+            return self.encode(rows)
+        if isinstance(rows, pa.RecordBatch):
+            return as_batch(self.encode(pa.Table.from_batches([rows])))
+        return map(self, rows)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without what properties have computed: another process computes it if it needs it.
+        return TableEncoder, tuple(getattr(self, x.name) for x in dataclasses.fields(self))
 
     def batch(
         self, table: pa.Table | Mapping[str, Any], batch_size: int | None = None
@@ -206,8 +237,7 @@ class TableEncoder:
             if pa.types.is_null(column.type) and name in self.lengths:
                 column = pa.nulls(len(table), pa.list_(pa.null()))
             columns.append(encode_categorical(column, options, vocabulary, location(name)))
-        names = [f"label {number}" if number else "label" for number in range(len(labels))]
-        return pa.table(columns, [*names, "weight", *features])
+        return pa.table(columns, self.encoded_columns.names)
 
     def _check_kinds(self, columns: pa.Schema, path: str | os.PathLike[str]) -> None:
         """Raise a DataError if a column had text in training and has numbers, or the reverse."""
@@ -330,8 +360,18 @@ class EncodedGroups:
 def first_rows(schema: Schema, table: pa.Table) -> pa.Table:
     """Return the example for an encoder: the first rows of a table, with the features' columns."""
     columns = flat_table(table).select(list(schema.feature_inputs)).replace_schema_metadata(None)
-    # A copy: a slice would keep the whole table in memory.
-    return columns.take(np.arange(min(NUM_ROWS, len(table))))
+    # A copy: a slice would keep the whole table in memory, and so would a dictionary.
+    rows = columns.take(np.arange(min(NUM_ROWS, len(table))))
+    fields = [
+        field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field
+        for field in rows.schema
+    ]
+    return rows.cast(pa.schema(fields))
+
+
+def as_batch(table: pa.Table) -> pa.RecordBatch:
+    """Return a table's rows as one record batch, also if there are none."""
+    return pa.RecordBatch.from_arrays([joined(x) for x in table.columns], schema=table.schema)
 
 
 def as_table(table: pa.Table | Mapping[str, Any]) -> pa.Table:

@@ -1,9 +1,15 @@
-"""Learning an encoder: one pass over the rows that collects statistics and checks all values."""
+"""Learning an encoder: statistics of parts of the rows, and their sum."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import operator
+import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -17,15 +23,17 @@ from jaxrec.data.encode import (
     numbers,
     present_numbers,
 )
-from jaxrec.data.encoder import TableEncoder, first_rows
+from jaxrec.data.encoder import TableEncoder, as_batch, first_rows
 from jaxrec.data.feature_table import check_zones, feature_table
 from jaxrec.data.files import DataError
 from jaxrec.data.groups import LocatedGroups
 from jaxrec.data.pipeline import Pipeline
 from jaxrec.data.schema import Schema
-from jaxrec.data.statistics import ListLengths, Moments
-from jaxrec.data.vectors import vector_moments, vectors_of
+from jaxrec.data.statistics import ListLengths, Moments, NumberSums
+from jaxrec.data.vectors import vectors_of
 from jaxrec.data.vocabulary import ValueCounts
+
+Statistic = TypeVar("Statistic", ValueCounts, NumberSums, ListLengths)
 
 
 def needs_pass(schema: Schema, files: Iterable[pa.Schema]) -> bool:
@@ -43,6 +51,137 @@ def needs_pass(schema: Schema, files: Iterable[pa.Schema]) -> bool:
     )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class ColumnStatistics:
+    """What an encoder is learned from. The statistics of parts of the rows add up.
+
+    Counts and sums are exact, so that any parts, added in any order, give the same encoder; only
+    its `TableEncoder.example` is that of the leftmost part.
+
+    Attributes:
+        schema: The schema.
+        counts: Counts of the values of each column that owns a vocabulary.
+        sums: Sums of each column of numbers whose mean is needed.
+        lengths: Histogram of the list lengths of each column of lists.
+        types: Types of the schema's columns, with the name of a file that has them.
+        example: The first two training rows, without labels; None: all rows are held out.
+    """
+
+    schema: Schema
+    counts: Mapping[str, ValueCounts] = dataclasses.field(default_factory=dict)
+    sums: Mapping[str, NumberSums] = dataclasses.field(default_factory=dict)
+    lengths: Mapping[str, ListLengths] = dataclasses.field(default_factory=dict)
+    types: Mapping[pa.Schema, str | os.PathLike[str]] = dataclasses.field(default_factory=dict)
+    example: pa.Table | None = None
+
+    @classmethod
+    def of(
+        cls,
+        schema: Schema,
+        table: pa.Table,
+        path: str | os.PathLike[str] = "the table",
+        first_row: int = 0,
+        *,
+        held_out: bool = False,
+    ) -> ColumnStatistics:
+        """Check all values of a table, and compute its statistics.
+
+        Args:
+            schema: The schema.
+            table: Table with the columns of the schema.
+            path: The table's file, for errors.
+            first_row: Number of the table's first row in the file, for errors.
+            held_out: Whether the rows are held out. Only the lengths of their lists are learned,
+                since evaluation needs capacities, too.
+
+        Raises:
+            DataError: A column is missing, has another type, or has an invalid value.
+        """
+        table = feature_table(schema, table, path, first_row)
+        check_columns(schema, table.schema, path)
+        counts: dict[str, ValueCounts] = {}
+        sums: dict[str, NumberSums] = {}
+        lengths: dict[str, ListLengths] = {}
+        # All values are checked: a bad one in the last rows ends a run now, not after hours.
+        for name, options in schema.categorical.items():
+            location = Location(path, first_row, name)
+            flat, each = flat_values(table[name], options, location)
+            if each is not None:
+                lengths[name] = ListLengths.of(each)
+            if options.encoding != "vocabulary":
+                encode_categorical(table[name], options, None, location)
+            elif not held_out:
+                # Columns that share a table share its vocabulary, which has the values of all.
+                owner = options.table or name
+                try:
+                    counts[owner] = counts.get(owner, ValueCounts()) + ValueCounts.of(flat)
+                except TypeError as error:
+                    raise DataError(f"{path}, column {name!r}: {error}") from None
+        for name, label in schema.labels.items():
+            encode_label(table[name], label, Moments(), Location(path, first_row, name))
+            if label.kind == "number" and not held_out:
+                sums[name] = NumberSums.of(numbers(table[name])[0])
+        if schema.weight is not None:
+            encode_weight(table[schema.weight], Location(path, first_row, schema.weight))
+        for name, dense in schema.dense.items():
+            location = Location(path, first_row, name)
+            values_of = present_numbers if dense.width is None else vectors_of
+            values, is_null = values_of(table[name], dense, location)
+            if dense.is_learned and not held_out:
+                sums[name] = NumberSums.of(
+                    (values[~is_null] if is_null.any() else values).reshape(-1)
+                )
+        kinds = pa.schema([table.schema.field(name) for name in schema.columns])
+        example = None if held_out else first_rows(schema, table)
+        return cls(schema, counts, sums, lengths, {kinds.remove_metadata(): path}, example)
+
+    def __add__(self, other: ColumnStatistics) -> ColumnStatistics:
+        """Add the statistics of other rows; raise a DataError if their columns' types differ."""
+        types = {**other.types, **self.types}
+        if len(types) > len(self.types):
+            common = CommonTypes(self.schema.columns)
+            for kinds, path in (*self.types.items(), *other.types.items()):
+                common.add(kinds, path)
+        counts = _sum(self.counts, other.counts)
+        sums, lengths = _sum(self.sums, other.sums), _sum(self.lengths, other.lengths)
+        # A part of a cluster may have no rows.
+        example = self.example or other.example
+        return ColumnStatistics(self.schema, counts, sums, lengths, types, example)
+
+    def encoder(self) -> TableEncoder:
+        """Make the encoder.
+
+        Raises:
+            DataError: A column that needs a vocabulary has no values.
+        """
+        vocabularies = {}
+        for name, options in self.schema.categorical.items():
+            if options.encoding != "vocabulary" or options.table is not None:
+                continue
+            try:
+                vocabularies[name] = self.counts.get(name, ValueCounts()).vocabulary(
+                    min_count=options.min_count,
+                    max_size=options.max_size,
+                    num_unknown=options.num_unknown,
+                )
+            except ValueError:
+                raise DataError(
+                    f"column {name!r} has no values in the training rows; leave it out of the "
+                    f"schema, or by --exclude {name}"
+                ) from None
+        for name, options in self.schema.categorical.items():
+            if options.table in vocabularies:
+                vocabularies[name] = vocabularies[options.table]
+        moments = {name: sums.moments() for name, sums in self.sums.items()}
+        return TableEncoder(self.schema, vocabularies, moments, self.lengths, self.example)
+
+
+def _sum(one: Mapping[str, Statistic], other: Mapping[str, Statistic]) -> dict[str, Statistic]:
+    """Add the statistics of equal columns."""
+    added = {name: one[name] + other[name] for name in one if name in other}
+    return {**one, **other, **added}
+
+
 def learn_encoder(
     schema: Schema,
     training: LocatedGroups | Iterable[pa.Table],
@@ -53,7 +192,7 @@ def learn_encoder(
 
     One pass reads the rows group by group; memory grows with the number of distinct values. The
     pass also checks the values of all other columns, so that neither training nor evaluation fails
-    later.
+    later. On a cluster `EncoderLearner` learns the same encoder.
 
     Args:
         schema: The schema.
@@ -66,81 +205,66 @@ def learn_encoder(
         OSError: Rows cannot be read.
         DataError: A column is missing, has another type, or has an invalid value.
     """
-    counts = {
-        name: ValueCounts()
-        for name, options in schema.categorical.items()
-        if options.encoding == "vocabulary" and options.table is None
-    }
-    moments = {name: Moments() for name, x in schema.dense.items() if x.is_learned}
-    moments |= {name: Moments() for name, x in schema.labels.items() if x.kind == "number"}
-    lengths: dict[str, ListLengths] = {}
-    example: pa.Table | None = None
     check_zones(schema)
-    types = CommonTypes(schema.columns)
-    for groups, is_training in ((training, True), (held_out, False)):
+    total = ColumnStatistics(schema)
+    for groups, is_held_out in ((training, False), (held_out, True)):
         for table, path, first in _tables(groups):
-            table = feature_table(schema, table, path, first)
-            check_columns(schema, table.schema, path)
-            if example is None and is_training:
-                example = first_rows(schema, table)
-            types.add(table.schema, path)
-            # All values are checked: a bad one in the last group ends a run now, not after hours.
-            for name, options in schema.categorical.items():
-                location = Location(path, first, name)
-                flat, each = flat_values(table[name], options, location)
-                if each is not None:
-                    seen = ListLengths.of(each)
-                    lengths[name] = lengths[name] + seen if name in lengths else seen
-                # Columns that share a table share its vocabulary, which has the values of all.
-                owner = options.table or name
-                if owner not in counts:
-                    encode_categorical(table[name], options, None, location)
-                elif is_training:
-                    _count(counts[owner], flat, location)
-            for name, label in schema.labels.items():
-                location = Location(path, first, name)
-                encode_label(table[name], label, Moments(), location)
-                if name in moments and is_training:
-                    moments[name] += Moments.of(numbers(table[name])[0])
-            if schema.weight is not None:
-                encode_weight(table[schema.weight], Location(path, first, schema.weight))
-            for name, dense in schema.dense.items():
-                location = Location(path, first, name)
-                if dense.width is not None:
-                    vectors, is_null = vectors_of(table[name], dense, location)
-                    if name in moments and is_training:
-                        moments[name] += vector_moments(vectors[~is_null])
-                    continue
-                values, is_null = present_numbers(table[name], dense, location)
-                if name in moments and is_training:
-                    moments[name] += Moments.of(values[~is_null])
+            total += ColumnStatistics.of(schema, table, path, first, held_out=is_held_out)
             progress(len(table))
-    vocabularies = {}
-    for name, found in counts.items():
-        options = schema.categorical[name]
-        try:
-            vocabularies[name] = found.vocabulary(
-                min_count=options.min_count,
-                max_size=options.max_size,
-                num_unknown=options.num_unknown,
-            )
-        except ValueError:
-            raise DataError(
-                f"column {name!r} has no values in the training rows; leave it out of the schema, "
-                f"or by --exclude {name}"
-            ) from None
-    for name, options in schema.categorical.items():
-        if options.table in vocabularies:
-            vocabularies[name] = vocabularies[options.table]
-    return TableEncoder(schema, vocabularies, moments, lengths, example)
+    return total.encoder()
 
 
-def _count(counts: ValueCounts, flat: pa.Array, location: Location) -> None:
-    """Count values of a column; an error about their type names the file and the column."""
-    try:
-        counts.add(flat)
-    except TypeError as error:
-        raise DataError(f"{location.path}, column {location.column!r}: {error}") from None
+@dataclasses.dataclass(frozen=True)
+class EncoderLearner:
+    """Learns an encoder on a cluster: a function from Arrow to Arrow, whose results are merged.
+
+    Called with a table or a record batch it returns one row, the statistics of all rows, in the
+    column ``statistics`` of bytes; called with an iterator of record batches, as Spark does, one
+    record batch of one row. `encoder` merges the rows of all parts. The parts and their order do
+    not matter: the encoder is that of `learn_encoder`, bit for bit, but for `TableEncoder.example`.
+
+    The bytes are a pickle. Merge only what your own cluster has made.
+
+    Attributes:
+        schema: The schema.
+
+    Raises:
+        DataError: A column is missing, has another type, or has an invalid value.
+
+    Example:
+        >>> schema = Schema.from_dict({"label": "label", "categorical": ["city"]})
+        >>> table = pa.table({"label": [0, 1, 1], "city": ["Oslo", "Rome", "Rome"]})
+        >>> learner = EncoderLearner(schema)
+        >>> parts = [learner(table[:2]), learner(table[2:])]
+        >>> learner.encoder(parts).vocabularies["city"].values.to_pylist()
+        ['Rome']
+    """
+
+    schema: Schema
+
+    def __call__(self, rows: Any) -> Any:
+        if isinstance(rows, pa.Table):
+            return self._row(ColumnStatistics.of(self.schema, rows))
+        if isinstance(rows, pa.RecordBatch):
+            return as_batch(self(pa.Table.from_batches([rows])))
+        return self._merged(rows)
+
+    def _merged(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        parts = (ColumnStatistics.of(self.schema, pa.Table.from_batches([x])) for x in batches)
+        yield as_batch(self._row(sum(parts, ColumnStatistics(self.schema))))
+
+    def _row(self, statistics: ColumnStatistics) -> pa.Table:
+        return pa.table({"statistics": pa.array([pickle.dumps(statistics, 5)], pa.binary())})
+
+    def encoder(self, parts: Iterable[pa.Table | pa.RecordBatch]) -> TableEncoder:
+        """Merge parts, tables or record batches of rows that calls returned, to an encoder.
+
+        Raises:
+            DataError: The types of the parts' columns differ, or a column that needs a vocabulary
+                has no values.
+        """
+        rows = (row for part in parts for row in part.column("statistics").to_pylist())
+        return functools.reduce(operator.add, map(pickle.loads, rows)).encoder()
 
 
 def _tables(

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jaxrec.data.column_types import is_string
 from jaxrec.data.files import DataError, parquet_files
 from jaxrec.data.groups import FileGroups
 from jaxrec.data.structs import flat_schema, flat_table
@@ -35,6 +36,8 @@ class ParquetGroups(FileGroups):
             is a column ``key`` of the file, unless the file has a column of this name.
         keys: Names of the directories' columns to read if ``columns`` is None.
         sources: For each file its name in errors and in `schemas`; (): its path.
+        dictionaries: Whether `read` returns columns of strings as dictionaries, as the file stores
+            them where strings repeat. `TableEncoder` then looks up each string of a group once.
 
     Raises:
         OSError: A file cannot be read.
@@ -48,6 +51,8 @@ class ParquetGroups(FileGroups):
         >>> groups.sizes, groups.read(1)["id"].to_pylist()
         ((2, 1), [3])
     """
+
+    dictionaries: bool = False
 
     format: ClassVar[str] = "Parquet"
 
@@ -71,12 +76,21 @@ class ParquetGroups(FileGroups):
 
     @contextlib.contextmanager
     def open(self, path: pathlib.Path) -> Iterator[_OpenParquet]:
-        with open_parquet(path, page_checksum_verification=True) as file:
-            yield _OpenParquet(file)
+        with contextlib.ExitStack() as stack:
+            options: dict[str, Any] = {"page_checksum_verification": True}
+            file = reader = stack.enter_context(open_parquet(path, **options))
+            if self.dictionaries:
+                texts = [x.name for x in file.schema_arrow if is_string(x.type)]
+                options |= {"read_dictionary": texts, "metadata": file.metadata}
+                reader = stack.enter_context(open_parquet(path, **options))
+            yield _OpenParquet(file, reader)
 
 
 class _OpenParquet(NamedTuple):
+    """An open file, and the same file whose groups are read, with or without dictionaries."""
+
     file: pq.ParquetFile
+    reader: pq.ParquetFile
 
     @property
     def columns(self) -> pa.Schema:
@@ -90,7 +104,7 @@ class _OpenParquet(NamedTuple):
     def read(self, group: int, columns: list[str] | None) -> pa.Table:
         # Several threads read groups already: threads of PyArrow within them would only compete.
         # A struct's field is read by its path, without the other fields.
-        return flat_table(self.file.read_row_group(group, columns=columns, use_threads=False))
+        return flat_table(self.reader.read_row_group(group, columns=columns, use_threads=False))
 
 
 @contextlib.contextmanager

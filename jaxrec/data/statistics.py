@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,25 +29,96 @@ class Moments:
         """Standard deviation; 1 if all numbers are equal."""
         return (self.squares / self.count) ** 0.5 if self.squares > 0 else 1.0
 
-    @classmethod
-    def of(cls, values: Float[np.ndarray, " values"]) -> Moments:
-        if not values.size:
-            return cls()
-        mean = float(values.mean())
-        smallest = float(values.min())
-        return cls(values.size, mean, float(np.square(values - mean).sum()), smallest)
 
-    def __add__(self, other: Moments) -> Moments:
-        """Return the moments of the union of two sets of numbers (Chan, Golub and LeVeque 1983,
-        "Algorithms for computing the sample variance", equation 2.1)."""
-        # Sums of squares of large numbers, such as timestamps, would cancel to noise.
-        count = self.count + other.count
-        if not count:
-            return self
-        apart, share = other.mean - self.mean, other.count / count
-        squares = self.squares + other.squares + apart**2 * self.count * share
+# Sums count in units of 2**-_SHIFT, squares in units of 2**(-2 * _SHIFT); smaller parts of a number
+# are rounded off.
+_SHIFT = 1000
+
+# Bits of a digit of a number, and numbers whose digits are multiplied and added at once. A digit is
+# at most 2**19, so that 2**13 products stay below 2**53: float64 adds them without rounding.
+_DIGIT_BITS, _BLOCK = 20, 1 << 13
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberSums:
+    """Exact sums of a set of numbers and of their squares, and the smallest number.
+
+    Floating-point sums depend on the order of the numbers. These are integers, so that any order
+    and any grouping of the numbers gives the same bits.
+
+    Attributes:
+        count: Number of numbers.
+        total: Sum of the numbers, times ``2**1000``.
+        squares: Sum of their squares, times ``2**2000``.
+        smallest: The smallest number; None: there are no numbers.
+
+    Example:
+        >>> values = np.array([1e16, 1.0, -1e16, 3.0])
+        >>> parts = NumberSums.of(values[:1]) + NumberSums.of(values[1:])
+        >>> parts == NumberSums.of(values), parts.moments().mean
+        (True, 1.0)
+    """
+
+    count: int = 0
+    total: int = 0
+    squares: int = 0
+    smallest: float | None = None
+
+    @classmethod
+    def of(cls, values: Float[np.ndarray, " values"]) -> NumberSums:
+        """Add up finite numbers."""
+        total = squares = 0
+        for start in range(0, values.size, _BLOCK):
+            digits, exponents = _digits(values[start : start + _BLOCK])
+            # Row 0 holds ones: its products are the sums of the digits.
+            products = (digits @ digits.T).tolist()
+            for row, high in enumerate(exponents):
+                total += int(products[0][row + 1]) << (high + _SHIFT)
+                for column, low in enumerate(exponents):
+                    squares += int(products[row + 1][column + 1]) << (high + low + 2 * _SHIFT)
+        smallest = float(values.min()) if values.size else None
+        return cls(values.size, total, squares, smallest)
+
+    def __add__(self, other: NumberSums) -> NumberSums:
         known = [each.smallest for each in (self, other) if each.smallest is not None]
-        return Moments(count, self.mean + apart * share, squares, min(known, default=None))
+        return NumberSums(
+            self.count + other.count,
+            self.total + other.total,
+            self.squares + other.squares,
+            min(known, default=None),
+        )
+
+    def moments(self) -> Moments:
+        """Return the mean and the sum of squared differences from it, each rounded once."""
+        if not self.count:
+            return Moments()
+        differences = self.squares * self.count - self.total**2
+        try:
+            squares = differences / (self.count << 2 * _SHIFT)
+        except OverflowError:  # Python's integers are larger than any float
+            squares = math.inf
+        return Moments(self.count, self.total / (self.count << _SHIFT), squares, self.smallest)
+
+
+def _digits(values: Float[np.ndarray, " values"]) -> tuple[np.ndarray, list[int]]:
+    """Cut numbers into digits of 20 bits: integers as float64, ``[1 + digits, values]``.
+
+    Row 0 is 1. The digits times ``2**exponent`` add up to the numbers.
+    """
+    # Only the digits that some number has are made: mostly four or five.
+    rest, digits, exponents = values.astype(np.float64), [np.ones(values.size)], []
+    while (largest := float(np.abs(rest).max(initial=0))) >= 2.0 ** -(_SHIFT + 1):
+        fraction, power = math.frexp(largest)
+        power -= fraction == 0.5  # now largest <= 2**power
+        # Exponents are multiples of 20. The largest digit is at most 2**19.
+        exponent = max(-(-(power - _DIGIT_BITS + 1) // _DIGIT_BITS) * _DIGIT_BITS, -_SHIFT)
+        digit = np.rint(rest * 2.0**-exponent)
+        rest -= digit * 2.0**exponent
+        digits.append(digit)
+        exponents.append(exponent)
+        if exponent == -_SHIFT:
+            break
+    return np.stack(digits), exponents
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,6 +141,11 @@ class ListLengths:
     @classmethod
     def of(cls, lengths: Int[np.ndarray, " lists"]) -> ListLengths:
         """Count the lengths of lists."""
+        # Counting is faster than sorting, unless there is a list beside which the others are few.
+        if lengths.size and lengths.max() <= 8 * lengths.size:
+            counts = np.bincount(lengths)
+            distinct = np.flatnonzero(counts)
+            return cls(distinct, counts[distinct])
         return cls(*np.unique(lengths, return_counts=True))
 
     def __add__(self, other: ListLengths) -> ListLengths:

@@ -16,9 +16,6 @@ from jaxrec.data.groups import ColumnGroups
 from jaxrec.data.schema import DenseColumn
 from jaxrec.data.statistics import Moments
 
-# Rows whose numbers are summed in float64 at a time: vectors are wide, and a copy of all is large.
-_ROWS = 1 << 12
-
 
 def vectors_of(
     column: Any, options: DenseColumn, location: Location
@@ -69,14 +66,6 @@ def vectors_of(
     vectors = np.zeros((len(is_null), width), numbers.dtype)
     vectors[rows] = numbers
     return vectors, is_null
-
-
-def vector_moments(vectors: Float[np.ndarray, "rows width"]) -> Moments:
-    """Return the moments of all numbers of the vectors together."""
-    total = Moments()
-    for start in range(0, len(vectors), _ROWS):
-        total += Moments.of(vectors[start : start + _ROWS].astype(np.float64).reshape(-1))
-    return total
 
 
 def encode_vectors(

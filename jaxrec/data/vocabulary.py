@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Int, UInt64
+from jaxtyping import Bool, Int, UInt64
 
 from jaxrec.data.column_types import is_bytes, is_string
 from jaxrec.data.files import DataError
@@ -26,79 +26,150 @@ _PENDING = 1 << 20
 _METADATA_KEY = b"jaxrec.vocabulary"
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class ValueCounts:
-    """Counts of the values of a column that comes in chunks.
+    """Counts of the values of a column, whose parts may be counted apart and added.
 
     Memory grows with the number of distinct values, not with the number of rows.
 
+    Attributes:
+        pieces: Tables of values and their counts. Several pieces may have the same value.
+
+    Raises:
+        TypeError: Adding counts of values of two kinds, such as strings and integers, raises it.
+
     Example:
-        >>> counts = ValueCounts()
-        >>> counts.add(pa.array(["b", "a", None]))
-        >>> counts.add(pa.array([["c", "b"], []]))
+        >>> counts = ValueCounts.of(pa.array(["b", "a", None]))
+        >>> counts += ValueCounts.of(pa.array([["c", "b"], []]))
         >>> counts.vocabulary(min_count=2).values.to_pylist()
         ['b']
     """
 
-    def __init__(self) -> None:
-        self._counted: pa.Table | None = None
-        self._pending: list[pa.Table] = []
+    pieces: tuple[pa.Table, ...] = ()
 
-    def add(self, column: Any) -> None:
-        """Count the values of one more chunk, without nulls.
+    @classmethod
+    def of(cls, column: Any) -> ValueCounts:
+        """Count the values of a column without nulls.
 
         Args:
-            column: As for `Vocabulary.build`.
+            column: Column as for `Vocabulary.build`.
 
         Raises:
-            TypeError: The values are neither strings, bytes nor integers, or of another kind than
-                earlier values.
+            TypeError: The values are neither strings, bytes nor integers.
         """
+        pieces: list[pa.Table] = []
 
         def count(values: pa.Array) -> np.ndarray:
-            counts = _plain(values).drop_null().value_counts()
-            piece = pa.table({"value": counts.field(0), "count": counts.field(1)})
-            if len(piece):
-                before = (self._pending or [self._counted or piece])[0]
-                if before.schema != piece.schema:
-                    raise TypeError(
-                        f"the column has values of Arrow type {piece['value'].type}, and before "
-                        f"of {before['value'].type}; a vocabulary has values of one kind"
-                    )
-                self._pending.append(piece)
+            pieces.append(_count(values))
             return np.zeros(len(values), bool)
 
         map_values(_as_arrow(column), count, accepts_nulls=True)
-        # Adding up costs as much as the total is large, so that doing it for every chunk would be
-        # quadratic. Waiting until the pending counts outnumber the total adds each a few times.
-        waiting = sum(map(len, self._pending))
-        if waiting > max(_PENDING, len(self._counted or ())):
-            self._add_up()
+        return sum((cls((piece,)) for piece in pieces if len(piece)), cls())
 
-    def _add_up(self) -> pa.Table | None:
-        pieces = [*([] if self._counted is None else [self._counted]), *self._pending]
-        if self._pending:
-            total = pa.concat_tables(pieces).group_by("value").aggregate([("count", "sum")])
-            self._counted = total.select(["value", "count_sum"]).rename_columns(["value", "count"])
-            self._pending = []
-        return self._counted
+    def __add__(self, other: ValueCounts) -> ValueCounts:
+        pieces = (*self.pieces, *other.pieces)
+        for piece in pieces[1:]:
+            if piece.schema != pieces[0].schema:
+                raise TypeError(
+                    f"the column has values of Arrow type {piece['value'].type}, and before "
+                    f"of {pieces[0]['value'].type}; a vocabulary has values of one kind"
+                )
+        # Adding up costs as much as the total is large, so that doing it for every piece would be
+        # quadratic. Waiting until the other pieces outnumber the largest adds each a few times.
+        sizes = [len(piece) for piece in pieces]
+        if sum(sizes) > 2 * max(_PENDING, max(sizes, default=0)):
+            pieces = (_added_up(pieces),)
+        return ValueCounts(pieces)
 
     def vocabulary(
         self, *, min_count: int = 1, max_size: int | None = None, num_unknown: int = 1
     ) -> Vocabulary:
-        """Make a vocabulary from the counts so far, with the arguments of `Vocabulary.build`."""
+        """Make a vocabulary from the counts, with the arguments of `Vocabulary.build`."""
         if min_count < 1 or num_unknown < 0 or (max_size is not None and max_size < 0):
             raise ValueError(
                 "min_count must be 1 or more, max_size and num_unknown 0 or more; got "
                 f"min_count={min_count}, max_size={max_size}, num_unknown={num_unknown}"
             )
-        table = self._add_up()
-        if table is None:
+        if not self.pieces:
             raise ValueError("a vocabulary needs at least one value, got none")
-        table = table.filter(pc.field("count") >= min_count)
+        table = _added_up(self.pieces).filter(pc.field("count") >= min_count)
         # By value among equal counts: the order of chunks must not change a row index.
         table = table.sort_by([("count", "descending"), ("value", "ascending")])[:max_size]
         values = table["value"].combine_chunks()
         return Vocabulary(values, table["count"].to_numpy(), num_unknown)
+
+
+def _count(values: pa.Array) -> pa.Table:
+    """Count the values of an array without nulls: a table of values and their counts."""
+    distinct = _Distinct.of(values)
+    return pa.table({"value": distinct.values, "count": distinct.counts})
+
+
+def _added_up(pieces: tuple[pa.Table, ...]) -> pa.Table:
+    """Add the counts of equal values."""
+    table = pa.concat_tables(pieces).combine_chunks()
+    if not len(table):
+        return table
+    encoded = table["value"].chunk(0).dictionary_encode()
+    # Sums of whole numbers below 2**53 are exact in float64.
+    counts = np.bincount(encoded.indices.to_numpy(), table["count"].to_numpy())
+    return pa.table({"value": encoded.dictionary, "count": counts.astype(np.int64)})
+
+
+class _Distinct(NamedTuple):
+    """The distinct values of an array, in some order.
+
+    Attributes:
+        values: ``[distinct]`` large_string, large_binary or int64, without nulls. Values of an
+            array that came as a dictionary may repeat.
+        counts: ``[distinct]`` int64, number of rows of each value.
+        places: ``[distinct]`` places of the values in a dictionary of ``size`` values.
+        codes: ``[rows]`` place of each row's value in the dictionary; ``size`` for a null.
+        size: Number of values of the dictionary.
+    """
+
+    values: pa.Array
+    counts: Int[np.ndarray, " distinct"]
+    places: Int[np.ndarray, " distinct"]
+    codes: Int[np.ndarray, " rows"]
+    size: int
+
+    @classmethod
+    def of(cls, values: pa.Array) -> _Distinct:
+        encoded = _encoded(values)
+        dictionary, size = encoded.dictionary, len(encoded.dictionary)
+        codes = encoded.indices.cast(pa.int64())
+        codes = (codes.fill_null(size) if codes.null_count else codes).to_numpy()
+        counts = np.bincount(codes, minlength=size)[:size]
+        is_used = counts > 0
+        if dictionary.null_count:
+            is_used &= np.asarray(dictionary.is_valid())
+        places = np.flatnonzero(is_used)
+        if len(places) < size:
+            dictionary = dictionary.take(pa.array(places))
+        # Only the distinct values are converted.
+        return cls(_plain(dictionary), counts[places], places, codes, size)
+
+
+def _encoded(values: pa.Array) -> pa.DictionaryArray:
+    """Encode an array as a dictionary, some of whose values may be unused."""
+    if isinstance(values, pa.DictionaryArray):
+        # A few rows of a large dictionary use little of it.
+        if len(values.dictionary) <= 2 * len(values):
+            return values
+        values = values.cast(values.type.value_type)
+    kind = values.type
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        values = _plain(values)
+    if pa.types.is_integer(kind) and len(values) > values.null_count:
+        values = values if kind == pa.uint64() else values.cast(pa.int64())
+        low, high = pc.min_max(values).as_py().values()
+        # Subtracting the smallest value is much faster than hashing.
+        if high - low < 2 * len(values):
+            codes = pc.subtract(values, pa.scalar(low, values.type))
+            dictionary = np.arange(low, high + 1, dtype=values.type.to_pandas_dtype())
+            return pa.DictionaryArray.from_arrays(codes, dictionary)
+    return values.dictionary_encode()
 
 
 class ValueIndex(NamedTuple):
@@ -164,10 +235,9 @@ class Vocabulary:
             TypeError: The values are neither strings, bytes nor integers, or of several kinds.
             ValueError: A number is out of range, or there is no column.
         """
-        counts = ValueCounts()
         is_one = isinstance(columns, pa.Array | pa.ChunkedArray | np.ndarray)
-        for column in [columns] if is_one else columns:
-            counts.add(column)
+        parts = (ValueCounts.of(column) for column in ([columns] if is_one else columns))
+        counts = sum(parts, ValueCounts())
         return counts.vocabulary(min_count=min_count, max_size=max_size, num_unknown=num_unknown)
 
     def __len__(self) -> int:
@@ -204,27 +274,46 @@ class Vocabulary:
         return rows.to_numpy().reshape(np.shape(column))
 
     def _rows(self, values: pa.Array) -> Int[np.ndarray, " values"]:
-        plain = _plain(values)
-        if not len(plain):
-            return np.empty(0, np.int32)
-        known = np.asarray(plain.is_valid())
-        present = plain if known.all() else plain.drop_null()
-        if present.type != self.values.type and len(present):
+        # Columns repeat their values: each distinct one is looked up once.
+        distinct = _Distinct.of(values)
+        if distinct.values.type != self.values.type and len(distinct.values):
             raise TypeError(
                 f"the values are of Arrow type {values.type}, but the vocabulary was made of "
                 f"{self.values.type}; convert them"
             )
-        rows = np.zeros(len(plain), np.int32)
-        if len(present):
-            # Columns repeat their values: each distinct one is looked up once.
-            distinct = present.dictionary_encode()
-            of_distinct = self._rows_of_present(distinct.dictionary)
-            rows[known] = of_distinct[distinct.indices.to_numpy()]
-        if not self.num_unknown and not known.all():
+        if not self.num_unknown and distinct.counts.sum() < len(values):
             raise ValueError("a value is null, and the vocabulary has no rows for unknown values")
-        return rows
+        # The last row, and those of null values in a dictionary, are for nulls.
+        rows = np.zeros(distinct.size + 1, np.int32)
+        if len(distinct.values):
+            rows[distinct.places] = self._rows_of_present(distinct.values)
+        return rows[distinct.codes]
 
     def _rows_of_present(self, values: pa.Array) -> Int[np.ndarray, " values"]:
+        places, is_known = self._places(values)
+        if is_known.all():
+            return (places + self.num_unknown).astype(np.int32)
+        if not self.num_unknown:
+            value = values[int(np.flatnonzero(~is_known)[0])].as_py()
+            raise ValueError(
+                f"{value!r} is not in the vocabulary, which has no rows for unknown values; "
+                "make it with num_unknown=1 or more"
+            )
+        rows = np.where(is_known, places + self.num_unknown, 0).astype(np.int32)
+        if self.num_unknown > 1:
+            unknown = values.filter(pa.array(~is_known))
+            hashes = np.asarray(hash_ids(unknown, None, self.index.seed))
+            rows[~is_known] = hashes % np.uint64(self.num_unknown)
+        return rows
+
+    def _places(
+        self, values: pa.Array
+    ) -> tuple[Int[np.ndarray, " values"], Bool[np.ndarray, " values"]]:
+        """Return the places of values among those of the vocabulary, and whether each is there."""
+        # Arrow makes a hash table of the vocabulary at each call, and then is faster by far.
+        if len(values) > len(self.values) // 4:
+            found = pc.index_in(values, value_set=self.values)
+            return found.fill_null(0).to_numpy().astype(np.int64), np.asarray(found.is_valid())
         index = self.index
         wanted = np.asarray(hash_ids(values, None, index.seed))
         places = np.zeros(len(values), np.int64)
@@ -234,16 +323,7 @@ class Vocabulary:
             places = index.positions[found]
             # An unknown value may have the hash of a known one: the values decide.
             is_known = np.asarray(pc.equal(self.values.take(pa.array(places)), values))
-        if not self.num_unknown:
-            if not is_known.all():
-                value = values[int(np.flatnonzero(~is_known)[0])].as_py()
-                raise ValueError(
-                    f"{value!r} is not in the vocabulary, which has no rows for unknown values; "
-                    "make it with num_unknown=1 or more"
-                )
-            return places.astype(np.int32)
-        unknown = wanted % np.uint64(self.num_unknown)
-        return np.where(is_known, places + self.num_unknown, unknown).astype(np.int32)
+        return places, is_known
 
     @functools.cached_property
     def index(self) -> ValueIndex:
@@ -257,6 +337,10 @@ class Vocabulary:
             if not (hashes[1:] == hashes[:-1]).any():
                 return ValueIndex(hashes, order, seed)
         raise ValueError("the values of a vocabulary must all be different")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without `index`, which is as large as the values and is computed where it is needed.
+        return Vocabulary, (self.values, self.counts, self.num_unknown)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a Parquet file with columns ``value`` and ``count``, complete or not at all.

@@ -375,7 +375,7 @@ def parquet_data(path: pathlib.Path | None, data: DataConfig) -> DataFiles:
 
 
 def _all_rows(files: DataFiles, schema: Schema) -> GroupRange:
-    groups = ParquetGroups(files.paths, schema.inputs, sources=files.sources)
+    groups = ParquetGroups(files.paths, schema.inputs, sources=files.sources, dictionaries=True)
     if (count := sum(groups.sizes)) == 0:
         raise DataError(f"{next(iter(groups.schemas))}: it has no rows")
     return GroupRange(groups, 0, count)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jaxrec.data import DataError, ParquetGroups, Schema, TableEncoder, Vocabulary, learn_encoder
 from jaxrec.data.encoder import EncodedGroups
 from jaxrec.data.groups import GroupRange
-from jaxrec.data.statistics import ListLengths, Moments
+from jaxrec.data.statistics import ListLengths
 from jaxrec.ragged import hash_ids
 
 pytestmark = pytest.mark.every_case
@@ -285,17 +285,6 @@ def test_groups_say_where_their_rows_stand(tmp_path):
     assert rest.read(0)["label"].to_pylist() == [1]
     with pytest.raises(DataError, match=r"b.parquet, row 2 \(from 0\), column 'clicked'.* is 7"):
         rest.read(4)
-
-
-def test_moments_add_up():
-    values = np.random.default_rng(0).normal(1e6, 1, 1000)
-    total = Moments()
-    for part in np.split(values, [0, 1, 300]):
-        total = total + Moments.of(part)
-    assert total.count == 1000
-    assert total.mean == pytest.approx(values.mean(), rel=1e-12)
-    assert total.scale == pytest.approx(values.std(), rel=1e-9)
-    assert Moments.of(np.ones(3)).scale == 1
 
 
 def test_capacities_hold_batches():

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jaxrec.data.column_types import is_dense, is_list
 from jaxrec.data.files import (
     DataError,
     DataFiles,
@@ -162,11 +163,19 @@ def _write_tables(tables: Iterator[pa.Table], target: pathlib.Path) -> int:
         writer = None
         for table in _regrouped(tables):
             if writer is None:
-                options = {"compression": "lz4", "write_page_checksum": True}
-                writer = stack.enter_context(pq.ParquetWriter(target, table.schema, **options))
+                writer = stack.enter_context(_writer(target, table.schema))
             writer.write_table(table, row_group_size=GROUP_ROWS)
             rows += len(table)
     return rows
+
+
+def _writer(target: pathlib.Path, columns: pa.Schema) -> pq.ParquetWriter:
+    # Strings repeat, and are read as dictionaries. Looking numbers up in a dictionary would take
+    # longer than writing them.
+    texts = [x.name for x in columns if not is_dense(x.type)]
+    texts += [f"{x.name}.list.element" for x in columns if is_list(x.type)]
+    options = {"compression": "lz4", "use_dictionary": texts, "write_page_checksum": True}
+    return pq.ParquetWriter(target, columns, **options)
 
 
 def _regrouped(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
