@@ -20,11 +20,11 @@ OPTIMIZER = jaxrec.optim.adam(0.1, weight_decay=0.1)
 # By table: its pooling, its placement and whether it has a padding id.
 FEW = {
     "max_rows": ("max", jaxrec.mesh.row_wise(), True),
-    "max_columns": ("max", jaxrec.mesh.column_wise(devices=(0, 5)), False),
     "mean_pooled": ("mean", jaxrec.mesh.row_wise(exchange="pooled"), True),
-    "sum_bags": ("sum", jaxrec.mesh.table_wise(device=2), True),
 }
 MANY = FEW | {
+    "max_columns": ("max", jaxrec.mesh.column_wise(devices=(0, 5)), False),
+    "sum_bags": ("sum", jaxrec.mesh.table_wise(device=2), True),
     "max_one_device": ("max", jaxrec.mesh.table_wise(device=3), True),
     "max_replicated": ("max", jaxrec.mesh.data_parallel(), True),
     "max_host": ("max", jaxrec.mesh.table_row_wise(host=1), False),
