@@ -16,7 +16,8 @@ from jaxrec import optim
 from jaxrec.embed.batch_checks import TracedCapacities, check_ids
 from jaxrec.embed.config import EmbeddingBagConfig, EmbeddingConfig, TableConfig
 from jaxrec.embed.functional import init_tables
-from jaxrec.embed.outputs import warn_of_unused_weights
+from jaxrec.embed.outputs import refuse_weighted_max, warn_of_unused_weights
+from jaxrec.embed.padding import zero_padding_rows
 from jaxrec.embed.store import StoreFactory, TableStore, check_state
 from jaxrec.embed.taps import (
     TappedModule,
@@ -137,11 +138,14 @@ class Collection(TappedModule):
     ) -> None:
         """Set the rows of one table, in place; its optimizer state stays.
 
+        The row of a padding id becomes zeros, whatever its values.
+
         Raises:
             KeyError: If there is no table of that name.
             ValueError: If the shape is another.
         """
-        self.tables.set_value(self._store.write(name, values))
+        store = self._store.write(name, values)
+        self.tables.set_value(zero_padding_rows(store, {name}))
 
     def table_state(self, name: str) -> dict[str, Array]:
         """Return a copy of one table's optimizer state, arrays of ``num_embeddings`` rows.
@@ -209,10 +213,11 @@ class Collection(TappedModule):
 
         Raises:
             KeyError, TypeError: As for `rows`.
-            ValueError: As for `rows`; an id is given twice or has no row of its own; or the values
-                have another shape.
+            ValueError: As for `rows`; an id is given twice or has no row of its own; the values
+                have another shape, or are not zeros for the padding id.
         """
         self._require_eager("load_rows", name)
+        self._refuse_padding_row(name, ids, values)
         self.tables.set_value(self._store.rows_of(name, ids).write({"rows": values}))
 
     def row_state(self, name: str, ids: Any) -> dict[str, np.ndarray]:
@@ -248,6 +253,19 @@ class Collection(TappedModule):
         self._require_eager("load_row_state", name)
         check_state(name, self._store.checkpoint_shapes(name).state, state)
         self.tables.set_value(self._store.rows_of(name, ids).write(state))
+
+    def _refuse_padding_row(self, name: str, ids: Any, values: Array | np.ndarray) -> None:
+        """Raise a ValueError if the row of a padding id would get a value other than zero."""
+        row = {config.name: config.padding_id for config in self.configs}.get(name)
+        if row is None:
+            return
+        # Ids and values of other shapes are errors of the write itself.
+        is_padding = np.asarray(ids) == row
+        if np.shape(is_padding) == np.shape(values)[:1] and np.any(np.asarray(values)[is_padding]):
+            raise ValueError(
+                f"table {name!r} has padding_id={row}, whose row stays zeros, got other values for "
+                "it; leave the id out, or give it zeros"
+            )
 
     def _require_eager(self, method: str, name: str) -> None:
         """Raise a TypeError in a function that is being traced or differentiated."""
@@ -303,7 +321,7 @@ def find_collections(model: nnx.Module) -> dict[str, Collection]:
 
 
 class EmbeddingBagCollection(Collection):
-    """Tables whose rows are pooled over each bag of ids, to their sum or mean.
+    """Tables whose rows are pooled over each bag of ids, to their sum, mean or maximum.
 
     Args:
         tables: The tables. Those of equal width, type and optimizer are stored and looked up
@@ -311,7 +329,7 @@ class EmbeddingBagCollection(Collection):
         optimizer: Row optimizer of the tables that name none; None: row-wise Adagrad.
             `jaxrec.Optimizer.update` applies it.
         is_weighted: Whether each row is multiplied by its id's weight. A mean still divides by the
-            number of ids, as TorchRec's does.
+            number of ids, as TorchRec's does. Tables with max pooling take no weights.
         dtype: Type of the pooled embeddings; sums are taken in float32.
         rngs: Gives the random key of the tables' first values.
         store: Makes the `TableStore` that holds the rows; None: `Tables` on one device, or on the

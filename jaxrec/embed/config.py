@@ -19,7 +19,7 @@ from jaxrec.optim import RowOptimizer
 Initializer: TypeAlias = Callable[[Array, tuple[int, ...], DTypeLike], Array]
 
 TABLE_DTYPES = tuple(TABLE_FORMATS)
-POOLINGS = ("sum", "mean")
+POOLINGS = ("sum", "mean", "max")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,11 @@ class TableConfig:
         optimizer: Row optimizer of this table; None: the collection's.
         trainable: Whether the table is trained. False is ``optimizer=jaxrec.optim.frozen()``: rows
             stay as they are, there is no optimizer state, and steps spend nothing on the table.
+        padding_id: An id that stands for no value, as batches of fixed length are filled up with;
+            None: there is none. It adds nothing to its bag and does not count in a mean, as in
+            PyTorch's ``nn.EmbeddingBag(padding_idx=)``; looked up by itself it gives zeros. Its row
+            is zeros and stays zeros: it gets no gradient, and no optimizer changes it or its
+            state. Tables that are loaded, from checkpoints and TorchRec too, get zeros there.
         inference_format: Format of rows stored for inference alone, in place of ``dtype``'s;
             `jaxrec.serve.quantize` sets it.
     """
@@ -60,6 +65,7 @@ class TableConfig:
     initializer: str | Initializer = "uniform"
     optimizer: RowOptimizer | None = None
     trainable: bool = dataclasses.field(default=True, kw_only=True)
+    padding_id: int | None = dataclasses.field(default=None, kw_only=True)
     inference_format: RowFormat | None = dataclasses.field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
@@ -88,6 +94,8 @@ class TableConfig:
             raise TypeError(
                 f"table {self.name!r}: trainable is True or False, got {self.trainable!r}"
             )
+        if self.padding_id is not None:
+            object.__setattr__(self, "padding_id", self._checked_padding_id())
 
     @property
     def row_format(self) -> RowFormat:
@@ -118,6 +126,16 @@ class TableConfig:
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(
                 f"table {self.name!r}: {field} is an integer of 1 or more, got {value!r}"
+            )
+        return int(value)
+
+    def _checked_padding_id(self) -> int:
+        value = self.padding_id
+        is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if value is None or not is_integer or not 0 <= value < self.num_embeddings:
+            raise ValueError(
+                f"table {self.name!r}: padding_id is one of the table's ids, 0 to "
+                f"{self.num_embeddings - 1}, or None, got {value!r}"
             )
         return int(value)
 
@@ -212,8 +230,10 @@ class EmbeddingBagConfig(TableConfig):
     See `TableConfig` for the other fields.
 
     Attributes:
-        pooling: "sum" or "mean". An empty bag gives zeros. The mean divides by the number of ids,
-            also where they are weighted.
+        pooling: "sum", "mean" or "max". An empty bag gives zeros. The mean divides by the number of
+            ids, also where they are weighted. The maximum is taken column by column: its gradient
+            goes to the row that has the largest element, the first of equal ones. It takes no
+            weights, as ``torch.nn.EmbeddingBag(mode="max")``.
 
     Raises:
         ValueError, TypeError: If a field is not what its description says.
@@ -223,11 +243,11 @@ class EmbeddingBagConfig(TableConfig):
         'mean'
     """
 
-    pooling: Literal["sum", "mean"] = "sum"
+    pooling: Literal["sum", "mean", "max"] = "sum"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pooling not in POOLINGS:
             raise ValueError(
-                f"table {self.name!r}: pooling is 'sum' or 'mean', got {self.pooling!r}"
+                f"table {self.name!r}: pooling is 'sum', 'mean' or 'max', got {self.pooling!r}"
             )

@@ -11,6 +11,7 @@ from jaxtyping import Array, DTypeLike
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.layout import layout_tables
 from jaxrec.embed.outputs import warn_of_unused_weights
+from jaxrec.embed.padding import zero_padding_rows
 from jaxrec.embed.row_gradients import Activations, Residuals, Routes
 from jaxrec.embed.store import StoreFactory, TableStore
 from jaxrec.embed.tables import Tables
@@ -65,7 +66,8 @@ def init_tables(
         >>> tables.read("user").shape
         (10, 4)
     """
-    return (store or store_factory())(layout_tables(configs, optimizer), key)
+    tables = (store or store_factory())(layout_tables(configs, optimizer), key)
+    return zero_padding_rows(tables)
 
 
 def lookup(
@@ -103,7 +105,7 @@ def lookup(
 
     Raises:
         KeyError: The batch lacks a feature.
-        ValueError: ``is_weighted`` and the batch has no weights; features have different numbers
+        ValueError: ``is_weighted`` and the batch has no weights, or a table has max pooling; features have different numbers
             of bags and no ``inverse_indices`` say which sample has which; the batch lies over a
             mesh and the tables do not, or the reverse.
 

@@ -13,6 +13,7 @@ import numpy as np
 from jaxrec.embed.config import MAX_ROWS, EmbeddingBagConfig, TableConfig
 from jaxrec.embed.formats import RowFormat
 from jaxrec.embed.kernels import BagLayout
+from jaxrec.embed.padding import padding_ids
 from jaxrec.optim import RowOptimizer, frozen
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.key_segments import starts_of
@@ -20,7 +21,10 @@ from jaxrec.ragged.key_segments import starts_of
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Tables of equal width, format and optimizer, stored as one ``[num_rows, dim]`` array."""
+    """Tables of equal width, format and optimizer, stored as one ``[num_rows, dim]`` array.
+
+    Tables with max pooling have groups of their own.
+    """
 
     name: str  # such as "float32_64"
     tables: tuple[TableConfig, ...]  # one under the other, in this order
@@ -37,8 +41,13 @@ class Group:
 
     @property
     def is_pooled(self) -> bool:
-        """Whether bags are summed or averaged, rather than read row by row."""
+        """Whether bags are pooled, rather than read row by row."""
         return isinstance(self.tables[0], EmbeddingBagConfig)
+
+    @property
+    def takes_max(self) -> bool:
+        """Whether bags have the largest element of each column of their rows."""
+        return getattr(self.tables[0], "pooling", None) == "max"
 
     @property
     def num_rows(self) -> int:
@@ -87,6 +96,7 @@ class Group:
             means=tuple(
                 getattr(self.tables[table], "pooling", "sum") == "mean" for table in tables
             ),
+            takes_max=self.takes_max,
         )
 
 
@@ -190,6 +200,7 @@ def layout_tables(
         if count > 1:
             raise ValueError(f"{count} tables are named {name!r}; names are unique")
 
+    padding_ids(tables)  # raises if tables that read one feature disagree
     groups = _group(tables, optimizer, apart)
     readers = Counter(feature for table in tables for feature in table.feature_names)
     place = {
@@ -233,14 +244,15 @@ def _group(
         optimizer = (table.optimizer or default) if table.trainable else frozen()
         if (reason := optimizer.refuse(table.embedding_dim)) is not None:
             raise ValueError(f"table {table.name!r}: {reason}")
-        kind = (table.row_format, table.embedding_dim, optimizer, apart(table))
+        takes_max = getattr(table, "pooling", None) == "max"
+        kind = (table.row_format, table.embedding_dim, optimizer, apart(table), takes_max)
         members.setdefault(kind, []).append(table)
 
     groups: list[Group] = []
     taken: Counter[str] = Counter()
-    for (row_format, dim, optimizer, _), alike in members.items():
+    for (row_format, dim, optimizer, *_), alike in members.items():
         for part in _within_int32(alike):
-            # Groups that differ in the optimizer alone are float32_64, float32_64_2, ...
+            # Groups that differ in the optimizer or in pooling are float32_64, float32_64_2, ...
             name = f"{row_format.name}_{dim}"
             taken[name] += 1
             suffix = "" if taken[name] == 1 else f"_{taken[name]}"

@@ -18,6 +18,7 @@ from jaxrec.embed.config import EmbeddingBagConfig, TableConfig
 from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.layout import Group, TableLayout
+from jaxrec.embed.padding import padding_positions
 from jaxrec.embed.row_gradients import Residuals
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 from jaxrec.ragged.key_segments import take_segments
@@ -26,13 +27,24 @@ from jaxrec.ragged.wide_ids import narrow
 
 
 def lookup_weights(
-    features: KeyedJaggedArray, is_weighted: bool
+    features: KeyedJaggedArray, is_weighted: bool, tables: Sequence[TableConfig]
 ) -> Float[Array, " capacity"] | None:
     """Return the batch's weights in float32; None if the collection is not weighted."""
     if not is_weighted:
         return None
+    refuse_weighted_max(tables)
     require_weights(features)
     return jnp.asarray(features.weights, jnp.float32)
+
+
+def refuse_weighted_max(tables: Sequence[TableConfig]) -> None:
+    """Raise a ValueError if a table of a weighted collection has max pooling."""
+    for table in tables:
+        if getattr(table, "pooling", None) == "max":
+            raise ValueError(
+                f"table {table.name!r} has pooling='max', which takes no weights, but its "
+                "collection has is_weighted=True; put the table into a collection of its own"
+            )
 
 
 def require_weights(features: KeyedJaggedArray) -> None:
@@ -112,6 +124,29 @@ def _pool_weighted_backward(static, residuals, gradient):
 _pool_weighted.defvjp(_pool_weighted_forward, _pool_weighted_backward)
 
 
+def pool_lookups(
+    table: Float[TableArray, "rows dim"],
+    ids: Int32[Array, " capacity"],
+    lengths: Int32[Array, " all_bags"],
+    weights: Float[Array, " capacity"] | None,
+    layout: BagLayout,
+    dtype: DTypeLike,
+    lookups: Lookups,
+    is_trained: bool,
+    **hints: int,
+) -> tuple[Float[Array, "bags dim"], Lookups]:
+    """Pool the rows of bags by their sum, mean or maximum, ``[bags, dim]``.
+
+    Returns them and the lookups that the update needs: ``lookups``, with the winners of a maximum
+    if the group is trained. ``hints`` are those of the kernel.
+    """
+    if not layout.takes_max:
+        return pool(table, ids, lengths, weights, layout, dtype, **hints), lookups
+    # Tables that are not trained, such as those of an exported model, need no winners.
+    bags, winners = kernels.max_lookup(table, ids, lengths, layout, dtype, is_trained, **hints)
+    return bags, dataclasses.replace(lookups, winners=winners) if is_trained else lookups
+
+
 def flatten(
     features: KeyedJaggedArray, weights: Array | None, layout: BagLayout, group: Group
 ) -> Lookups:
@@ -120,17 +155,20 @@ def flatten(
     weights = None if weights is None else jax.lax.stop_gradient(weights)
     ids, lengths = narrow(features.values), jnp.asarray(features.lengths)
     lookups = kernels.flatten_bags(ids, lengths, weights, layout, group.num_rows)
-    return of_used_bags(lookups, features, layout, group, group.num_rows)
+    return of_read_rows(lookups, features, layout, group, group.num_rows)
 
 
-def of_used_bags(
+def of_read_rows(
     lookups: Lookups,
     features: KeyedJaggedArray,
     layout: BagLayout,
     group: Group,
     padding: int,
 ) -> Lookups:
-    """Replace the rows of bags that no sample has by ``padding``; drop ``bags`` if not pooled."""
+    """Replace rows that are not read by ``padding``; drop ``bags`` if not pooled.
+
+    They are those of bags that no sample has, and without pooling those of padding ids.
+    """
     # A bag that no sample has must not touch its rows: they would count as looked up, and
     # optimizers with a decay or moments change a looked-up row even without a gradient.
     if shares_bags(features, layout):
@@ -138,7 +176,13 @@ def of_used_bags(
         is_used = jnp.zeros(layout.num_bags, bool).at[bags].set(True)
         rows = jnp.where(is_used[lookups.bags], lookups.rows, padding)
         lookups = dataclasses.replace(lookups, rows=rows)
-    return lookups if group.is_pooled else dataclasses.replace(lookups, bags=None)
+    if group.is_pooled:
+        return lookups
+    readers = [(feature, group.tables[index]) for feature, index in group.features]
+    if (is_padding := padding_positions(features, layout, readers)) is not None:
+        rows = jnp.where(is_padding, padding, lookups.rows)
+        lookups = dataclasses.replace(lookups, rows=rows)
+    return dataclasses.replace(lookups, bags=None)
 
 
 def shares_bags(features: KeyedJaggedArray, layout: BagLayout) -> bool:

@@ -96,6 +96,8 @@ def group_gradients(
             bag_of_line = residuals.bag_of_sample[group.name].reshape(-1)
         route = residuals.routes.get(group.name)
         gradient = RowGradients(residuals.lookups[group.name], lines, (bags,), route, bag_of_line)
+        if gradient.lookups.winners is not None:
+            gradient = _of_winners(gradient, group)
         # Samples that share a bag are added now, since lines are fewer afterwards. But if the
         # optimizer clips samples' gradients, that comes first: `bound_samples` does both later.
         if group.optimizer.clip_value is None:
@@ -104,12 +106,39 @@ def group_gradients(
     return gradients
 
 
+def _of_winners(gradient: RowGradients, group: Group) -> RowGradients:
+    """Turn the gradient of bags with max pooling into one line for each lookup.
+
+    A lookup gets the gradient of the columns in which its row has the largest element.
+    """
+    # From here on it is the gradient of rows that were looked up one by one, which all exchanges
+    # and updates take.
+    lookups, clip_value = gradient.lookups, group.optimizer.clip_value
+    if gradient.bag_of_line is not None and clip_value is not None:
+        names = ", ".join(repr(table.name) for table in group.tables)
+        raise ValueError(
+            f"tables {names} have pooling='max' and an optimizer with clip_value={clip_value}, "
+            "which together take no batches whose samples share bags (inverse_indices); look up "
+            "batch.expanded(), or leave clip_value out"
+        )
+    assert lookups.winners is not None and lookups.bags is not None
+    of_bags = add_samples(gradient).values
+    values = kernels.max_gradients(lookups.winners, of_bags, lookups.bags)
+    lookups = dataclasses.replace(lookups, bags=None, winners=None)
+    return dataclasses.replace(gradient, lookups=lookups, values=values, bag_of_line=None)
+
+
 def table_gradient(
-    layout: TableLayout, name: str, gradient: Float[Array, "rows dim"]
+    layout: TableLayout, name: str, gradient: Float[Array, "rows dim"], padding_row: int | None
 ) -> dict[str, RowGradients]:
-    """Return the gradient of a table that was read whole, as of one lookup of each row."""
+    """Return the gradient of a table that was read whole, as of one lookup of each row.
+
+    The row of a padding id gets none.
+    """
     group, index = layout.find(name)
     rows = group.row_offsets[index] + jnp.arange(gradient.shape[0], dtype=jnp.int32)
+    if padding_row is not None:
+        rows = rows.at[padding_row].set(group.num_rows)
     return {group.name: RowGradients(Lookups(rows, None, None), gradient.astype(jnp.float32))}
 
 

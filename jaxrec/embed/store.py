@@ -81,6 +81,15 @@ class TableStore(abc.ABC):
         return self.layout.bounds
 
     @property
+    def padding_rows(self) -> dict[str, int]:
+        """Row index of each table's padding id, by name, for tables that have such a row.
+
+        `jaxrec.embed.padding` keeps it zeros.
+        """
+        rows = {config.name: config.padding_id for config in self.configs}
+        return {name: row for name, row in rows.items() if row is not None}
+
+    @property
     def devices(self) -> SlotDevices:
         """The devices of the store's slots, and their mesh if there is one."""
         return ONE_DEVICE
@@ -220,7 +229,7 @@ class TableStore(abc.ABC):
             name: Name of the table.
             gradient: ``[num_embeddings, embedding_dim]``.
         """
-        return table_gradient(self.layout, name, gradient)
+        return table_gradient(self.layout, name, gradient, self.padding_rows.get(name))
 
     # Rows. Users name a row by its id, a table by its row index, an array by its slot. `find_ids`
     # goes from ids to row indices, `row_slots` from row indices to slots.

@@ -41,7 +41,15 @@ from jaxrec.embed.first_values import initialize_rows, table_key
 from jaxrec.embed.formats import PackedRows, TableArray, as_bits, as_table, is_packed, of_bits
 from jaxrec.embed.kernels.updates import sweep_rows
 from jaxrec.embed.layout import Group, TableLayout
-from jaxrec.embed.outputs import flatten, join_pooled, lookup_weights, pool, shares_bags, split_rows
+from jaxrec.embed.outputs import (
+    flatten,
+    join_pooled,
+    lookup_weights,
+    pool_lookups,
+    shares_bags,
+    split_rows,
+)
+from jaxrec.embed.padding import without_padding_ids
 from jaxrec.embed.row_gradients import (
     Activations,
     Residuals,
@@ -121,7 +129,9 @@ class Tables(TableStore):
         routes: Routes | None = None,
     ) -> tuple[Activations, Residuals]:
         _check_batch(features)
-        weights = lookup_weights(features, is_weighted)
+        if self.layout.is_pooled:
+            features = without_padding_ids(features, self.layout.configs)
+        weights = lookup_weights(features, is_weighted, self.layout.configs)
         layouts = {group.name: group.bags(features) for group in self.layout.groups}
         looked_up, lookups = {}, {}
         for group in self.layout.groups:
@@ -132,7 +142,16 @@ class Tables(TableStore):
                 # added, so output and gradients stay float32 until then.
                 wide = "float32" if shares_bags(features, layout) else dtype
                 ids, lengths = jnp.asarray(features.values), jnp.asarray(features.lengths)
-                looked_up[name] = pool(self.rows[name], ids, lengths, weights, layout, wide)
+                looked_up[name], lookups[name] = pool_lookups(
+                    self.rows[name],
+                    ids,
+                    lengths,
+                    weights,
+                    layout,
+                    wide,
+                    lookups[name],
+                    group.optimizer.is_trained,
+                )
             else:
                 looked_up[name] = kernels.row_lookup(self.rows[name], lookups[name].rows)
         if self.layout.is_pooled:

@@ -180,6 +180,7 @@ def cut_of(
         shares_devices=len(set(devices)) < len(devices),
         is_large=is_large(table.num_embeddings, max(rows.values()), mesh),
         is_alone=mesh.num_devices == 1,
+        takes_max=getattr(table, "pooling", None) == "max",
     )
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int32
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.layout import Group
-from jaxrec.embed.outputs import of_used_bags
+from jaxrec.embed.outputs import of_read_rows
 from jaxrec.mesh.shards import Shard
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.key_segments import starts_of
@@ -214,7 +214,7 @@ def flatten_large(features: KeyedJaggedArray, layout: BagLayout, placed: PlacedG
     local = layout_of_rows(layout, placed.local_rows)
     lengths = jnp.asarray(features.lengths)
     lookups = kernels.flatten_bags(jnp.concatenate(rows), lengths, None, local, placed.local_rows)
-    lookups = of_used_bags(lookups, features, layout, placed.group, placed.padding)
+    lookups = of_read_rows(lookups, features, layout, placed.group, placed.padding)
     return dataclasses.replace(lookups, owners=jnp.concatenate(owners))
 
 

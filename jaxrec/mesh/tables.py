@@ -29,6 +29,7 @@ from jaxrec.embed.outputs import (
     shares_bags,
     split_rows,
 )
+from jaxrec.embed.padding import without_padding_ids
 from jaxrec.embed.row_gradients import (
     Activations,
     Residuals,
@@ -81,7 +82,7 @@ class ShardedTables(MeshStore):
             turns = self.channel.turns
             # Waits for the exchanges of the update that wrote these rows, if turns are in order.
             turns.run(lambda rows: rows, rows)
-            return stack(self._routes(first(features), turns))
+            return stack(self._routes(self._own_part(features), turns))
 
         over_batch = PartitionSpec(self.batch_axes)
         route = self.shard_map(on_device, (self.specs(), over_batch), over_batch)
@@ -105,7 +106,7 @@ class ShardedTables(MeshStore):
         features = with_known_capacities(features)
 
         def on_device(rows, features, routes):
-            features, turns = first(features), self.channel.turns
+            features, turns = self._own_part(features), self.channel.turns
             routes = self._routes(features, turns) if routes is None else first(routes)
             outputs, residuals = self._lookup(rows, features, routes, is_weighted, dtype, turns)
             values = outputs.values if isinstance(outputs, KeyedArray) else stack(outputs)
@@ -219,6 +220,11 @@ class ShardedTables(MeshStore):
 
     # The methods below run on each device, inside `jax.shard_map`.
 
+    def _own_part(self, features: KeyedJaggedArray) -> KeyedJaggedArray:
+        """Return this device's part of a batch, without padding ids if bags are pooled."""
+        part = first(features)
+        return without_padding_ids(part, self.configs) if self.layout.is_pooled else part
+
     def _routes(self, features: KeyedJaggedArray, turns: Turns) -> Routes:
         """Route the lookups of each group, in turn."""
 
@@ -264,7 +270,8 @@ class ShardedTables(MeshStore):
         turns: Turns,
     ) -> tuple[Activations, Residuals]:
         """Return the outputs of this device's samples, and their residuals."""
-        slices, weights = self.layout.slices, lookup_weights(features, is_weighted)
+        slices = self.layout.slices
+        weights = lookup_weights(features, is_weighted, self.configs)
         layouts = {group.name: group.bags(features) for group in slices.groups}
         looked_up, lookups = {}, {}
 

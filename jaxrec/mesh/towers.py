@@ -92,6 +92,11 @@ class TowerTables(ShardedTables):
         if not tables.layout.is_pooled:
             raise ValueError("towers are of pooled tables, got some that are looked up id by id")
         for placed in tables.layout.groups:
+            if placed.group.takes_max:
+                raise ValueError(
+                    f"table {placed.tables[0]!r} has pooling='max', and towers add up the rows of "
+                    "bags; leave it out of the towers"
+                )
             if placed.is_large:
                 raise ValueError(
                     f"table {placed.tables[0]!r} has more rows or slots over the mesh than int32 "
@@ -194,7 +199,7 @@ class TowerTables(ShardedTables):
         turns: Turns,
     ) -> tuple[Activations, Residuals]:
         """Return the embeddings of this host's tables for the peers' samples."""
-        weights = lookup_weights(features, is_weighted)
+        weights = lookup_weights(features, is_weighted, self.configs)
         blocks, lookups, layouts = [], {}, []
         for placed in self.layout.groups:
             layout, name = placed.group.bags(features), placed.name

@@ -228,6 +228,7 @@ def _exchanges(
         mesh.hosts,
         is_large=large,
         is_alone=mesh.num_devices == 1,
+        takes_max=workload.takes_max,
     )
     eligible: list[Exchange] = []
     reasons = []

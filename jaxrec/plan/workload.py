@@ -74,6 +74,10 @@ class TableWorkload:
         return isinstance(self.table, EmbeddingBagConfig)
 
     @property
+    def takes_max(self) -> bool:
+        return getattr(self.table, "pooling", None) == "max"
+
+    @property
     def lookups(self) -> float:
         return sum(feature.lookups for feature in self.features)
 

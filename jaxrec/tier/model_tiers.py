@@ -284,6 +284,7 @@ def _check_alike(feature: str, first: TieredTable, second: TieredTable, tables: 
     """Raise a ValueError if two tables that read a feature differ in settings or in their rows."""
     names = first.config.name, second.config.name
     rows = first.config.num_embeddings, second.config.num_embeddings
+    paddings = first.config.padding_id, second.config.padding_id
     both = (
         f"tables {names[0]!r} and {names[1]!r} both read feature {feature!r}, so that an id "
         "has the same row in both, but"
@@ -293,6 +294,10 @@ def _check_alike(feature: str, first: TieredTable, second: TieredTable, tables: 
     if rows[0] != rows[1]:
         raise ValueError(
             f"{both} they have {rows[0]} and {rows[1]} rows; give both the same num_embeddings"
+        )
+    if paddings[0] != paddings[1]:
+        raise ValueError(
+            f"{both} they have padding_id={paddings[0]} and {paddings[1]}; give both the same"
         )
 
 

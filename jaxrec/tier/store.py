@@ -16,7 +16,13 @@ from jaxrec.embed.config import TableConfig
 from jaxrec.embed.formats import TableArray
 from jaxrec.embed.functional import default_store, store_factory
 from jaxrec.embed.layout import TableLayout
-from jaxrec.embed.row_gradients import Activations, Residuals, Routes, RowGradients
+from jaxrec.embed.row_gradients import (
+    Activations,
+    Residuals,
+    Routes,
+    RowGradients,
+    table_gradient,
+)
 from jaxrec.embed.rows import FoundIds
 from jaxrec.embed.slots import TableRows, group_slots
 from jaxrec.embed.store import TableStore
@@ -73,6 +79,19 @@ class TierStore(WrappingStore):
         # Ids of open vocabularies have no bound, and those of caches are checked in planning.
         return {key: bound for key, bound in bounds.items() if key not in self.features}
 
+    @property
+    def padding_rows(self) -> dict[str, int]:
+        # Where the tier gives rows to ids, padding ids get none.
+        rows = TableStore.padding_rows.fget(self)
+        tiered = {c.name for c in self.whole if c.feature_names[0] in self.features}
+        return {name: row for name, row in rows.items() if name not in tiered}
+
+    def dense_gradients(
+        self, name: str, gradient: Float[Array, "rows dim"]
+    ) -> dict[str, RowGradients]:
+        layout = cast(TableLayout, self.inner.layout)
+        return table_gradient(layout, name, gradient, self.padding_rows.get(name))
+
     def route(self, features: KeyedJaggedArray) -> Routes:
         self._check(features)
         return self.inner.route(features)
@@ -115,6 +134,10 @@ class TierStore(WrappingStore):
     def write(
         self, name: str, values: Float[Array | np.ndarray, "num_embeddings embedding_dim"]
     ) -> TierStore:
+        config = self._cached.get(name)
+        if config is not None and config.padding_id is not None:
+            values = np.array(values)
+            values[config.padding_id : config.padding_id + 1] = 0
         return cast(TierStore, self._methods(name).write(self, name, values))
 
     def read_state(self, name: str) -> dict[str, Array]:
@@ -203,7 +226,7 @@ def cached_tables(rows: Mapping[str, int]) -> Iterator[dict[str, TableConfig]]:
 def _smaller(layout: TableLayout, rows: Mapping[str, int]) -> TableLayout:
     def configs(tables: tuple[TableConfig, ...]) -> tuple[TableConfig, ...]:
         return tuple(
-            dataclasses.replace(table, num_embeddings=min(rows[table.name], table.num_embeddings))
+            _with_rows(table, min(rows[table.name], table.num_embeddings))
             if table.name in rows
             else table
             for table in tables
@@ -213,3 +236,11 @@ def _smaller(layout: TableLayout, rows: Mapping[str, int]) -> TableLayout:
         dataclasses.replace(group, tables=configs(group.tables)) for group in layout.groups
     )
     return dataclasses.replace(layout, configs=configs(layout.configs), groups=groups)
+
+
+def _with_rows(table: TableConfig, num_rows: int) -> TableConfig:
+    """Return the configuration of the table that has a cache's rows."""
+    # Batches have slots for its ids, and `PADDING_SLOT` for a padding id. So its number does not
+    # matter here, only that there is one.
+    padding_id = None if table.padding_id is None else min(table.padding_id, num_rows - 1)
+    return dataclasses.replace(table, num_embeddings=num_rows, padding_id=padding_id)

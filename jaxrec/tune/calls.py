@@ -100,6 +100,7 @@ def _calls_of_group(
     layout = _layout(group, counts, constraints, batch)
     num_rows, dim = sum(counts), group.dim
     is_weighted = bool(constraints[names[0]].is_weighted)
+    is_summed = group.is_pooled and not group.takes_max
 
     def rows() -> TableArray:
         # Rows repeat every seven. Sums of whole numbers are exact in any order, so that results can
@@ -125,15 +126,17 @@ def _calls_of_group(
 
     def lookups() -> Lookups:
         flat = reference.flatten_bags(ids(), lengths(), weights(), layout, num_rows)
-        return flat if group.is_pooled else dataclasses.replace(flat, bags=None)
+        return flat if is_summed else dataclasses.replace(flat, bags=None)
 
     def gradients() -> Array:
-        count = layout.num_bags if group.is_pooled else layout.num_positions
+        count = layout.num_bags if is_summed else layout.num_positions
         bag = jnp.arange(count, dtype=jnp.int32)[:, None] % 5
         column = jnp.arange(dim, dtype=jnp.int32)[None] % 4
         return (bag - column).astype(batch.dtype)
 
-    if group.is_pooled:
+    # Lookups with max pooling have one implementation on each platform, and gradients as if rows
+    # were looked up one by one.
+    if is_summed:
 
         def pooled() -> dict[str, Any]:
             return {"table": rows(), "ids": ids(), "lengths": lengths(), "weights": weights()}

@@ -13,6 +13,8 @@ from jaxrec.embed.kernels import reference
 from jaxrec.embed.kernels.base import BAD_ROW as BAD_ROW
 from jaxrec.embed.kernels.base import BagLayout as BagLayout
 from jaxrec.embed.kernels.base import Buckets as Buckets
+from jaxrec.embed.kernels.base import DroppingFeature as DroppingFeature
+from jaxrec.embed.kernels.base import KeptIds as KeptIds
 from jaxrec.embed.kernels.base import Lookups as Lookups
 from jaxrec.embed.kernels.base import Runs as Runs
 from jaxrec.embed.kernels.registry import Choice as Choice
@@ -24,6 +26,9 @@ from jaxrec.embed.kernels.registry import use_kernels as use_kernels
 # arguments are part of the compiled program; the others are arrays.
 new_rows = Primitive(reference.new_rows, static=("num_rows",))
 pooled_lookup = Primitive(reference.pooled_lookup, static=("layout", "dtype"))
+max_lookup = Primitive(reference.max_lookup, static=("layout", "dtype", "has_winners"))
+max_gradients = Primitive(reference.max_gradients)
+drop_ids = Primitive(reference.drop_ids, static=("features",))
 flatten_bags = Primitive(reference.flatten_bags, static=("layout", "num_rows"))
 row_lookup = Primitive(reference.row_lookup)
 build_runs = Primitive(reference.build_runs, static=("num_rows",))

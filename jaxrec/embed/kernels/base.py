@@ -60,6 +60,7 @@ class BagLayout:
     row_counts: tuple[int, ...]  # rows of the feature's table
     means: tuple[bool, ...]  # whether bags are averaged rather than summed
     interleave: bool = True  # whether output rows alternate between features; see `is_interleaved`
+    takes_max: bool = False  # whether bags have the largest element of each column, not the sum
 
     @property
     def num_features(self) -> int:
@@ -105,12 +106,42 @@ class Lookups:
         scales: Factor of the row: the weight, divided by the bag's length if averaged. None: 1.
         owners: Device of a mesh whose array has the row; ``rows`` then are slots on that device.
             Only where int32 cannot number the rows of all devices. Kernels ignore it.
+        winners: Lookup that has the largest element of each column of a bag, -1 for none. Only in
+            trained groups with max pooling. `jaxrec.embed.row_gradients` reads it, kernels do not.
     """
 
     rows: Int32[Array, " lookups"]
     bags: Int32[Array, " lookups"] | None
     scales: Float[Array, " lookups"] | None
     owners: Int32[Array, " lookups"] | None = None
+    winners: Int32[Array, "bags dim"] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DroppingFeature:
+    """Position of a feature in the arrays of a batch, and the id that its bags lose; static."""
+
+    id_start: int
+    capacity: int
+    length_start: int
+    stride: int
+    dropped: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KeptIds:
+    """A batch's ids after `drop_ids`.
+
+    Attributes:
+        ids: The ids that stay, at the front of their feature's segment; then the dropped id.
+        lengths: Lengths of the bags without the dropped ids.
+        sources: Position in the batch that each id comes from; its own position at padding.
+    """
+
+    ids: Int32[Array, " ids"]
+    lengths: Int32[Array, " all_bags"]
+    sources: Int32[Array, " ids"]
 
 
 @jax.tree_util.register_dataclass

@@ -33,7 +33,9 @@ from jaxrec.embed.kernels.base import (
     BagLayout,
     BagRows,
     Buckets,
+    DroppingFeature,
     Ids,
+    KeptIds,
     Lengths,
     Lookups,
     RowIndices,
@@ -64,7 +66,7 @@ from jaxrec.optim.hyperparameters import Step, resolve
 
 _LIBRARY = pathlib.Path(__file__).parent / "native" / "libjaxrec.so"
 
-# The functions of the library: one for each primitive below, and lookups of packed rows.
+# The functions of the library: one for each primitive below, and others for packed rows.
 _FUNCTIONS = (
     "new_rows",
     "pooled_lookup",
@@ -81,6 +83,10 @@ _FUNCTIONS = (
     "attention_gradients",
     "packed_pooled_lookup",
     "packed_row_lookup",
+    "max_lookup",
+    "packed_max_lookup",
+    "max_gradients",
+    "drop_ids",
 )
 
 
@@ -177,7 +183,8 @@ def refuse(primitive: str, arguments: Mapping[str, Any]) -> str | None:
         return f"rows have at most {MAX_DIM} elements, not {table.shape[1]}"
     if 0 in table.shape:
         return "the table is empty"
-    if primitive == "pooled_lookup" and jnp.dtype(arguments["dtype"]).name not in ROW_TYPES:
+    is_pooled = primitive in ("pooled_lookup", "max_lookup")
+    if is_pooled and jnp.dtype(arguments["dtype"]).name not in ROW_TYPES:
         return f"results are {', '.join(ROW_TYPES)}, not {jnp.dtype(arguments['dtype']).name}"
     return None
 
@@ -208,6 +215,47 @@ def pooled_lookup(
         return join_rows(lookup(*bags, table.stored, layout=numbers, code=code))
     lookup = native_function("pooled_lookup", part_shapes(shape, dtype, parts_out))
     return join_rows(lookup(*bags, *split_rows(table, parts_in), layout=numbers))
+
+
+def max_lookup(
+    table: Table,
+    ids: Ids,
+    lengths: Lengths,
+    layout: BagLayout,
+    dtype: DTypeLike,
+    has_winners: bool = True,
+    *,
+    parts_in: int = 1,
+) -> tuple[BagRows, Int32[Array, "_bags dim"]]:
+    num_bags, dim = layout.num_bags, table.shape[1]
+    results = part_shapes((num_bags, dim), dtype, 1)
+    results += part_shapes((num_bags if has_winners else 0, dim), jnp.int32, 1)
+    numbers = layout_numbers(layout)
+    if isinstance(table, PackedRows):
+        lookup = native_function("packed_max_lookup", results)
+        code = np.int32(CODES[table.row_format])
+        values, winners = lookup(ids, lengths, table.stored, layout=numbers, code=code)
+    else:
+        lookup = native_function("max_lookup", results)
+        values, winners = lookup(ids, lengths, *split_rows(table, parts_in), layout=numbers)
+    return values, winners
+
+
+def max_gradients(
+    winners: Int32[Array, "bags dim"],
+    gradients: BagRows,
+    bags: Int32[Array, " lookups"],
+) -> Float[Array, "lookups dim"]:
+    # Winners are numbers of lookups, so the bags of lookups are not needed here.
+    results = part_shapes((bags.size, winners.shape[1]), jnp.float32, 1)
+    (of_rows,) = native_function("max_gradients", results)(winners, gradients.astype(jnp.float32))
+    return of_rows
+
+
+def drop_ids(ids: Ids, lengths: Lengths, features: tuple[DroppingFeature, ...]) -> KeptIds:
+    numbers = np.array([dataclasses.astuple(each) for each in features], np.int64).reshape(-1)
+    results = [jax.ShapeDtypeStruct(each.shape, jnp.int32) for each in (ids, lengths, ids)]
+    return KeptIds(*native_function("drop_ids", results)(ids, lengths, features=numbers))
 
 
 def flatten_bags(

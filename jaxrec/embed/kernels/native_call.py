@@ -58,6 +58,9 @@ EXPORTED_VERSIONS = {
     "row_lookup": 1,
     "packed_pooled_lookup": 1,
     "packed_row_lookup": 1,
+    "max_lookup": 1,
+    "packed_max_lookup": 1,
+    "drop_ids": 1,
     "attention": 1,
 }
 

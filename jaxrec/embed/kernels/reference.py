@@ -20,7 +20,9 @@ from jaxrec.embed.kernels.base import (
     BagLayout,
     BagRows,
     Buckets,
+    DroppingFeature,
     Ids,
+    KeptIds,
     Lengths,
     Lookups,
     RowIndices,
@@ -73,6 +75,106 @@ def pooled_lookup(
     bags = jnp.where(lookups.rows == num_rows, layout.num_bags, lookups.bags)
     terms = (lookups.rows, lookups.scales)
     return sum_stretches(load, terms, bags, layout.num_bags, table.shape[1]).astype(dtype)
+
+
+def max_lookup(
+    table: Table,
+    ids: Ids,
+    lengths: Lengths,
+    layout: BagLayout,
+    dtype: DTypeLike,
+    has_winners: bool = True,
+    *,
+    parts_in: int = 1,
+) -> tuple[BagRows, Int32[Array, "_bags dim"]]:
+    """Return the largest element of each column over each bag's rows, and the lookup that has it.
+
+    Both are ``[bags, dim]`` in the order of `bag_rows`; without ``has_winners`` the second has no
+    rows. The first of equal elements counts, and a NaN is larger than any number. An empty bag is
+    zeros, and a bag with an id outside its table is NaN. Neither has winners (-1), nor has a column
+    in which no element is above -infinity.
+    """
+    num_rows, num_bags, dim = table.shape[0], layout.num_bags, table.shape[1]
+    lookups = flatten_bags(ids, lengths, None, layout, num_rows)
+    assert lookups.bags is not None
+    bags = jnp.where(lookups.rows == num_rows, num_bags, lookups.bags)
+    rows = row_lookup(table, lookups.rows).astype(jnp.float32)
+    largest = jax.ops.segment_max(rows, bags, num_bags)
+    counts = jax.ops.segment_sum(jnp.ones(bags.shape, jnp.int32), bags, num_bags)
+    is_empty = (counts == 0)[:, None]
+    values = jnp.where(is_empty, 0, largest).astype(dtype)
+    if not has_winners:
+        return values, jnp.zeros((0, dim), jnp.int32)
+    # Padding compares itself with the last bag, whose winners it does not become.
+    of_bag = largest.at[bags].get(mode="clip")
+    wins = (rows == of_bag) | (jnp.isnan(rows) & jnp.isnan(of_bag))
+    positions = jnp.arange(bags.size, dtype=jnp.int32)[:, None]
+    first = jnp.where(wins, positions, bags.size)
+    winners = jax.ops.segment_min(first, bags, num_bags)
+    has_bad_row = jax.ops.segment_max((lookups.rows == BAD_ROW).astype(jnp.int32), bags, num_bags)
+    is_none = is_empty | (has_bad_row > 0)[:, None] | (largest == -jnp.inf)
+    return values, jnp.where(is_none, -1, winners).astype(jnp.int32)
+
+
+def max_gradients(
+    winners: Int32[Array, "bags dim"],
+    gradients: BagRows,
+    bags: Int32[Array, " lookups"],
+) -> Float[Array, "lookups dim"]:
+    """Return the gradient of each lookup's row, given those of bags whose largest elements it has.
+
+    ``winners`` is from `max_lookup`; ``bags`` has the bag of each lookup.
+    """
+    if not winners.shape[0]:
+        return jnp.zeros((bags.size, winners.shape[1]), jnp.float32)
+    positions = jnp.arange(bags.size, dtype=jnp.int32)[:, None]
+    return jnp.where(winners[bags] == positions, gradients[bags].astype(jnp.float32), 0)
+
+
+def drop_ids(ids: Ids, lengths: Lengths, features: tuple[DroppingFeature, ...]) -> KeptIds:
+    """Drop an id from the bags of some features; the ids of a feature that stay keep their order.
+
+    ``features`` are in the order of the batch. Other features stay as they are.
+    """
+    if not ids.size:
+        return KeptIds(ids, lengths, jnp.zeros(0, jnp.int32))
+    capacities = [each.capacity for each in features]
+    strides = [each.stride for each in features]
+    id_starts = np.array([each.id_start for each in features], np.int32)
+    feature = np.repeat(np.arange(len(features)), capacities)
+    dropped = np.array([each.dropped for each in features], np.int32)[feature]
+    # The features' segments, end to end.
+    segments = take_segments(ids, id_starts.tolist(), capacities)
+    of_bags = take_segments(lengths, [each.length_start for each in features], strides)
+    bag_starts = np.repeat(np.cumsum([0, *strides])[:-1], strides)  # of the bag's feature
+    ends = jnp.cumsum(of_bags, dtype=jnp.int32)
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    capacity = np.repeat(np.array(capacities, np.int32), strides)
+    first = np.repeat(np.cumsum([0, *capacities])[:-1].astype(np.int32), strides)
+    # Ends of bags within their feature, then among the joined segments.
+    stops = jnp.minimum(ends - before[bag_starts], capacity) + first
+    starts = jnp.minimum(before[:-1] - before[bag_starts], capacity) + first
+    positions = jnp.arange(segments.size, dtype=jnp.int32)
+    in_bags = jnp.zeros(segments.size + 1, jnp.int32).at[starts].add(1).at[stops].add(-1)
+    is_kept = (jnp.cumsum(in_bags)[:-1] > 0) & (segments != dropped)
+    kept_before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(is_kept, dtype=jnp.int32)])
+    new_lengths = kept_before[stops] - kept_before[starts]
+    firsts = np.cumsum([0, *capacities])[:-1].astype(np.int32)[feature]
+    targets = firsts + kept_before[:-1] - kept_before[firsts]
+    targets = jnp.where(is_kept, targets + (id_starts[feature] - firsts), ids.size)
+    own = jnp.arange(ids.size, dtype=jnp.int32)
+    sources = own.at[targets].set(id_starts[feature] - firsts + positions, mode="drop")
+    places = [
+        np.arange(each.id_start, each.id_start + each.capacity, dtype=np.int32)
+        for each in features
+    ]
+    filled = ids.at[np.concatenate(places)].set(dropped)
+    new_ids = filled.at[targets].set(segments, mode="drop")
+    bags = [
+        np.arange(each.length_start, each.length_start + each.stride, dtype=np.int32)
+        for each in features
+    ]
+    return KeptIds(new_ids, lengths.at[np.concatenate(bags)].set(new_lengths), sources)
 
 
 def flatten_bags(

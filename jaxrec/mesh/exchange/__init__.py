@@ -61,4 +61,6 @@ def _refuse(exchange: Exchange, cut: Cut) -> str | None:
     """Return why an exchange cannot carry a table; None: it can."""
     if cut.is_large and not (exchange.takes_large_groups or exchange.is_replicated):
         return "it carries no more rows over the mesh than int32 can number"
+    if cut.takes_max and not exchange.pools_max:
+        return "it adds up the rows of a bag, and the pooling is 'max'"
     return exchange.refuse(cut)

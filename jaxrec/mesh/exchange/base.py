@@ -53,6 +53,7 @@ class Cut:
         shares_devices: Whether a device has several column parts of a row.
         is_large: Whether int32 is too narrow to number the rows, or their slots over the mesh.
         is_alone: Whether the mesh, or each replica of the tables, has one device.
+        takes_max: Whether bags have the largest element of each column, and not the rows' sum.
     """
 
     is_pooled: bool
@@ -64,6 +65,7 @@ class Cut:
     shares_devices: bool = False
     is_large: bool = False
     is_alone: bool = False
+    takes_max: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -178,12 +180,15 @@ class Exchange(abc.ABC):
         sends_gradients_first: Whether `update` sends gradients before anything that depends on ids.
         takes_large_groups: Whether groups may be *large*; see `PlacedGroup`. The lookups of a large
             group name the owner of each row, and `PlacedGroup.locate` reads it.
+        pools_max: Whether `pool` takes the maximum, too. It needs all rows of a bag on one device,
+            and calls `jaxrec.embed.outputs.pool_lookups`.
     """
 
     name: ClassVar[str]
     is_replicated: ClassVar[bool] = False
     sends_gradients_first: ClassVar[bool] = False
     takes_large_groups: ClassVar[bool] = False
+    pools_max: ClassVar[bool] = False
 
     def refuse(self, cut: Cut) -> str | None:
         """Return why the exchange cannot carry a table that is cut like this; None: it can."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxrec.embed import kernels
 from jaxrec.embed.kernels import BAD_ROW, Lookups
-from jaxrec.embed.outputs import pool
+from jaxrec.embed.outputs import pool_lookups
 from jaxrec.mesh.exchange.base import Cut, Exchange
 
 
@@ -21,6 +21,7 @@ class Alone(Exchange):
     # instead of "rows", "pooled" and "bags", which would sort ids by owner for nothing.
 
     name: ClassVar[str] = "alone"
+    pools_max: ClassVar[bool] = True
 
     def refuse(self, cut: Cut) -> str | None:
         if not cut.is_alone:
@@ -37,8 +38,10 @@ class Alone(Exchange):
 
     def pool(self, placed, table, request, route, channel, dtype):
         ids, lengths, weights = request.ids, request.lengths, request.weights
-        pooled = pool(table, ids, lengths, weights, request.layout, dtype)
-        return pooled, request.scaled_lookups
+        lookups, is_trained = request.scaled_lookups, placed.is_trained
+        return pool_lookups(
+            table, ids, lengths, weights, request.layout, dtype, lookups, is_trained
+        )
 
     def rows(self, placed, table, request, route, channel):
         return kernels.row_lookup(table, request.lookups.rows)

@@ -25,7 +25,7 @@ from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import Lookups
 from jaxrec.embed.kernels.stretches import sum_stretches
 from jaxrec.embed.kernels.updates import update_unique
-from jaxrec.embed.outputs import pool
+from jaxrec.embed.outputs import pool_lookups
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel, ListLengths, run_if
 from jaxrec.mesh.exchange.base import Cut, Exchange, clip_factors, table_squares
@@ -43,6 +43,7 @@ class Rows(Exchange):
 
     name: ClassVar[str] = "rows"
     takes_large_groups: ClassVar[bool] = True
+    pools_max: ClassVar[bool] = True
 
     def refuse(self, cut: Cut) -> str | None:
         if cut.shares_devices and cut.optimizer.needs_whole_rows:
@@ -65,8 +66,10 @@ class Rows(Exchange):
         rows, index = fetch_rows(placed, table, route, channel)
         layout = layout_of_rows(request.layout, len(rows))
         weights, lengths = request.lookup_weights, request.lengths
-        pooled = pool(rows, index, lengths, weights, layout, dtype, **channel.received)
-        return pooled, request.scaled_lookups
+        lookups, is_trained = request.scaled_lookups, placed.is_trained
+        return pool_lookups(
+            rows, index, lengths, weights, layout, dtype, lookups, is_trained, **channel.received
+        )
 
     def rows(self, placed, table, request, route, channel):
         rows, index = fetch_rows(placed, table, route, channel)

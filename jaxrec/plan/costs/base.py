@@ -273,10 +273,14 @@ class ExchangeCosts(abc.ABC):
 
         They are the route, ``12 * capacity`` for the row, bag and scale of each position for an id,
         and ``8 * width * bags`` for embeddings and their gradients. Without pooling these are
-        ``8 * width * capacity``.
+        ``8 * width * capacity``. Max pooling adds ``4 * width * bags`` for the positions of the
+        largest elements, and ``4 * width * capacity`` for the gradients of their rows.
         """
         embeddings = workload.bags if workload.is_pooled else workload.capacity
-        kept = 12 * workload.capacity + 2 * embeddings * self.group.gradient_bytes
+        arrays = 2 * embeddings
+        if workload.takes_max:
+            arrays += workload.bags + workload.capacity
+        kept = 12 * workload.capacity + arrays * self.group.gradient_bytes
         return kept + self.route_bytes(workload)
 
     @property
@@ -310,10 +314,23 @@ class ExchangeCosts(abc.ABC):
         return self.topology.gather.seconds(calls=0, items=1, bytes=self._granules(bytes))
 
     def pool(self, workload: TableWorkload) -> float:
-        """Return the seconds to write a device's bags, ``copy(4 * width * bags)``, if pooled."""
+        """Return the seconds to write a device's bags, ``copy(4 * width * bags)``, if pooled.
+
+        Max pooling also writes the positions of the largest elements, as many bytes.
+        """
         if not workload.is_pooled:
             return 0.0
-        return self.topology.copy.byte * workload.bags * self.group.gradient_bytes
+        arrays = 2 if workload.takes_max else 1
+        return arrays * self.topology.copy.byte * workload.bags * self.group.gradient_bytes
+
+    def spread(self, workload: TableWorkload) -> float:
+        """Return the seconds to give a bag's gradient to the rows with its largest elements.
+
+        They are ``copy(4 * width * capacity)`` with max pooling, else 0.
+        """
+        if not workload.takes_max:
+            return 0.0
+        return self.topology.copy.byte * workload.capacity * self.group.gradient_bytes
 
     def _granules(self, bytes: float) -> float:
         return -(-bytes // self.topology.granule) * self.topology.granule

@@ -38,6 +38,8 @@ class ReplicatedCosts(ExchangeCosts):
         3. Each device adds up these sums in ``sort(devices * capacity) + gather(sums, 4 * width)``.
            It takes `packed_update` for each sum and `update` for each distinct row. The ``sums``
            are the distinct rows of each device, added up over devices.
+
+        Max pooling adds `spread` backward.
         """
         capacity, lookups = workload.capacity, workload.lookups
         devices, gradient = self.topology.num_devices, self.group.gradient_bytes
@@ -48,7 +50,8 @@ class ReplicatedCosts(ExchangeCosts):
             + self.topology.copy.byte * capacity * gradient
             + (lookups + devices * workload.distinct()) * self.gather(gradient)
             + devices * workload.distinct() * self.packed_update
-            + workload.distinct(devices) * self.update,
+            + workload.distinct(devices) * self.update
+            + self.spread(workload),
             backward_exchange=all_gather(devices * capacity * sent, self.topology),
         )
 
@@ -87,9 +90,10 @@ class AloneCosts(ExchangeCosts):
         """Return the seconds to write pooled bags forward, and to sort row numbers backward.
 
         They are ``copy(4 * width * bags)`` and ``sort(capacity)``, the latter twice where a table's
-        gradient norm is clipped.
+        gradient norm is clipped. Max pooling adds `spread` backward.
         """
         sorts = self.gradient_passes * workload.capacity
         return Perf(
-            forward_compute=self.pool(workload), backward_compute=sorts * self.topology.sort.item
+            forward_compute=self.pool(workload),
+            backward_compute=sorts * self.topology.sort.item + self.spread(workload),
         )

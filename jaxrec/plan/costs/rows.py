@@ -38,14 +38,16 @@ class RowsCosts(ExchangeCosts):
         """Return the seconds to drop repeated ids and pool rows, and to sum gradients by row.
 
         Forward they are ``sort(capacity) + gather(lookups, row bytes) + copy(4 * width * bags)``,
-        backward ``sort(capacity) + gather(lookups, 4 * width)``.
+        backward ``sort(capacity) + gather(lookups, 4 * width)``, and with max pooling `spread`.
         """
         sort = self.topology.sort.item * workload.capacity
         return Perf(
             forward_compute=sort
             + workload.lookups * self.gather(self.group.row_bytes)
             + self.pool(workload),
-            backward_compute=sort + workload.lookups * self.gather(self.group.gradient_bytes),
+            backward_compute=sort
+            + workload.lookups * self.gather(self.group.gradient_bytes)
+            + self.spread(workload),
         )
 
     def position(self) -> Perf:

@@ -15,6 +15,7 @@ from jaxrec.embed.checkpoint_view import LogicalTable, part_rows
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.formats import RowFormat, TableArray
 from jaxrec.embed.layout import TableLayout, inference_layout
+from jaxrec.embed.padding import without_padding_ids
 from jaxrec.embed.row_gradients import Activations, Residuals, Routes
 from jaxrec.embed.rows import FoundIds, rows_per_part
 from jaxrec.embed.slots import RowSlots
@@ -137,10 +138,11 @@ class PrunedTables(WrappingStore):
                 # One more for the row of zeros: a pruned id is then a lookup as any other, without
                 # a mask.
                 num_embeddings=row_maps[config.name].num_rows + 1,
+                padding_id=None,
                 feature_names=[_renamed(feature, config) for feature in config.feature_names],
             )
             if config.name in row_maps
-            else config
+            else dataclasses.replace(config, padding_id=None)
             for config in configs
         ]
         inner = Tables({}, {}, inference_layout(remaining, formats))
@@ -196,6 +198,10 @@ class PrunedTables(WrappingStore):
     ) -> tuple[Activations, Residuals]:
         for group in self.whole.groups:
             group.bags(features)  # errors that name features as the batch does
+        # Here, where ids are those of the whole tables. A padding id that is looked up by itself
+        # reads its row, which is zeros or pruned.
+        if self.whole.is_pooled and features.values.ndim == 1:
+            features = without_padding_ids(features, self.configs)
         activations, residuals = self.inner.lookup(
             self._remapped(features), is_weighted=is_weighted, dtype=dtype
         )

@@ -311,6 +311,11 @@ def _mapped_tables(
                 raise ValueError(f"a map names table {name!r}, but the tables are {list(configs)}")
             if name in map_of_table:
                 raise ValueError(f"table {name!r} has two maps; give it one")
+            if configs[name].padding_id is not None:
+                raise ValueError(
+                    f"table {name!r} has padding_id={configs[name].padding_id} and a map, which "
+                    "gives every id a row; leave padding ids out of the bags of its features"
+                )
             map_of_table[name] = len(mapped)
         sizes = {name: configs[name].num_embeddings for name in tables}
         if len(set(sizes.values())) != 1:

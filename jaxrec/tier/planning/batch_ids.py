@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
+from jaxrec.embed.padding import PADDING_SLOT, padding_ids
 from jaxrec.mesh.agree import fail_together
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier.ids import implementation
@@ -27,9 +28,31 @@ class Segment:
     start: int  # where the ids begin in its `values`
     ids: np.ndarray  # int64 [n], without padding
     lengths: np.ndarray  # [bags]
+    # Position of each id behind `start`, where padding ids (`TableConfig.padding_id`) were left out
+    # of ``ids``; None: none were.
+    positions: np.ndarray | None = None
+
+    def without(self, padding_id: int | None) -> Segment:
+        """Return the segment without the ids that are ``padding_id``."""
+        is_kept = None if padding_id is None else self.ids != padding_id
+        if is_kept is None or is_kept.all():
+            return self
+        return dataclasses.replace(self, ids=self.ids[is_kept], positions=np.flatnonzero(is_kept))
+
+    def put(self, values: np.ndarray, ids: np.ndarray) -> None:
+        """Write new int32 ids, ``[n]``, to the batch's values; padding ids become `PADDING_SLOT`."""
+        count = self.ids.size if self.positions is None else int(self.lengths.sum())
+        place = values[self.start : self.start + count]
+        if self.positions is None:
+            place[:] = ids
+        else:
+            place[:] = PADDING_SLOT
+            place[self.positions] = ids
 
     def describe(self, position: int) -> str:
         """Name, for an error, the feature and the sample of the id at a position in ``ids``."""
+        if self.positions is not None:
+            position = int(self.positions[position])
         bag = int(np.searchsorted(np.cumsum(self.lengths), position, side="right"))
         return f"feature {self.key!r}, sample {bag}"
 
@@ -63,6 +86,13 @@ class HostBatch:
             segments += _segments_of(number, each)
         return cls(features, leaves, tree, tuple(segments))
 
+    def without_padding_ids(self, ids: Mapping[str, int]) -> HostBatch:
+        """Return the batch with segments that lack padding ids; ``ids`` are by feature."""
+        if not ids:
+            return self
+        segments = tuple(each.without(ids.get(each.key)) for each in self.segments)
+        return dataclasses.replace(self, segments=segments)
+
     def check_others(self, keys: Set[str]) -> None:
         """Raise a ValueError if an id of a key that is not in ``keys`` does not fit int32."""
         for segment in self.segments:
@@ -83,8 +113,7 @@ class HostBatch:
                 of_segment = segment.ids
             else:
                 slot_keys[segment.batch].append(segment.key)
-            stop = segment.start + segment.ids.size
-            values[segment.batch][segment.start : stop] = of_segment
+            segment.put(values[segment.batch], of_segment)
         features = iter(
             each._with(values=value, slot_keys=tuple(keys))
             for each, value, keys in zip(self.features, values, slot_keys, strict=True)
@@ -159,6 +188,7 @@ class BatchIds:
         """Collect the ids of a host batch; ``gather`` is None where one process has all of it."""
         try:
             host = HostBatch.of(batch)
+            host = host.without_padding_ids(_padding_ids(vocabularies))
             segments = tuple(_checked_segments(host, each) for each in vocabularies)
             lists = [_joined(each) for each in segments]
             if gather is not None:
@@ -218,6 +248,11 @@ class BatchIds:
             f"are not in use by it or by the {held} batches under way. Give the table {rows:,} "
             f"rows or more ({more}), or make batches smaller{later}"
         )
+
+
+def _padding_ids(vocabularies: Sequence[TableVocabulary]) -> dict[str, int]:
+    """Return the padding id of each feature that has one."""
+    return padding_ids([table.config for each in vocabularies for table in each.tables])
 
 
 def _checked_segments(host: HostBatch, each: TableVocabulary) -> tuple[Segment, ...]:

@@ -78,11 +78,14 @@ def first_rows(
     The rows ``[n, embedding_dim]`` are under ``"rows"``, the state ``[n, ...]`` is by name.
     """
     # Through the same compiled function as in training, for the same bits.
-    table = dataclasses.replace(config, num_embeddings=size_for(ids.size))
+    table = dataclasses.replace(config, num_embeddings=size_for(ids.size), padding_id=None)
     store: TableStore = Tables.init(layout_tables([table], optimizer), jax.random.key(0))
     rows = np.arange(ids.size)
     store = reset(store, [NewRows(config, rows, ids)], key)
     (first,) = read(store, [TableRows(config.name, rows)]).to_host()
+    if config.padding_id is not None:
+        is_padding = (ids == config.padding_id)[:, None]
+        first["rows"] = np.where(is_padding, np.zeros((), first["rows"].dtype), first["rows"])
     return first
 
 

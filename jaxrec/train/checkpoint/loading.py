@@ -20,6 +20,7 @@ from flax import nnx
 from jaxrec._public import directory_second
 from jaxrec.embed.collection import Collection
 from jaxrec.embed.config import TableConfig
+from jaxrec.embed.padding import zero_padding_rows
 from jaxrec.embed.rows import write
 from jaxrec.embed.slots import TableRows
 from jaxrec.embed.variables import put_like, value_like
@@ -159,6 +160,9 @@ def load(
         # one, and the changes of each link go over them, in order.
         for link in links[1:]:
             _load_changes(named, read_changes(link), match.tables)
+        for name, of_collection in match.tables.items():
+            variable = named[name].tables
+            variable.set_value(zero_padding_rows(variable.get_value(), of_collection))
         if tier is not None and vocabularies:
             _load_vocabularies(model, tier, vocabularies, links, match.tables)
     except BaseException as error:

@@ -130,6 +130,25 @@ CALLS = {
         {"result": floats(5, 4)},
         {"code": np.int32(0)},
     ),
+    "max_lookup": Call(
+        {"ids": _BATCH["ids"], "lengths": _BATCH["lengths"], "table": floats(10, 4)},
+        {"result": floats(4, 4), "winners": ints(4, 4)},
+        _LAYOUT,
+    ),
+    "packed_max_lookup": Call(
+        {"ids": _BATCH["ids"], "lengths": _BATCH["lengths"], "packed": bytes_(10, 8)},
+        {"result": floats(4, 4), "winners": ints(0, 4)},
+        {**_LAYOUT, "code": np.int32(0)},
+    ),
+    "max_gradients": Call(
+        {"winners": jnp.full((4, 3), 2**31 - 1, jnp.int32), "gradients": floats(4, 3)},
+        {"result": floats(6, 3)},
+    ),
+    "drop_ids": Call(
+        {"ids": _BATCH["ids"], "lengths": _BATCH["lengths"]},
+        {"new_ids": ints(6), "new_lengths": ints(4), "sources": ints(6)},
+        {"features": np.array([0, 3, 0, 2, 4, 3, 3, 2, 2, 0], np.int64)},
+    ),
     "build_runs": Call(
         {"rows": _LOOKUPS["rows"]},
         {"order": ints(5), "segments": ints(5), "unique": ints(5), "inverse": ints(5)},
@@ -277,6 +296,34 @@ FAULTS = {
             ("result_short", r"\[4, 4\], not \[5, 4\]", {"result": floats(4, 4)}),
             ("result_wide", "8 bytes; .* 12", {"result": floats(5, 8)}),
             ("result_int", "`result` is S32", {"result": ints(5, 4)}),
+        ],
+        "max_lookup": [
+            ("ids_short", "reads ids 3 to 6 of 5", {"ids": ints(5)}),
+            ("winners_short", r"`winners` has the shape \[3, 4\]", {"winners": ints(3, 4)}),
+            ("winners_wide", r"`winners` has the shape \[4, 5\]", {"winners": ints(4, 5)}),
+            ("table_wide", r"\[4, 4\], not \[4, 5\]", {"table": floats(10, 5)}),
+            ("no_table", "`table` is missing", {"table": None}),
+            ("result_short", "4 bags, the result 3", {"result": floats(3, 4)}),
+        ],
+        "packed_max_lookup": [
+            ("code", "`code` is 7", {"code": np.int32(7)}),
+            ("packed_narrow", "7 bytes; .* 8", {"packed": bytes_(10, 7)}),
+            ("winners_short", r"`winners` has the shape \[1, 4\]", {"winners": ints(1, 4)}),
+            ("result_short", "4 bags, the result 3", {"result": floats(3, 4)}),
+        ],
+        "max_gradients": [
+            ("gradients_short", r"gradients \[3, 3\], the result", {"gradients": floats(3, 3)}),
+            ("result_wide", r"the result \[6, 4\]", {"result": floats(6, 4)}),
+        ],
+        "drop_ids": [
+            ("new_ids", "`new ids` has 5 elements, not 6", {"new_ids": ints(5)}),
+            ("new_lengths", "`new lengths` has 5 elements, not 4", {"new_lengths": ints(5)}),
+            ("sources", "`sources` has 7 elements, not 6", {"sources": ints(7)}),
+            ("four", "not five for each", {"features": np.int64([0, 3, 0, 2])}),
+            ("ids", "has ids 0 to 7 of 6", {"features": np.int64([0, 7, 0, 2, 1])}),
+            ("lengths", "has lengths 0 to 5 of 4", {"features": np.int64([0, 3, 0, 5, 1])}),
+            ("overlap", "has ids 2 to 5", {"features": np.int64([0, 3, 0, 2, 1, 2, 3, 2, 2, 1])}),
+            ("negative", "`features` is -1", {"features": np.int64([0, 3, 0, 2, -1])}),
         ],
         "build_runs": [
             ("num_rows", "`num_rows` is -2", {"num_rows": np.int64(-2)}),

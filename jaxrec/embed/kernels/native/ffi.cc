@@ -5,7 +5,9 @@
 
 #include "attention.h"
 #include "dot_products.h"
+#include "drop_ids.h"
 #include "lookup.h"
+#include "max_gradients.h"
 #include "new_rows.h"
 #include "operands.h"
 #include "runs.h"
@@ -55,7 +57,7 @@ ffi::Error pooled_lookup_call(ffi::ThreadPool pool, Ints ids, Ints lengths, Floa
   if (!from.add(table, table.size()) || !from.is_table() || !out.add(results)) {
     return checks.error();
   }
-  const Batch batch = read_batch(checks, ids, lengths, weights, layout, from.num_rows());
+  const Batch batch = read_batch(checks, ids, lengths, &weights, layout, from.num_rows());
   if (!fills(checks, batch, out.rows()) || !out.has_shape(out.num_rows(), from.dim())) {
     return checks.error();
   }
@@ -71,7 +73,7 @@ ffi::Error flatten_bags_call(ffi::ThreadPool pool, Ints ids, Ints lengths, Float
                              ffi::Result<Floats> scales, Numbers layout, int64_t num_rows) {
   Checks checks;
   if (!checks.in_range("num_rows", num_rows, 0, kMostRows)) return checks.error();
-  const Batch batch = read_batch(checks, ids, lengths, weights, layout, num_rows);
+  const Batch batch = read_batch(checks, ids, lengths, &weights, layout, num_rows);
   int64_t positions = 0;
   bool has_scales = batch.weights != nullptr;
   for (const Feature& feature : batch.features) {
@@ -110,10 +112,104 @@ ffi::Error packed_pooled_lookup_call(ffi::ThreadPool pool, Ints ids, Ints length
   Parts out(checks, "result");
   if (!out.add(*result) || !out.has_columns()) return checks.error();
   const PackedTable table = read_packed(checks, packed, code, out.dim());
-  const Batch batch = read_batch(checks, ids, lengths, weights, layout, table.num_rows);
+  const Batch batch = read_batch(checks, ids, lengths, &weights, layout, table.num_rows);
   if (!fills(checks, batch, out.rows())) return checks.error();
   Team team = make_team(pool);
   packed_pooled_lookup(team, table, batch, result->untyped_data(), out.type());
+  return ffi::Error::Success();
+}
+
+// The winners of an output, or none.
+bool are_winners(Checks& checks, const Positions& winners, int64_t num_bags, int64_t dim) {
+  const int64_t wanted[] = {num_bags, dim}, none[] = {0, dim};
+  const Dimensions dimensions = winners.dimensions();
+  return checks.require(are_equal(dimensions, {wanted, 2}) || are_equal(dimensions, {none, 2}),
+                        "`winners` has the shape ", shape_of(dimensions), ", not ",
+                        shape_of({wanted, 2}), " or ", shape_of({none, 2}));
+}
+
+ffi::Error max_lookup_call(ffi::ThreadPool pool, Ints ids, Ints lengths, ffi::RemainingArgs table,
+                           ffi::Result<ffi::AnyBuffer> result, ffi::Result<Positions> winners,
+                           Numbers layout) {
+  Checks checks;
+  Parts from(checks, "table"), out(checks, "result");
+  if (!from.add(table, table.size()) || !from.is_table() || !out.add(*result)) {
+    return checks.error();
+  }
+  const Batch batch = read_batch(checks, ids, lengths, nullptr, layout, from.num_rows());
+  if (!fills(checks, batch, out.rows()) || !out.has_shape(out.num_rows(), from.dim()) ||
+      !are_winners(checks, *winners, out.num_rows(), out.dim())) {
+    return checks.error();
+  }
+  Team team = make_team(pool);
+  const Rows rows = from.rows();
+  max_lookup(team, {&rows, 0, from.type(), from.num_rows(), from.dim()}, batch,
+             result->untyped_data(), out.type(), given(*winners));
+  return ffi::Error::Success();
+}
+
+ffi::Error packed_max_lookup_call(ffi::ThreadPool pool, Ints ids, Ints lengths, Bytes packed,
+                                  ffi::Result<ffi::AnyBuffer> result,
+                                  ffi::Result<Positions> winners, Numbers layout, int32_t code) {
+  Checks checks;
+  Parts out(checks, "result");
+  if (!out.add(*result) || !out.has_columns()) return checks.error();
+  const PackedTable table = read_packed(checks, packed, code, out.dim());
+  const Batch batch = read_batch(checks, ids, lengths, nullptr, layout, table.num_rows);
+  if (!fills(checks, batch, out.rows()) ||
+      !are_winners(checks, *winners, out.num_rows(), out.dim())) {
+    return checks.error();
+  }
+  Team team = make_team(pool);
+  packed_max_lookup(team, table, batch, result->untyped_data(), out.type(), given(*winners));
+  return ffi::Error::Success();
+}
+
+ffi::Error max_gradients_call(ffi::ThreadPool pool, Positions winners, BagFloats gradients,
+                              ffi::Result<BagFloats> out) {
+  Checks checks;
+  const Dimensions of_bags = winners.dimensions(), of_out = out->dimensions();
+  if (!are_equal(of_bags, gradients.dimensions()) || of_out[1] != of_bags[1]) {
+    checks.require(false, "`winners` has the shape ", shape_of(of_bags), ", the gradients ",
+                   shape_of(gradients.dimensions()), ", the result ", shape_of(of_out));
+    return checks.error();
+  }
+  Team team = make_team(pool);
+  max_gradients(team, winners.typed_data(), gradients.typed_data(), of_bags[0], of_bags[1],
+                out->typed_data(), of_out[0]);
+  return ffi::Error::Success();
+}
+
+// Five numbers a feature: where it lies in the batch, as in `layout`, and the id to drop.
+ffi::Error drop_ids_call(ffi::ThreadPool pool, Ints ids, Ints lengths, ffi::Result<Ints> new_ids,
+                         ffi::Result<Ints> new_lengths, ffi::Result<Ints> sources,
+                         Numbers features) {
+  Checks checks;
+  if (!checks.is_list("ids", ids) || !checks.is_list("lengths", lengths)) return checks.error();
+  const int64_t num_ids = ids.dimensions()[0], num_lengths = lengths.dimensions()[0];
+  checks.has_length("new ids", *new_ids, num_ids);
+  checks.has_length("new lengths", *new_lengths, num_lengths);
+  checks.has_length("sources", *sources, num_ids);
+  checks.require(features.size() % 5 == 0, "`features` has ", features.size(),
+                 " numbers, not five for each feature");
+  std::vector<DroppingFeature> dropping;
+  int64_t id_end = 0, length_end = 0;
+  for (size_t i = 0; i < features.size() && checks.passed(); i += 5) {
+    const int64_t* n = features.begin() + i;
+    for (int k = 0; k < 5; ++k) checks.in_range("features", n[k], 0, kMostRows);
+    // Threads write the features, so no two may share a position.
+    checks.require(id_end <= n[0] && n[0] + n[1] <= num_ids, "feature ", i / 5,
+                   " in `features` has ids ", n[0], " to ", n[0] + n[1], " of ", num_ids);
+    checks.require(length_end <= n[2] && n[2] + n[3] <= num_lengths, "feature ", i / 5,
+                   " in `features` has lengths ", n[2], " to ", n[2] + n[3], " of ", num_lengths);
+    id_end = n[0] + n[1];
+    length_end = n[2] + n[3];
+    dropping.push_back({n[0], n[1], n[2], n[3], static_cast<int32_t>(n[4])});
+  }
+  if (!checks.passed()) return checks.error();
+  Team team = make_team(pool);
+  drop_ids(team, ids.typed_data(), num_ids, lengths.typed_data(), num_lengths, dropping,
+           new_ids->typed_data(), new_lengths->typed_data(), sources->typed_data());
   return ffi::Error::Success();
 }
 
@@ -463,6 +559,44 @@ JAXREC_EXPORT(jaxrec_packed_row_lookup, jaxrec::packed_row_lookup_call,
                   .Arg<jaxrec::Bytes>()
                   .Ret<ffi::AnyBuffer>()
                   .Attr<int32_t>("code"));
+
+JAXREC_EXPORT(jaxrec_max_lookup, jaxrec::max_lookup_call,
+              ffi::Ffi::Bind()
+                  .Ctx<ffi::ThreadPool>()
+                  .Arg<jaxrec::Ints>()
+                  .Arg<jaxrec::Ints>()
+                  .RemainingArgs()
+                  .Ret<ffi::AnyBuffer>()
+                  .Ret<jaxrec::Positions>()
+                  .Attr<jaxrec::Numbers>("layout"));
+
+JAXREC_EXPORT(jaxrec_packed_max_lookup, jaxrec::packed_max_lookup_call,
+              ffi::Ffi::Bind()
+                  .Ctx<ffi::ThreadPool>()
+                  .Arg<jaxrec::Ints>()
+                  .Arg<jaxrec::Ints>()
+                  .Arg<jaxrec::Bytes>()
+                  .Ret<ffi::AnyBuffer>()
+                  .Ret<jaxrec::Positions>()
+                  .Attr<jaxrec::Numbers>("layout")
+                  .Attr<int32_t>("code"));
+
+JAXREC_EXPORT(jaxrec_max_gradients, jaxrec::max_gradients_call,
+              ffi::Ffi::Bind()
+                  .Ctx<ffi::ThreadPool>()
+                  .Arg<jaxrec::Positions>()
+                  .Arg<jaxrec::BagFloats>()
+                  .Ret<jaxrec::BagFloats>());
+
+JAXREC_EXPORT(jaxrec_drop_ids, jaxrec::drop_ids_call,
+              ffi::Ffi::Bind()
+                  .Ctx<ffi::ThreadPool>()
+                  .Arg<jaxrec::Ints>()
+                  .Arg<jaxrec::Ints>()
+                  .Ret<jaxrec::Ints>()
+                  .Ret<jaxrec::Ints>()
+                  .Ret<jaxrec::Ints>()
+                  .Attr<jaxrec::Numbers>("features"));
 
 JAXREC_EXPORT(jaxrec_build_runs, jaxrec::build_runs_call,
               ffi::Ffi::Bind()

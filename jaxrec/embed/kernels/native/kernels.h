@@ -77,6 +77,21 @@ struct PackedBlock : Bags {
   PackedTable table;  // The feature's.
 };
 
+// Where each column's largest element of a bag lies in the batch: its position among the lookups, or
+// -1 for none. `winners` has the rows of the output, or is null where nobody asks.
+struct Winners {
+  int32_t* winners;        // Row of the first bag, as far from the next as in the output.
+  int32_t first_position;  // Of the first bag's first id.
+};
+
+struct MaxBlock : Bags, Winners {
+  Source table;  // The feature's.
+};
+
+struct PackedMaxBlock : Bags, Winners {
+  PackedTable table;  // The feature's.
+};
+
 // Consecutive rows to copy.
 struct RowBlock {
   Source table;
@@ -252,6 +267,8 @@ struct Kernels {
   void (*pool)(const PooledBlock&);
   void (*copy_rows)(const RowBlock&);
   void (*pool_packed)(const PackedBlock&);
+  void (*find_max)(const MaxBlock&);
+  void (*find_max_packed)(const PackedMaxBlock&);
   void (*unpack_rows)(const PackedRowBlock&);
   // The bytes of a packed row of `dim` columns; 0: there is no such code.
   int64_t (*packed_row_bytes)(Code, int64_t dim);

@@ -13,6 +13,8 @@ namespace {
 #include "codes.h"
 #include "packed.h"
 
+#include "maxima.h"
+
 #include "optimizers.h"
 
 #include "update.h"
@@ -23,9 +25,10 @@ namespace {
 
 }  // namespace
 
-const Kernels kKernels = {JAXREC_ISA_NAME, pool, copy_rows, pool_packed, unpack_rows,
-                          packed_row_bytes_of, update, sum_runs, sum, apply, add_rows,
-                          multiply_pairs, sum_pairs, attend_row, attend_row_gradients};
+const Kernels kKernels = {JAXREC_ISA_NAME, pool, copy_rows, pool_packed, find_max,
+                          find_max_packed, unpack_rows, packed_row_bytes_of, update, sum_runs, sum,
+                          apply, add_rows, multiply_pairs, sum_pairs, attend_row,
+                          attend_row_gradients};
 
 }  // namespace JAXREC_ISA
 }  // namespace jaxrec

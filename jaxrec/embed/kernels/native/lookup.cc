@@ -70,10 +70,11 @@ PackedTable rows_of(const PackedTable& table, const Feature& feature) {
   return {rows, table.code, feature.row_count, table.row_bytes, table.dim};
 }
 
-// Pools the bags of a batch in blocks. A block is a job of `kernel`.
-template <class Job, class Table>
+// Pools the bags of a batch in blocks. A block is a job of `kernel`; prepare(job, row, position) gets
+// the row of its first bag in the output, and the position of its first id among all lookups.
+template <class Job, class Table, class Prepare>
 void pool_blocks(Team& team, const Table& table, const Batch& batch, const Rows& out,
-                 Type out_type, void (*kernel)(const Job&)) {
+                 Type out_type, void (*kernel)(const Job&), const Prepare& prepare) {
   const int64_t row_bytes = table.dim * size_of(out_type);
   const std::vector<Block> blocks = cut(batch, team.num_threads());
   team.run(static_cast<int64_t>(blocks.size()), [&](int64_t piece) {
@@ -93,20 +94,43 @@ void pool_blocks(Team& team, const Table& table, const Batch& batch, const Rows&
     job.out = out.at(row, row_bytes);
     job.out_type = out_type;
     job.out_stride = feature.out_step * table.dim;
+    prepare(job, row, feature.first_position + block.position);
     kernel(job);
   }, is_small(batch));
+}
+
+constexpr auto kAsIs = [](const auto&, int64_t, int64_t) {};
+
+// Gives a job its rows of the winners; see Winners.
+auto with_winners(int32_t* winners, int64_t dim) {
+  return [=](auto& job, int64_t row, int64_t position) {
+    job.winners = winners == nullptr ? nullptr : winners + row * dim;
+    job.first_position = static_cast<int32_t>(position);
+  };
 }
 
 }  // namespace
 
 void pooled_lookup(Team& team, const Source& table, const Batch& batch, const Rows& out,
                    Type out_type) {
-  pool_blocks(team, table, batch, out, out_type, kernels().pool);
+  pool_blocks(team, table, batch, out, out_type, kernels().pool, kAsIs);
 }
 
 void packed_pooled_lookup(Team& team, const PackedTable& table, const Batch& batch, void* out,
                           Type out_type) {
-  pool_blocks(team, table, batch, Rows{&out, 1, 0}, out_type, kernels().pool_packed);
+  pool_blocks(team, table, batch, Rows{&out, 1, 0}, out_type, kernels().pool_packed, kAsIs);
+}
+
+void max_lookup(Team& team, const Source& table, const Batch& batch, void* out, Type out_type,
+                int32_t* winners) {
+  pool_blocks(team, table, batch, Rows{&out, 1, 0}, out_type, kernels().find_max,
+              with_winners(winners, table.dim));
+}
+
+void packed_max_lookup(Team& team, const PackedTable& table, const Batch& batch, void* out,
+                       Type out_type, int32_t* winners) {
+  pool_blocks(team, table, batch, Rows{&out, 1, 0}, out_type, kernels().find_max_packed,
+              with_winners(winners, table.dim));
 }
 
 void flatten_bags(Team& team, int64_t num_rows, const Batch& batch, int32_t* rows, int32_t* bags,

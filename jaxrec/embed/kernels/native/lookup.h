@@ -41,6 +41,15 @@ void pooled_lookup(Team& team, const Source& table, const Batch& batch, const Ro
 void packed_pooled_lookup(Team& team, const PackedTable& table, const Batch& batch, void* out,
                           Type out_type);
 
+// The largest element of each column over a bag's rows, `[bags, dim]`, and where it lies: see Winners.
+// `winners` may be null.
+void max_lookup(Team& team, const Source& table, const Batch& batch, void* out, Type out_type,
+                int32_t* winners);
+
+// The same of packed rows.
+void packed_max_lookup(Team& team, const PackedTable& table, const Batch& batch, void* out,
+                       Type out_type, int32_t* winners);
+
 // The batch as flat lookups; see `Lookups` in base.py. `scales` may be null.
 void flatten_bags(Team& team, int64_t num_rows, const Batch& batch, int32_t* rows, int32_t* bags,
                   float* scales);

@@ -11,6 +11,8 @@ namespace jaxrec {
 
 using Ints = ffi::Buffer<ffi::S32>;
 using Floats = ffi::Buffer<ffi::F32>;
+using BagFloats = ffi::Buffer<ffi::F32, 2>;  // [bags, columns]
+using Positions = ffi::Buffer<ffi::S32, 2>;  // Of them.
 using Bytes = ffi::Buffer<ffi::U8>;
 using Numbers = ffi::Span<const int64_t>;
 
@@ -169,12 +171,13 @@ inline std::vector<Feature> read_layout(Checks& checks, Numbers numbers, int64_t
   return features;
 }
 
-inline Batch read_batch(Checks& checks, const Ints& ids, const Ints& lengths, const Floats& weights,
+// `weights` is null where a call takes none.
+inline Batch read_batch(Checks& checks, const Ints& ids, const Ints& lengths, const Floats* weights,
                         Numbers layout, int64_t num_rows) {
   if (!checks.is_list("ids", ids) || !checks.is_list("lengths", lengths)) return {};
   const int64_t num_ids = ids.dimensions()[0];
-  checks.has_length("weights", weights, num_ids, true);
-  return {ids.typed_data(), lengths.typed_data(), given(weights),
+  if (weights != nullptr) checks.has_length("weights", *weights, num_ids, true);
+  return {ids.typed_data(), lengths.typed_data(), weights == nullptr ? nullptr : given(*weights),
           read_layout(checks, layout, num_ids, lengths.dimensions()[0], num_rows)};
 }
 

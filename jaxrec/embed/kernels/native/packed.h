@@ -136,8 +136,11 @@ void pool_packed_bags(const PackedBlock& block) {
     sums.add(typename Codec::Row(address(id), weight, dim), dim);
   };
   auto ask = [=](uint32_t id) JAXREC_ALWAYS { prefetch_packed<Codec>(address(id), dim); };
+  auto put = [&](const Sums& sums, const PooledBag& bag, int64_t, char* out) JAXREC_ALWAYS {
+    sums.put(block.out_type, out, factor_of(block, bag), dim);
+  };
   const uint32_t num_rows = static_cast<uint32_t>(table.num_rows);
-  pool_each_bag<AtOnce<Sums>>(block, num_rows, row_bytes, dim, ask, add);
+  pool_each_bag<AtOnce<Sums>>(block, num_rows, row_bytes, dim, ask, add, put);
 }
 
 void pool_packed(const PackedBlock& block) {

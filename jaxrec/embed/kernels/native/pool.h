@@ -53,11 +53,17 @@ JAXREC_INLINE void with_rows(const Source& source, int64_t dim, const Work& work
   }
 }
 
-// Pools consecutive bags. ask(id) prefetches a row, and add(sums, column, position, id) adds its
-// columns from `column` on to `sums`.
-template <class Panels, class Ask, class Add>
+// A bag whose rows were pooled.
+struct PooledBag {
+  int64_t number, length;
+  bool has_bad_id;  // Whether an id is outside of the table.
+};
+
+// Pools consecutive bags. ask(id) prefetches a row, add(sums, column, position, id) adds its columns
+// from `column` on to `sums`, and put(sums, bag, column, out) stores them as columns of the output.
+template <class Panels, class Ask, class Add, class Put>
 JAXREC_INLINE void pool_each_bag(const Bags& bags, uint32_t num_rows, int64_t row_bytes, int64_t dim,
-                                 const Ask& ask_row, const Add& add) {
+                                 const Ask& ask_row, const Add& add, const Put& put) {
   const int64_t ahead = rows_ahead(row_bytes);
   const int64_t element_bytes = size_of(bags.out_type), out_bytes = bags.out_stride * element_bytes;
   char* out = static_cast<char*>(bags.out);
@@ -81,7 +87,6 @@ JAXREC_INLINE void pool_each_bag(const Bags& bags, uint32_t num_rows, int64_t ro
   for (int64_t bag = 0; bag < bags.num_bags; ++bag, out += out_bytes) {
     const int64_t length = bags.lengths[bag] < 0 ? 0 : bags.lengths[bag];
     const int64_t end = begin + length < num_ids ? begin + length : num_ids;
-    const float scale = bags.mean && length > 1 ? 1.0f / static_cast<float>(length) : 1.0f;
     ask_out(bag + kBagsAhead);
     Panels::each_panel(dim, [&](int64_t column, auto& sums) JAXREC_ALWAYS {
       bool outside = false;
@@ -95,11 +100,16 @@ JAXREC_INLINE void pool_each_bag(const Bags& bags, uint32_t num_rows, int64_t ro
         }
         add(sums, column, position, id);
       }
-      sums.put(bags.out_type, out + column * element_bytes, outside ? __builtin_nanf("") : scale,
-               dim - column);
+      put(sums, PooledBag{bag, length, outside}, column, out + column * element_bytes);
     });
     begin = end;
   }
+}
+
+// The factor of a bag's sum: 1 over its length in a mean, and NaN if an id is outside of the table.
+JAXREC_INLINE float factor_of(const Bags& bags, const PooledBag& bag) {
+  if (bag.has_bad_id) return __builtin_nanf("");
+  return bags.mean && bag.length > 1 ? 1.0f / static_cast<float>(bag.length) : 1.0f;
 }
 
 // Whether bags have weights, as far as it is known when this is compiled.
@@ -121,8 +131,11 @@ void pool_bags(const PooledBlock& block, T type) {
   };
   const bool into_first_level = prefetching().into_first_level;
   auto ask = [&](uint32_t id) JAXREC_ALWAYS { prefetch(row_at(id), row_bytes, into_first_level); };
+  auto put = [&](const auto& sums, const PooledBag& bag, int64_t column, char* out) JAXREC_ALWAYS {
+    sums.put(block.out_type, out, factor_of(block, bag), dim - column);
+  };
   const uint32_t num_rows = static_cast<uint32_t>(block.table.num_rows);
-  pool_each_bag<Panels>(block, num_rows, row_bytes, dim, ask, add);
+  pool_each_bag<Panels>(block, num_rows, row_bytes, dim, ask, add, put);
 }
 
 void pool(const PooledBlock& block) {

@@ -1,0 +1,276 @@
+// The largest element of each column over the rows of a bag. Included once per instruction set, after
+// packed.h.
+//
+// The first of equal elements wins. A NaN wins over all numbers. A bag without rows gives zeros, and
+// where all elements are -infinity no element wins.
+
+constexpr float kSmallest = -__builtin_inff();
+
+// Integers of lanes where the mask is set, of others elsewhere.
+JAXREC_INLINE Mask choose(Mask mask, Mask yes, Mask no) { return (mask & yes) | (~mask & no); }
+JAXREC_INLINE Mask splat_position(int32_t x) { return x - Mask{}; }
+
+JAXREC_INLINE void store_positions(int32_t* to, Mask x, Whole) {
+  store(F32{}, reinterpret_cast<float*>(to), reinterpret_cast<Vec>(x), Whole{});
+}
+JAXREC_INLINE void store_positions(int32_t* to, Mask x, Part part) {
+  store(F32{}, reinterpret_cast<float*>(to), reinterpret_cast<Vec>(x), part);
+}
+
+// A vector of the largest elements so far, and of their positions where these are wanted.
+template <bool kWinners>
+struct Largest {
+  Vec best;
+  Mask winner;
+
+  JAXREC_MEMBER void clear() {
+    best = splat(kSmallest);
+    winner = splat_position(-1);
+  }
+  JAXREC_MEMBER void add(Vec x, Mask position) {
+    const Mask wins = (x > best) | (x != x);
+    best = select(wins, x, best);
+    if (kWinners) winner = choose(wins, position, winner);
+  }
+};
+
+// The result of a bag: `fill` in place of the largest elements, if that is not the number 1.
+struct BagResult {
+  bool has_fill;
+  float fill;
+
+  JAXREC_MEMBER explicit BagResult(const PooledBag& bag)
+      : has_fill(bag.has_bad_id || bag.length == 0),
+        fill(bag.has_bad_id ? __builtin_nanf("") : 0.0f) {}
+  JAXREC_MEMBER Vec operator()(Vec best) const { return has_fill ? splat(fill) : best; }
+  JAXREC_MEMBER Mask operator()(Mask winner) const { return has_fill ? splat_position(-1) : winner; }
+};
+
+// Largest elements in registers, of `kVectors` whole vectors.
+template <int kVectors, bool kWinners>
+struct MaxRegisters {
+  Largest<kWinners> columns[kVectors];
+
+  JAXREC_MEMBER static int64_t fixed(int64_t) { return kVectors * kWidth; }
+  JAXREC_MEMBER void clear(int64_t) {
+    for (int i = 0; i < kVectors; ++i) columns[i].clear();
+  }
+  template <class T>
+  JAXREC_MEMBER void add(T type, const typename T::Storage* row, int32_t position) {
+    const Mask positions = splat_position(position);
+    for (int i = 0; i < kVectors; ++i) columns[i].add(load(type, row + i * kWidth, Whole{}), positions);
+  }
+  JAXREC_MEMBER void put(Type type, void* out, int32_t* winners, const BagResult& result) const {
+    for (int i = 0; i < kVectors; ++i) {
+      store_as(type, out, i * kWidth, result(columns[i].best), Whole{});
+      if (kWinners) store_positions(winners + i * kWidth, result(columns[i].winner), Whole{});
+    }
+  }
+};
+
+// Largest elements in a register, of fewer columns than a vector has.
+template <bool kWinners>
+struct MaxRegisterPart {
+  Largest<kWinners> column;
+  Part part;
+
+  JAXREC_MEMBER static int64_t fixed(int64_t dim) { return dim; }
+  JAXREC_MEMBER void clear(int64_t dim) {
+    column.clear();
+    part.count = static_cast<int>(dim);
+  }
+  template <class T>
+  JAXREC_MEMBER void add(T type, const typename T::Storage* row, int32_t position) {
+    column.add(load(type, row, part), splat_position(position));
+  }
+  JAXREC_MEMBER void put(Type type, void* out, int32_t* winners, const BagResult& result) const {
+    store_as(type, out, 0, result(column.best), part);
+    if (kWinners) store_positions(winners, result(column.winner), part);
+  }
+};
+
+// Rows of any length, in panels of columns as InPanels has them.
+template <bool kWinners>
+struct MaxInPanels {
+  JAXREC_MEMBER static int64_t fixed(int64_t dim) { return dim; }
+  template <class Work>
+  JAXREC_MEMBER static void each_panel(int64_t dim, const Work& work) {
+    int64_t column = 0;
+    while (max_of_vectors<4>(dim, column, work)) {
+    }
+    max_of_vectors<2>(dim, column, work);
+    max_of_vectors<1>(dim, column, work);
+    if (column < dim) {
+      MaxRegisterPart<kWinners> columns;
+      work(column, columns);
+    }
+  }
+
+ private:
+  template <int kVectors, class Work>
+  JAXREC_MEMBER static bool max_of_vectors(int64_t dim, int64_t& column, const Work& work) {
+    if (column + kVectors * kWidth > dim) return false;
+    MaxRegisters<kVectors, kWinners> columns;
+    work(column, columns);
+    column += kVectors * kWidth;
+    return true;
+  }
+};
+
+// Calls work(Of<...>), the way in which rows of `dim` elements are compared. Positions take as many
+// registers as elements, so fewer columns are compared at once than are summed.
+template <bool kWinners, class Work>
+JAXREC_INLINE void with_max_panels(int64_t dim, const Work& work) {
+  switch (dim) {
+    case 16: return work(Of<AtOnce<MaxRegisters<16 / kWidth, kWinners>>>{});
+#if JAXREC_VECTOR_BYTES >= 32
+    case 32: return work(Of<AtOnce<MaxRegisters<32 / kWidth, kWinners>>>{});
+#endif
+#if JAXREC_VECTOR_BYTES >= 64
+    case 64: return work(Of<AtOnce<MaxRegisters<64 / kWidth, kWinners>>>{});
+    case 128: return work(Of<AtOnce<MaxRegisters<128 / kWidth, kWinners>>>{});
+#endif
+  }
+  if (dim < kWidth) return work(Of<AtOnce<MaxRegisterPart<kWinners>>>{});
+  return work(Of<MaxInPanels<kWinners>>{});
+}
+
+template <class Panels, bool kWinners, class RowAt, class T>
+void find_max_of(const MaxBlock& block, T type) {
+  const int64_t dim = Panels::fixed(block.table.dim);
+  const RowAt row_at(block.table, dim);
+  const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(typename T::Storage));
+  auto add = [&](auto& columns, int64_t column, int64_t position, uint32_t id) JAXREC_ALWAYS {
+    columns.add(type, row_at(id) + column, block.first_position + static_cast<int32_t>(position));
+  };
+  const bool into_first_level = prefetching().into_first_level;
+  auto ask = [&](uint32_t id) JAXREC_ALWAYS { prefetch(row_at(id), row_bytes, into_first_level); };
+  auto put = [&](const auto& columns, const PooledBag& bag, int64_t column, char* out) JAXREC_ALWAYS {
+    int32_t* winners = kWinners ? block.winners + bag.number * block.out_stride + column : nullptr;
+    columns.put(block.out_type, out, winners, BagResult(bag));
+  };
+  const uint32_t num_rows = static_cast<uint32_t>(block.table.num_rows);
+  pool_each_bag<Panels>(block, num_rows, row_bytes, dim, ask, add, put);
+}
+
+template <bool kWinners>
+JAXREC_INLINE void find_max_with(const MaxBlock& block) {
+  with_type(block.table.type, [&](auto type) JAXREC_ALWAYS {
+    typedef typename decltype(type)::Storage Storage;
+    if (block.table.rows->num_parts > 1) {
+      return find_max_of<MaxInPanels<kWinners>, kWinners, InParts<Storage>>(block, type);
+    }
+    with_max_panels<kWinners>(block.table.dim, [&](auto panels) JAXREC_ALWAYS {
+      typedef typename decltype(panels)::Type Panels;
+      find_max_of<Panels, kWinners, InOnePart<Storage>>(block, type);
+    });
+  });
+}
+
+void find_max(const MaxBlock& block) {
+  if (block.winners == nullptr) {
+    find_max_with<false>(block);
+  } else {
+    find_max_with<true>(block);
+  }
+}
+
+// Largest elements of packed rows in the first-level cache, by planes.
+template <class Codec, bool kWinners>
+struct PackedMaxima {
+  static constexpr int kPlanes = Codec::kPlanes;
+  alignas(64) float best[kPlanes][kMaxDim / kPlanes];
+  alignas(64) int32_t winner[kPlanes][kWinners ? kMaxDim / kPlanes : 1];
+
+  JAXREC_MEMBER static int64_t fixed(int64_t dim) { return dim; }
+  JAXREC_MEMBER static int64_t num_bytes(int64_t dim) { return (dim + kPlanes - 1) / kPlanes; }
+  JAXREC_MEMBER void clear(int64_t dim) {
+    for (int64_t i = 0; i < num_bytes(dim); i += kWidth) {
+      for (int p = 0; p < kPlanes; ++p) {
+        store(F32{}, best[p] + i, splat(kSmallest), Whole{});
+        if (kWinners) store_positions(winner[p] + i, splat_position(-1), Whole{});
+      }
+    }
+  }
+  JAXREC_MEMBER void add(const typename Codec::Row& row, int32_t position, int64_t dim) {
+    const Mask positions = splat_position(position);
+    for_each_vector(num_bytes(dim), [&](int64_t i, auto extent) JAXREC_ALWAYS {
+      const Bits bytes = load_bytes(row.bytes + i, extent);
+      for (int p = 0; p < kPlanes; ++p) {
+        Largest<kWinners> column;
+        column.best = load(F32{}, best[p] + i, Whole{});
+        if (kWinners) column.winner = winners_at(p, i);
+        column.add(row.value(bytes, p), positions);
+        store(F32{}, best[p] + i, column.best, Whole{});
+        if (kWinners) store_positions(winner[p] + i, column.winner, Whole{});
+      }
+    });
+  }
+  JAXREC_MEMBER void put(Type type, void* out, int32_t* winners, const BagResult& result,
+                         int64_t dim) const {
+    for (int64_t i = 0; i < num_bytes(dim); i += kWidth) {
+      Vec columns[kPlanes];
+      for (int p = 0; p < kPlanes; ++p) columns[p] = result(load(F32{}, best[p] + i, Whole{}));
+      interleave_planes(columns);
+      each_column(i, dim, [&](int p, int64_t column, auto extent) JAXREC_ALWAYS {
+        store_as(type, out, column, columns[p], extent);
+      });
+      if (!kWinners) continue;
+      // The bits of positions, moved as those of floats.
+      for (int p = 0; p < kPlanes; ++p) columns[p] = reinterpret_cast<Vec>(result(winners_at(p, i)));
+      interleave_planes(columns);
+      each_column(i, dim, [&](int p, int64_t column, auto extent) JAXREC_ALWAYS {
+        store_positions(winners + column, reinterpret_cast<Mask>(columns[p]), extent);
+      });
+    }
+  }
+
+ private:
+  JAXREC_MEMBER Mask winners_at(int plane, int64_t i) const {
+    return reinterpret_cast<Mask>(
+        load(F32{}, reinterpret_cast<const float*>(winner[plane] + i), Whole{}));
+  }
+  // Calls store(vector, first column, Whole or Part) for the columns of the bytes from `i` on.
+  template <class Store>
+  JAXREC_MEMBER static void each_column(int64_t i, int64_t dim, const Store& store) {
+    for (int p = 0; p < kPlanes; ++p) {
+      const int64_t column = i * kPlanes + p * kWidth;
+      if (column + kWidth <= dim) {
+        store(p, column, Whole{});
+      } else if (column < dim) {
+        store(p, column, Part{static_cast<int>(dim - column)});
+      }
+    }
+  }
+};
+
+template <class Codec, bool kWinners>
+void find_max_packed_of(const PackedMaxBlock& block) {
+  typedef PackedMaxima<Codec, kWinners> Maxima;
+  const PackedTable& table = block.table;
+  const uint8_t* rows = table.rows;
+  const int64_t dim = table.dim, row_bytes = packed_row_bytes<Codec>(dim);
+  auto address = [=](uint32_t id) JAXREC_ALWAYS { return rows + id * row_bytes; };
+  auto add = [&](Maxima& maxima, int64_t, int64_t position, uint32_t id) JAXREC_ALWAYS {
+    const int32_t place = block.first_position + static_cast<int32_t>(position);
+    maxima.add(typename Codec::Row(address(id), 1.0f, dim), place, dim);
+  };
+  auto ask = [=](uint32_t id) JAXREC_ALWAYS { prefetch_packed<Codec>(address(id), dim); };
+  auto put = [&](const Maxima& maxima, const PooledBag& bag, int64_t, char* out) JAXREC_ALWAYS {
+    int32_t* winners = kWinners ? block.winners + bag.number * block.out_stride : nullptr;
+    maxima.put(block.out_type, out, winners, BagResult(bag), dim);
+  };
+  const uint32_t num_rows = static_cast<uint32_t>(table.num_rows);
+  pool_each_bag<AtOnce<Maxima>>(block, num_rows, row_bytes, dim, ask, add, put);
+}
+
+void find_max_packed(const PackedMaxBlock& block) {
+  with_codec(block.table.code, [&](auto codec) JAXREC_ALWAYS {
+    typedef decltype(codec) Codec;
+    if (block.winners == nullptr) {
+      find_max_packed_of<Codec, false>(block);
+    } else {
+      find_max_packed_of<Codec, true>(block);
+    }
+  });
+}
