@@ -17,6 +17,7 @@ from jaxrec.files.atomic import write_atomically
 from jaxrec.mesh.processes import LOST_AFTER_SECONDS, check_processes
 from jaxrec.tier.stores import open_store
 from jaxrec.tier.vocabulary.counts import MAX_SIGHTINGS
+from jaxrec.train.data_path import DataPath
 
 # Files of a run's directory: its options, and the `TableEncoder` of its Parquet files.
 CONFIG_FILE = "config.yaml"
@@ -58,11 +59,13 @@ def _option(group: str, name: str) -> str:
 class DataConfig:
     """Data of the run."""
 
-    path: Annotated[pathlib.Path | None, tyro.conf.arg(aliases=["--data"])] = None
-    """Parquet file, directory of Parquet files (also in directories key=value) or a pattern in
-    quotes, 'parts/*.parquet', read in random order, with any columns or written by
-    `jaxrec data criteo`. Or text in Criteo's format, plain or gzip: a label, 13 integers and 26
-    hexadecimal ids per line, separated by tabs. By default a generated log."""
+    path: Annotated[DataPath | None, tyro.conf.arg(aliases=["--data"])] = None
+    """File, directory of files (also in directories key=value), a pattern in quotes,
+    'parts/*.parquet', or an address of one of these, such as s3://bucket/parts. Files are Parquet,
+    CSV, TSV, JSON lines or Arrow, known by their names, with any columns or written by
+    `jaxrec data criteo`, and are read in random order, see docs/your_own_data.md. Or text in
+    Criteo's format, plain or gzip: a label, 13 integers and 26 hexadecimal ids per line, separated
+    by tabs. By default a generated log."""
     schema: Annotated[pathlib.Path | None, tyro.conf.arg(aliases=["--schema"])] = None
     """YAML file with the encodings of Parquet columns, see docs/data.md. By default they follow
     from the types of the columns and are printed."""
@@ -95,8 +98,9 @@ class DataConfig:
     time: Annotated[str | None, tyro.conf.arg(aliases=["--time"])] = None
     """Name of the column of times by which the rows of a user are ordered; by default they have the
     order of the files."""
-    eval_path: pathlib.Path | None = None
-    """File or directory of the held-out rows; by default the last rows of the data."""
+    eval_path: DataPath | None = None
+    """File, directory, pattern or address of the held-out rows; by default the last rows of the
+    data."""
     eval_fraction: float = 0.1
     """Share of the rows that is held out."""
     bad_rows: Literal["fail", "skip"] = "fail"
