@@ -24,6 +24,7 @@ from jaxrec.data.formats.conversion import format_of, table_files
 from jaxrec.data.groups import check_key, missing_column
 from jaxrec.data.parquet import open_parquet
 from jaxrec.data.partitions import key_column, key_types, keys_of
+from jaxrec.data.views import without_views
 from jaxrec.files.atomic import write_atomically
 from jaxrec.serve import ArtifactError, ServedModel, load
 from jaxrec.serve.artifact.batch_spec import output_columns
@@ -184,7 +185,7 @@ def _read(
                 raise missing_column(source, name, stored)
         wanted = [name for name in columns if name in stored]
         for batch in file.iter_batches(batch_size, columns=wanted):
-            rows = pa.Table.from_batches([batch])
+            rows = without_views(pa.Table.from_batches([batch]))
             for name in columns:
                 if name in stored and name in checked:
                     check_key(rows[name], name, keys[name], source)

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from jaxrec.data.addresses import Address, data_path
 from jaxrec.data.files import DataError, DataFiles, parquet_files
 from jaxrec.data.groups import FileGroups
+from jaxrec.data.views import schema_without_views, without_views
 from jaxrec.files.atomic import write_atomically
 
 # Bytes of the length of the footer and of the magic bytes after it.
@@ -87,7 +88,7 @@ class _OpenParquet(NamedTuple):
 
     @property
     def columns(self) -> pa.Schema:
-        return columns_of(self.file)
+        return schema_without_views(columns_of(self.file))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -96,7 +97,7 @@ class _OpenParquet(NamedTuple):
 
     def read(self, group: int, columns: list[str] | None) -> pa.Table:
         # Several threads read groups already: threads of PyArrow within them would only compete.
-        return self.file.read_row_group(group, columns=columns, use_threads=False)
+        return without_views(self.file.read_row_group(group, columns=columns, use_threads=False))
 
 
 @contextlib.contextmanager

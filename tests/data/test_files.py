@@ -143,6 +143,17 @@ def test_keys_are_columns(tmp_path):
         _ = ParquetGroups((tmp_path / "gone.parquet",)).sizes
 
 
+def test_views_are_strings(tmp_path):
+    """Polars has string views, for which Arrow has few functions."""
+    views, lists = pa.string_view(), pa.list_(pa.string_view())
+    columns = {"x": pa.array(["a", None], views), "y": pa.array([["b"], []], lists)}
+    write(tmp_path / "a.parquet", columns)
+    groups = ParquetGroups.of_directory(tmp_path)
+    (schema,) = groups.schemas.values()
+    assert schema.types == [pa.string(), pa.list_(pa.string())] == groups.read(0).schema.types
+    assert groups.read(0).to_pydict() == {"x": ["a", None], "y": [["b"], []]}
+
+
 DAY = datetime.date(2024, 3, 1)
 BOTH = {
     "text": ("1", ["1", "1"], True),
