@@ -96,6 +96,12 @@ COMMANDS = (
         "--vocabulary.eviction lfu",
         "--data.batch-size 100 --data.table-rows 2000 --output dynamic",
     ),
+    ("jaxrec train --data clicks.parquet --label click", "--data.batch-size 100 --output labelled"),
+    ("jaxrec train --data by_day --label click", "--data.batch-size 100 --output by_keys"),
+    (
+        "jaxrec train --data 'by_day/country=DE/day=*' --label click",
+        "--data.batch-size 100 --output by_pattern",
+    ),
     (
         "jaxrec train --data clicks.csv --data.types zip=string",
         "--data.batch-size 100 --output from_csv",
@@ -205,6 +211,15 @@ CUDA = "needs what compiles for CUDA, 3 GB"
 
 # Commands of the docs that are not run, and why.
 LEFT_OUT = {
+    **dict.fromkeys(
+        (
+            "jaxrec train --data s3://bucket/by_day --label click",
+            "jaxrec train --data 's3://bucket/by_day/country=*/*/*.parquet' --label click",
+            "jaxrec train --data 'hf://datasets/USER/NAME/data/train-*.parquet' --label click",
+            "jaxrec predict model s3://bucket/new.csv --output scores.parquet",
+        ),
+        "needs a bucket; tests/data/test_addresses.py has one",
+    ),
     "pip install '.[serve]'": TOGETHER,
     "pip install 'jaxrec[serve]'": "installs what README does not",
     "jaxrec serve model": "ends when it is stopped; README's lines start it",
@@ -279,6 +294,8 @@ columns |= {"age": draw(90, size=1000) / 2, "price": draw(100, size=1000) / 7}
 columns |= {name: draw(9, size=1000).astype(str) for name in ("city", "user")}
 columns |= {"item": draw(-(2**63), 2**63, 1000), "tags": [["a", "b"], [], ["a"], ["c"]] * 250}
 pq.write_table(pa.table(columns), "clicks.parquet")
+days = {"country": ["DE", "FR"] * 500, "day": [1, 2, 10, 11] * 250}
+pq.write_to_dataset(pa.table(columns | days), "by_day", partition_cols=["country", "day"])
 rows = pa.table({"click": columns["click"], "age": columns["age"], "zip": ["00501"] * 1000})
 pyarrow.csv.write_csv(rows, "clicks.csv")
 pathlib.Path("logs").mkdir()

@@ -39,7 +39,7 @@ TESTED_BY = {
     "data/test_encoder": ("data/statistics",),
     "data/test_infer": ("data/patterns",),
     "data/test_times": ("data/feature_table",),
-    "data/test_files": ("data/parquet",),
+    "data/test_files": ("data/parquet", "data/partitions", "data/views"),
     "data/test_split": ("data/later_rows",),
     "embed/kernels/test_extents": ("embed/kernels/mosaic/extents", "embed/kernels/triton/extents"),
     "embed/kernels/test_flat_lookups": (

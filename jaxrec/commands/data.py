@@ -24,10 +24,12 @@ from jaxrec.data.criteo.exports import Counts, DayFiles, write_multi_hot, write_
 from jaxrec.data.criteo.parts import Conversion
 from jaxrec.data.criteo.text import BadLine
 from jaxrec.data.files import DataError
+from jaxrec.data.formats.conversion import table_files
 from jaxrec.data.multi_hot import MLPERF_SIZES, MLPERF_TABLE_ROWS, MultiHot
 from jaxrec.data.parquet import ParquetGroups
 from jaxrec.data.sequences.histories import write_histories
 from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL
+from jaxrec.train.data_path import DataPath
 
 USAGE_ERRORS = (ConfigError,)
 FAILURES = (DataError,)
@@ -48,7 +50,7 @@ INPUT is a file or a directory of files, OUTPUT the directory of the Parquet fil
 
 INPUT is the directory of the Parquet files, OUTPUT a directory, or for records a file.
 
-  histories  Parquet files with a row for each event to Parquet files with a row for each user
+  histories  files with a row for each event to Parquet files with a row for each user
 
 INPUT is a file, a directory or a pattern in quotes, OUTPUT a new directory.
 `jaxrec data FORMAT --help` lists options."""
@@ -137,8 +139,9 @@ class HistoriesOptions:
     Example: jaxrec data histories events.parquet users
     """
 
-    input: Annotated[pathlib.Path, tyro.conf.Positional, required("INPUT")] = NOT_GIVEN
-    """Parquet file, directory of Parquet files or pattern in quotes, 'parts/*.parquet'."""
+    input: Annotated[DataPath, tyro.conf.Positional, required("INPUT")] = NOT_GIVEN
+    """File, directory of files, pattern in quotes, 'parts/*.parquet', or an address of one of
+    these; the files are Parquet, CSV, TSV, JSON lines or Arrow."""
     output: Annotated[pathlib.Path, tyro.conf.Positional, required("OUTPUT")] = NOT_GIVEN
     """New directory of the Parquet files."""
     user: str = "uid"
@@ -256,7 +259,7 @@ def _histories(options: HistoriesOptions) -> None:
         raise ConfigError("give the log and the directory of the Parquet files: INPUT OUTPUT")
     keys = (options.user, options.time)
     columns = tuple(dict.fromkeys((*keys, *options.columns))) if options.columns else None
-    log = ParquetGroups.of_directory(options.input, columns)
+    log = ParquetGroups.of_files(table_files(options.input), columns)
     counts = write_histories(log, options.output, user=options.user, time=options.time)
     print(
         f"{counts.events:,} events of {counts.users:,} users in {options.output}; the longest "

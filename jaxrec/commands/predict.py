@@ -16,22 +16,27 @@ from rich.console import Console
 
 from jaxrec.arguments import NOT_GIVEN, ConfigError, parse, required
 from jaxrec.data import DataError, ParquetGroups, Vocabulary
+from jaxrec.data.addresses import Address, data_path
 from jaxrec.data.arrays import as_column
 from jaxrec.data.column_types import CommonTypes
-from jaxrec.data.files import DataFiles, key_column, key_types, keys_of, parquet_files
-from jaxrec.data.formats.conversion import as_parquet, format_of
+from jaxrec.data.files import DataFiles
+from jaxrec.data.formats.conversion import format_of, table_files
+from jaxrec.data.groups import check_key, missing_column
 from jaxrec.data.parquet import open_parquet
+from jaxrec.data.partitions import key_column, key_types, keys_of
 from jaxrec.data.structs import flat_schema, flat_table
+from jaxrec.data.views import without_views
 from jaxrec.files.atomic import write_atomically
 from jaxrec.serve import ArtifactError, ServedModel, load
 from jaxrec.serve.artifact.batch_spec import output_columns
+from jaxrec.train.data_path import DataPath
 from jaxrec.train.progress import counted
 
 USAGE_ERRORS = (ConfigError,)
 FAILURES = (ArtifactError, DataError)
 
-# Number of bytes of a column to read from a file at a time.
-_BUFFER_BYTES = 1 << 18
+# Number of bytes of a column to read at a time from a file, and by a request for an address.
+_BUFFER_BYTES, _REQUEST_BYTES = 1 << 18, 1 << 23
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +51,10 @@ class PredictOptions:
 
     model: Annotated[pathlib.Path, tyro.conf.Positional, required("MODEL")] = NOT_GIVEN
     """Directory of the exported model."""
-    input: Annotated[pathlib.Path, tyro.conf.Positional, required("INPUT")] = NOT_GIVEN
-    """File, directory of files, or a pattern in quotes: 'parts/*.parquet'. Files are Parquet, CSV,
-    TSV, JSON lines or Arrow, known by their names."""
+    input: Annotated[DataPath, tyro.conf.Positional, required("INPUT")] = NOT_GIVEN
+    """File, directory of files, a pattern in quotes, 'parts/*.parquet', or an address of one of
+    these, such as s3://bucket/parts. Files are Parquet, CSV, TSV, JSON lines or Arrow, known by
+    their names."""
     output: Annotated[
         pathlib.Path,
         tyro.conf.arg(aliases=["-o"], metavar="OUTPUT", help_behavior_hint="(required)"),
@@ -67,12 +73,11 @@ def run(options: Sequence[str]) -> int:
         raise ConfigError("give the model, the rows and the output: MODEL INPUT -o OUTPUT")
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size must be above 0, got {parsed.batch_size}")
-    kind = format_of(parsed.input)
-    files = (parquet_files if kind is None else kind.files)(parsed.input)
-    if parsed.output.resolve() in [path.resolve() for path in files.paths]:
-        raise ConfigError(f"{parsed.output} is one of the input files; give another output")
+    if isinstance(data_path(parsed.output), Address):
+        raise ConfigError(f"the output is a file of this machine, got {parsed.output}")
     if parsed.output.is_dir():
         raise ConfigError(f"{parsed.output} is a directory; the output is a Parquet file")
+    kind = format_of(parsed.input)
     served = load(parsed.model)
     if served.encoder is None:
         raise ArtifactError(
@@ -81,10 +86,11 @@ def run(options: Sequence[str]) -> int:
         )
     console = Console(highlight=False, markup=False, soft_wrap=True)
     begun = time.perf_counter()
-    if kind is not None:
-        # A column of text may have numbers alone here: the vocabulary has "7" and not 7.
-        texts = _text_columns(served) if kind.guesses_types else ()
-        files = as_parquet(parsed.input, dict.fromkeys(texts, pa.string()))
+    # A column of text may have numbers alone here: the vocabulary has "7" and not 7.
+    texts = _text_columns(served) if kind is not None and kind.guesses_types else ()
+    files = table_files(parsed.input, dict.fromkeys(texts, pa.string()))
+    if parsed.output.resolve() in [path.resolve() for path in files.sources or files.paths]:
+        raise ConfigError(f"{parsed.output} is one of the input files; give another output")
     rows = _predict(parsed, served, files, console)
     seconds = time.perf_counter() - begun
     console.print(f"{rows:,} rows in {seconds:.1f} s; scores in {parsed.output}")
@@ -124,7 +130,7 @@ def _scores(options: PredictOptions, served: ServedModel, files: DataFiles) -> I
     types |= dict.fromkeys(types.keys() & _text_columns(served), pa.string())
     for path, source in zip(files.paths, files.sources or files.paths, strict=True):
         first = 0
-        for rows in _read(path, columns, options.batch_size, types):
+        for rows in _read(path, source, columns, options.batch_size, types, files.keys):
             encoded = served.encoder.encode(rows, source, first)
             batch = served.encoder.pack(encoded, len(rows))
             predicted = output_columns(served.predict(batch.dense, batch.features))
@@ -156,27 +162,34 @@ def _kept_types(files: DataFiles, keep: tuple[str, ...]) -> pa.Schema:
 
 
 def _read(
-    path: pathlib.Path, columns: list[str], batch_size: int, types: Mapping[str, pa.DataType]
+    path: pathlib.Path,
+    source: pathlib.Path,
+    columns: list[str],
+    batch_size: int,
+    types: Mapping[str, pa.DataType],
+    checked: Sequence[str],
 ) -> Iterator[pa.Table]:
     """Yield columns of a Parquet file, ``batch_size`` rows at a time.
 
-    A column may come from a directory ``key=value`` of the path; ``types`` has its type.
+    A column may come from a directory ``key=value`` of the path; ``types`` has its type. If the
+    file has a column of one of the keys ``checked``, its values must be the directory's.
     """
     keys = keys_of(path)
+    buffer_size = _REQUEST_BYTES if isinstance(path, Address) else _BUFFER_BYTES
     # Without pre-buffering PyArrow reads a page when it needs it: a row group need not fit memory.
     with open_parquet(
-        path, pre_buffer=False, buffer_size=_BUFFER_BYTES, page_checksum_verification=True
+        path, pre_buffer=False, buffer_size=buffer_size, page_checksum_verification=True
     ) as file:
         stored = flat_schema(file.schema_arrow).names
         for name in columns:
             if name not in stored and name not in keys:
-                raise DataError(
-                    f"{path} has no column {name!r}; its columns are {', '.join(stored)}"
-                )
+                raise missing_column(source, name, stored)
         wanted = [name for name in columns if name in stored]
         for batch in file.iter_batches(batch_size, columns=wanted):
-            rows = flat_table(pa.Table.from_batches([batch]))
+            rows = without_views(flat_table(pa.Table.from_batches([batch])))
             for name in columns:
+                if name in stored and name in checked:
+                    check_key(rows[name], name, keys[name], source)
                 if name not in stored:
                     rows = rows.append_column(name, key_column(keys[name], types[name], len(batch)))
             if len(batch):

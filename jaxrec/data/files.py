@@ -1,25 +1,22 @@
-"""The files of a data set: finding them by a path, and naming formats that are not read.
+"""The files of a data set: finding them by a path or an address.
 
-A path is one file, a directory, or a pattern such as ``parts/*.parquet``. Directories named
-``key=value``, as Spark, Dask, polars and DuckDB write them, become columns.
+A path is one file, a directory, or a pattern such as ``parts/*.parquet``; so is an address such as
+``s3://bucket/parts``. Directories named ``key=value``, as Spark, Dask, polars and DuckDB write
+them, become columns.
 """
 
 from __future__ import annotations
 
 import glob
-import gzip
 import json
 import os
 import pathlib
 import re
-import urllib.parse
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import pyarrow as pa
-
-from jaxrec.data.transforms import COLUMNS
+from jaxrec.data.addresses import Address, data_path
+from jaxrec.data.partitions import key_parts
 
 # Ends of the names of Parquet files; pandas' documentation has examples named df.parquet.gzip.
 _NAME = re.compile(r"\.(parquet|parq|pq)(\.(brotli|gzip|lz4|snappy|zstd))?$", re.IGNORECASE)
@@ -27,12 +24,13 @@ _NAME = re.compile(r"\.(parquet|parq|pq)(\.(brotli|gzip|lz4|snappy|zstd))?$", re
 # Directories of table formats. Their logs list the files of the current version: reading all files
 # would read deleted rows, too.
 _LOGS = {"_delta_log": "a Delta table", ".hoodie": "a Hudi table"}
+_ICEBERG = ".metadata.json"
 
-# Hive's name of the directory of rows without a key.
-_NO_KEY = "__HIVE_DEFAULT_PARTITION__"
+# Files of Hugging Face's `datasets` beside the data: the splits of a set, and a split's data files.
+_SPLITS_FILE, _STATE_FILE = "dataset_dict.json", "state.json"
 
-# Up to 18 digits, which always fit int64.
-_INTEGER = re.compile(r"-?[0-9]{1,18}")
+# Names of the files of a split on Hugging Face's hub: train-00000-of-00002.parquet.
+_SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")
 
 
 class DataError(ValueError):
@@ -57,8 +55,7 @@ class DataFiles(NamedTuple):
     @property
     def keys(self) -> tuple[str, ...]:
         """Names of the columns of directories ``key=value`` below the root."""
-        names = (name for path in self.paths for name in keys_of(path.relative_to(self.root)))
-        return tuple(dict.fromkeys(names))
+        return tuple(name for name, _ in key_parts(self.paths[0].relative_to(self.root)))
 
 
 def natural_order(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
@@ -80,12 +77,14 @@ def _words(name: str) -> list[str]:
 
 def is_compressed(path: pathlib.Path) -> bool:
     """Return whether a file begins with gzip's magic bytes."""
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         return file.read(2) == b"\x1f\x8b"
 
 
 def has_pattern(path: pathlib.Path) -> bool:
     """Return whether a path is a pattern; a file that exists may have ``[1]`` in its name."""
+    if isinstance(path, Address) and not path.may_be_pattern:
+        return False
     return glob.has_magic(str(path)) and not path.exists()
 
 
@@ -106,19 +105,41 @@ def data_files(
 
     ``matches`` says of the name of a file whether it belongs to the data set. ``kind`` names such
     files in errors. A single file counts whatever its name is.
+
+    Raises:
+        DataError: There are no such files, or their directories do not have the same keys, or a
+            directory is that of a table format or holds several splits.
+        OSError: An address cannot be read.
     """
-    path = pathlib.Path(path)
+    path = data_path(path)
+    if isinstance(path, Address):
+        path = Address(path)  # asked anew: the file may have changed
     if path.is_dir():
-        return DataFiles(path, _of_directory(path, matches, kind))
-    if not has_pattern(path):
-        return DataFiles(path.parent, (path,))
+        files = DataFiles(path, _of_directory(path, matches, kind))
+    elif has_pattern(path):
+        files = _of_pattern(path, matches, kind)
+    else:
+        files = DataFiles(path.parent, (path,))
+    _check_keys(files)
+    return files
+
+
+def _of_pattern(path: pathlib.Path, matches: Callable[[str], Any], kind: str) -> DataFiles:
     fixed = next(i for i, part in enumerate(path.parts) if glob.has_magic(part))
-    root = pathlib.Path(*path.parts[:fixed])
-    found = [pathlib.Path(match) for match in glob.glob(str(path), recursive=True)]
-    files = {match for match in found if match.is_file() and matches(match.name)}
-    for directory in [match for match in found if match.is_dir()]:
+    root = type(path)(*path.parts[:fixed])
+    found = (
+        root.matches("/".join(path.parts[fixed:]))
+        if isinstance(root, Address)
+        else map(pathlib.Path, glob.glob(str(path), recursive=True))
+    )
+    names_hidden = any(map(_is_hidden, path.parts[fixed:]))
+    files: set[pathlib.Path] = set()
+    for match in found:
+        if not names_hidden and any(map(_is_hidden, match.relative_to(root).parts)):
+            continue
         # A directory without such files is fine here: `parts/*` may match one of logs, too.
-        files.update(_walk(directory, matches))
+        below = _below(match) if match.is_dir() else (match,)
+        files.update(file for file in below if matches(file.name))
     if not files:
         raise DataError(f"{path}: no {kind} file matches this pattern")
     return DataFiles(root, tuple(natural_order(files)))
@@ -127,200 +148,97 @@ def data_files(
 def _of_directory(
     directory: pathlib.Path, matches: Callable[[str], Any], kind: str
 ) -> tuple[pathlib.Path, ...]:
-    for name, table in _LOGS.items():
-        if (directory / name).is_dir():
-            raise DataError(
-                f"{directory} is {table}, whose log says which of its files count; write its rows "
-                "to Parquet files in another directory"
-            )
-    files = tuple(natural_order(_walk(directory, matches)))
+    below = natural_order(_below(directory))
+    files = [path for path in below if matches(path.name)]
+    beside = {path.name: path for path in below if path.parent == directory}
+    if _SPLITS_FILE in beside:
+        splits = _read_json(beside[_SPLITS_FILE]).get("splits", [])
+        raise _several(directory, splits, f"{directory}/{next(iter(splits), 'train')}")
+    if _STATE_FILE in beside and (saved := _read_json(beside[_STATE_FILE]).get("_data_files")):
+        # A data set that was saved twice may have files of the first time, too.
+        names = [file["filename"] for file in saved]
+        if missing := [name for name in names if name not in beside]:
+            raise DataError(f"{beside[_STATE_FILE]} names {missing[0]}, which is not there")
+        files = [path for path in files if path.name in names]
     if not files:
-        below = sorted({p.parent.name for p in directory.glob("*/*") if matches(p.name)})
-        others = natural_order(p for p in directory.iterdir() if p.is_file())
-        hint = f"; there are some in {', '.join(below[:5])}" if below else ""
-        if others and not below:
-            hint = f", but files such as {others[0].name}"
+        hint = f", but files such as {below[0].name}" if below else ""
         raise DataError(f"{directory}: there are no {kind} files in this directory{hint}")
-    return files
+    shards = [_SHARD.match(path.name) for path in files]
+    splits = list(dict.fromkeys(shard[1] for shard in shards if shard is not None))
+    if len(splits) > 1:
+        parent = files[0].parent
+        raise _several(directory, splits, f"'{parent}/{splits[-1]}-*{files[0].suffix}'")
+    return tuple(files)
 
 
-def _walk(directory: pathlib.Path, matches: Callable[[str], Any]) -> Iterator[pathlib.Path]:
-    """Yield the files of a directory and of the directories ``key=value`` in it."""
-    for path in directory.iterdir():
-        # Spark and others name unfinished files and metadata so: _temporary, _SUCCESS, .part-0.crc.
-        if path.name.startswith((".", "_")) and "=" not in path.name:
-            continue
-        if path.is_dir():
-            if "=" in path.name:
-                yield from _walk(path, matches)
-        elif matches(path.name):
-            yield path
-
-
-def keys_of(path: str | os.PathLike[str]) -> dict[str, str | None]:
-    """Return by key the values of the ``key=value`` directories on a path; None for a null."""
-    keys: dict[str, str | None] = {}
-    for part in pathlib.PurePath(path).parts[:-1]:
-        name, is_key, value = part.partition("=")
-        if name and is_key:
-            text = urllib.parse.unquote(value)
-            keys[urllib.parse.unquote(name)] = None if text == _NO_KEY else text
-    return keys
-
-
-def key_types(paths: Iterable[str | os.PathLike[str]]) -> dict[str, pa.DataType]:
-    """Return the type of each column that directories ``key=value`` on the paths define.
-
-    It is int64 if all values of the key are integers, string otherwise.
-    """
-    types: dict[str, pa.DataType] = {}
-    for path in paths:
-        for name, value in keys_of(path).items():
-            is_integer = value is None or _INTEGER.fullmatch(value) is not None
-            if types.setdefault(name, pa.int64()) == pa.int64() and not is_integer:
-                types[name] = pa.string()
-    return types
-
-
-def key_column(value: str | None, kind: pa.DataType, rows: int) -> pa.Array:
-    """Return a column of ``rows`` rows with the value of a ``key=value`` directory."""
-    whole = pa.types.is_integer(kind) and value is not None
-    return pa.repeat(pa.scalar(int(value) if whole and value else value, kind), rows)
-
-
-# Numbers of bytes and lines from which the format of a file is told.
-_BYTES, _LINES = 1 << 16, 20
-
-# First bytes of formats that are not text.
-_MAGIC = {
-    b"PK\x03\x04": "a zip archive",
-    b"\x93NUMPY": "an array of NumPy",
-    b"ARROW1": "an Arrow (Feather) file",
-    b"\xff\xff\xff\xff": "an Arrow stream",
-    b"ORC": "an ORC file",
-    b"Obj\x01": "an Avro file",
-    b"\x89HDF": "an HDF5 file",
-    **{bytes([0x80, protocol]): "a pickle" for protocol in range(2, 6)},
-    b"BZh": "a file compressed by bzip2",
-    b"\xfd7zXZ": "a file compressed by xz",
-    b"\x28\xb5\x2f\xfd": "a file compressed by zstd",
-    b"SQLite format 3": "an SQLite database",
-    b"PARE": "an encrypted Parquet file",
-}
-_SEPARATORS = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
-
-# A field of a RecBole header, "user_id:token", and a line of libsvm's or libffm's format.
-_RECBOLE = re.compile(r"[^\t:]+:(token|float|token_seq|float_seq)")
-_LIBSVM = re.compile(r"[-+]?[\d.]+( \d+:\S+)+")
-
-_READS = "jaxrec train reads Parquet files"
-
-
-def foreign_format(path: pathlib.Path) -> str | None:
-    """Return why a file is not text in Criteo's format; None if it may be.
-
-    The text follows the file's name in an error. It names the file's format, and often a command
-    that converts the file.
-    """
-    with path.open("rb") as file:
-        start = file.read(_BYTES)
-    for magic, kind in _MAGIC.items():
-        if start.startswith(magic):
-            return _binary(path, "an .npz archive" if path.suffix == ".npz" else kind)
-    if _is_tfrecord(start, path.stat().st_size):
-        return (
-            f"holds TFRecords; {_READS}: parse the records with tf.data, and write their columns "
-            "by pyarrow.parquet.write_table"
-        )
-    if is_compressed(path):
-        try:
-            with gzip.open(path) as unpacked:
-                start = unpacked.read(_BYTES)
-        except (EOFError, zlib.error, gzip.BadGzipFile):
-            return None  # the error of reading the file says where it is damaged
-    if b"\0" in start:
-        return f"is not text; {_READS}, which pyarrow.parquet.write_table writes"
-    lines = start.decode(errors="replace").splitlines()[:_LINES] or [""]
-    # One good line is enough: the conversion then names the lines that are not.
-    if any(line.count("\t") == COLUMNS - 1 for line in lines):
-        return None
-    return _text(path, lines)
-
-
-def _binary(path: pathlib.Path, kind: str) -> str:
-    if "compressed" in kind:
-        return f"is {kind}; unpack it, or compress it by gzip"
-    if "Arrow" in kind:
-        return f"is {kind}; {_named(path, '.arrow')}"
-    if "NumPy" in kind or "npz" in kind:
-        columns = "pyarrow.table({name: array, ...})"
-        return f"is {kind}; {_READS}: {_write(path, columns)} makes columns of arrays"
-    return f"is {kind}; {_READS}, such as {path.with_suffix('.parquet')}"
-
-
-def _is_tfrecord(start: bytes, size: int) -> bool:
-    """Return whether a file of ``size`` bytes begins with TFRecords, given its first bytes."""
-    # TFRecords have no magic bytes: look for one or two records of plausible lengths.
-    position = 0
-    for _ in range(2):
-        if position == size or position + 12 > len(start):
-            break
-        # Length of 8 bytes and its checksum, the record, its checksum.
-        length = int.from_bytes(start[position : position + 8], "little")
-        position += 16 + length
-        if not 0 < length < 1 << 32 or position > size:
-            return False
-    return position > 0
-
-
-def _text(path: pathlib.Path, lines: list[str]) -> str | None:
-    first = lines[0]
-    if _is_json(lines):
-        return f"is JSON; {_named(path, '.jsonl')}, of one object a line"
-    if _LIBSVM.fullmatch(first):
-        return f"has lines of libsvm's format; {_READS}, with a column for each field"
-    separator = max(_SEPARATORS, key=first.count)
-    if not first.count(separator):
-        if ".csv" not in path.suffixes:
-            return None
-        separator = ","
-    fields = first.split(separator)
-    if all(_RECBOLE.fullmatch(field) for field in fields):
-        options = f"pyarrow.csv.ParseOptions(delimiter={json.dumps(separator)})"
-        return (
-            f"is a file of RecBole, of {', '.join(fields)}; {_READS} with a column of labels, 0 or "
-            f'1: add one to pyarrow.csv.read_csv("{path}", parse_options={options}), and write '
-            "that by pyarrow.parquet.write_table"
-        )
-    shown = ", ".join(fields[:5]) + (", ..." if len(fields) > 5 else "")
-    columns = f"{len(fields)} columns separated by {_SEPARATORS[separator]} ({shown})"
-    # Only lines with tabs may be meant to be Criteo's.
-    if separator == "\t":
-        return f"has {columns}, and Criteo's format has {COLUMNS}; {_named(path, '.tsv')}"
-    return f"is CSV: {columns}; {_named(path, '.csv')}"
-
-
-def _named(path: pathlib.Path, suffix: str) -> str:
-    """Say by which name a file is read; names tell formats and compressions."""
-    plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
-    name = plain.with_suffix(suffix).name + (".gz" if is_compressed(path) else "")
-    return f"name it {name}, as jaxrec knows formats by names"
-
-
-def _write(path: pathlib.Path, table: str) -> str:
-    """Return a shell command that writes a Parquet file; ``table`` is Python code of the table."""
-    output = path.with_suffix(".parquet")
-    return (
-        "python -c 'import pyarrow, pyarrow.parquet; "
-        f'pyarrow.parquet.write_table({table}, "{output}")\''
+def _several(directory: pathlib.Path, splits: Iterable[str], example: str) -> DataError:
+    return DataError(
+        f"{directory} has the splits {', '.join(splits)}, which are data sets of their own; name "
+        f"one: {example}"
     )
 
 
-def _is_json(lines: list[str]) -> bool:
-    first = lines[0].lstrip()
-    if first.startswith("{"):
-        try:
-            return isinstance(json.loads(first), dict)
-        except ValueError:
-            return len(lines) > 1
-    return first.startswith("[")
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = json.load(file)
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON ({error})") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _is_hidden(name: str) -> bool:
+    """Return whether a file or directory is none of the data.
+
+    Spark and others name unfinished files and metadata so: _temporary, _SUCCESS, .part-0.crc.
+    """
+    return name.startswith((".", "_")) and "=" not in name
+
+
+def _below(directory: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yield the files in a directory and in its directories, without hidden ones."""
+    if isinstance(directory, Address):
+        for file in directory.below():
+            parts = file.relative_to(directory).parts
+            for part in parts:
+                _check_table(directory, part)
+            if not any(map(_is_hidden, parts)):
+                yield file
+        return
+    for path in directory.iterdir():
+        _check_table(directory, path.name)
+        if _is_hidden(path.name):
+            continue
+        if path.is_dir():
+            yield from _below(path)
+        else:
+            yield path
+
+
+def _check_table(directory: pathlib.Path, name: str) -> None:
+    """Refuse the directory of a table format, which the name of a file in it tells."""
+    table = "an Iceberg table" if name.endswith(_ICEBERG) else _LOGS.get(name)
+    if table is not None:
+        raise DataError(
+            f"{directory} is {table}, whose log says which of its files count; write its rows to "
+            "Parquet files in another directory"
+        )
+
+
+def _check_keys(files: DataFiles) -> None:
+    """Refuse files whose directories ``key=value`` do not have the same keys in the same order."""
+    first = files.keys
+    if len(set(first)) < len(first):
+        raise DataError(f"{files.paths[0]} has a key twice, of {', '.join(first)}")
+    for path in files.paths:
+        keys = tuple(name for name, _ in key_parts(path.relative_to(files.root)))
+        if keys != first:
+            raise DataError(
+                f"{path} has {_keys(keys)}, and {files.paths[0]} has {_keys(first)}; the files of "
+                "one data set have the same keys in the same order: name some by a pattern in "
+                "quotes, or move the others"
+            )
+
+
+def _keys(names: tuple[str, ...]) -> str:
+    return f"the keys {', '.join(names)}" if names else "no directory key=value"

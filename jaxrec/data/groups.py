@@ -18,7 +18,9 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 import pyarrow as pa
 
-from jaxrec.data.files import DataError, key_column, key_types, keys_of
+from jaxrec.data.addresses import data_path
+from jaxrec.data.files import DataError
+from jaxrec.data.partitions import has_value, key_column, key_types, keys_of
 
 
 @runtime_checkable
@@ -75,10 +77,11 @@ class FileGroups(abc.ABC):
     """The row groups of files of one format.
 
     Attributes:
-        paths: The files, in order.
+        paths: The files, in order; also addresses, such as ``s3://bucket/part-0.parquet``.
         columns: Names of the columns to read; None: all. A directory ``key=value`` on a file's path
             is a column ``key`` of the file, unless the file has a column of this name.
-        keys: Names of the directories' columns to read if ``columns`` is None.
+        keys: Names of the directories' columns to read if ``columns`` is None. A file's own column
+            of such a name must have the directory's value in all rows.
         sources: For each file its name in errors and in `schemas`, such as the one that it was
             converted from; (): its path.
     """
@@ -102,7 +105,7 @@ class FileGroups(abc.ABC):
     def _sources(self) -> dict[pathlib.Path, pathlib.Path]:
         """Each file's name in errors."""
         sources = self.sources or self.paths
-        return dict(zip(map(pathlib.Path, self.paths), map(pathlib.Path, sources), strict=True))
+        return dict(zip(map(data_path, self.paths), map(data_path, sources), strict=True))
 
     @functools.cached_property
     def _key_types(self) -> dict[str, pa.DataType]:
@@ -174,6 +177,9 @@ class FileGroups(abc.ABC):
                 table = file.read(number, wanted)
         except DataError as error:
             raise DataError(f"{source}, row group {number}: it cannot be read ({error})") from None
+        for name, value in keys_of(path).items():
+            if name in self.keys and name in table.column_names:
+                check_key(table[name], name, value, source)
         # The value of a directory is not stored in the file, and is the same in all its rows.
         for name, value in self._keys(path, stored).items():
             if columns is None or name in columns:
@@ -271,3 +277,16 @@ class GroupRange:
 def missing_column(path: str | os.PathLike[str], column: str, columns: Sequence[str]) -> DataError:
     """Return the error of a file that lacks a column."""
     return DataError(f"{path} has no column {column!r}; its columns are {', '.join(columns)}")
+
+
+def check_key(
+    column: pa.ChunkedArray, name: str, value: str | None, path: str | os.PathLike[str]
+) -> None:
+    """Raise a DataError if a file's column has another value than its directory ``key=value``."""
+    if not has_value(column, value):
+        values = ", ".join(dict.fromkeys(map(str, column[:10].to_pylist())))
+        raise DataError(
+            f"{path}, column {name!r}: the file has the values {values}, and its directory says "
+            f"{'null' if value is None else value}; leave the column out of the file, or rename "
+            "the directory"
+        )

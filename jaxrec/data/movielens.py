@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
+from jaxrec.data.addresses import Address, data_path
 from jaxrec.data.files import DataError
 
 _INT, _TEXT = pa.int32(), pa.string()
@@ -109,7 +110,9 @@ def movielens_ratings(path: str | os.PathLike[str]) -> pa.Table:
 
 def has_ratings(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is, by its name or those of its files, one of `movielens_ratings`."""
-    path = pathlib.Path(path)
+    path = data_path(path)
+    if isinstance(path, Address):
+        return False
     names = [file.name for file in path.iterdir()] if path.is_dir() else [path.name]
     return any(name.endswith(layout.name) for layout in _RATING_FORMATS for name in names)
 

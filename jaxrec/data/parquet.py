@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import pathlib
@@ -13,10 +14,12 @@ from typing import Any, ClassVar, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jaxrec.data.addresses import Address, data_path
 from jaxrec.data.column_types import is_string
-from jaxrec.data.files import DataError, parquet_files
+from jaxrec.data.files import DataError, DataFiles, parquet_files
 from jaxrec.data.groups import FileGroups
 from jaxrec.data.structs import flat_schema, flat_table
+from jaxrec.data.views import schema_without_views, without_views
 from jaxrec.files.atomic import write_atomically
 
 # Bytes of the length of the footer and of the magic bytes after it.
@@ -64,15 +67,27 @@ class ParquetGroups(FileGroups):
 
         Args:
             directory: The directory, which may have directories named ``key=value``; or a pattern
-                of files or directories, such as ``parts/*.parquet``.
+                of files or directories, such as ``parts/*.parquet``; or the address of one of
+                these, such as ``s3://bucket/parts``.
             columns: Names of the columns to read; None: all.
 
         Raises:
-            FileNotFoundError: The file or directory does not exist.
+            OSError: The file or directory does not exist, or cannot be read.
             DataError: The directory has no Parquet files.
         """
-        files = parquet_files(directory)
-        return cls(files.paths, None if columns is None else tuple(columns), files.keys)
+        return cls.of_files(parquet_files(directory), columns)
+
+    @classmethod
+    def of_files(
+        cls,
+        files: DataFiles,
+        columns: Sequence[str] | None = None,
+        *,
+        dictionaries: bool = False,
+    ) -> ParquetGroups:
+        """Return the row groups of the files of a data set, of which some columns are read."""
+        chosen = None if columns is None else tuple(columns)
+        return cls(files.paths, chosen, files.keys, files.sources, dictionaries=dictionaries)
 
     @contextlib.contextmanager
     def open(self, path: pathlib.Path) -> Iterator[_OpenParquet]:
@@ -94,7 +109,7 @@ class _OpenParquet(NamedTuple):
 
     @property
     def columns(self) -> pa.Schema:
-        return flat_schema(columns_of(self.file))
+        return schema_without_views(flat_schema(columns_of(self.file)))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -104,21 +119,26 @@ class _OpenParquet(NamedTuple):
     def read(self, group: int, columns: list[str] | None) -> pa.Table:
         # Several threads read groups already: threads of PyArrow within them would only compete.
         # A struct's field is read by its path, without the other fields.
-        return flat_table(self.reader.read_row_group(group, columns=columns, use_threads=False))
+        table = self.reader.read_row_group(group, columns=columns, use_threads=False)
+        return without_views(flat_table(table))
 
 
 @contextlib.contextmanager
 def open_parquet(path: str | os.PathLike[str], **options: Any) -> Iterator[pq.ParquetFile]:
     """Open a Parquet file for the ``with`` block, with options of `pyarrow.parquet.ParquetFile`."""
+    path = data_path(path)
+    if isinstance(path, Address):
+        # Ranges that are near each other are one request. The footer is read once.
+        options = {"pre_buffer": True, "metadata": _footer(path, path.version), **options}
     # Writers store an Arrow schema beside Parquet's own, and PyArrow refuses a file if it does not
     # know a type there, such as polars' Int128. Without the Arrow schema PyArrow reads the file by
     # Parquet's schema.
     try:
         with contextlib.ExitStack() as stack:
             try:
-                file = pq.ParquetFile(path, **options)
+                file = pq.ParquetFile(_source(path), **options)
             except OSError as error:
-                if error.errno is None:
+                if error.errno is None or isinstance(path, Address):
                     raise
                 # PyArrow names the file only within a text of its own.
                 raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
@@ -131,8 +151,7 @@ def open_parquet(path: str | os.PathLike[str], **options: Any) -> Iterator[pq.Pa
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # an error of the operating system
-        reason = " ".join(str(error).split())
-        raise DataError(f"{path} is not a Parquet file, or damaged ({reason})") from None
+        raise _damaged(path, error) from None
 
 
 def write_checked(table: pa.Table, path: str | os.PathLike[str]) -> None:
@@ -161,41 +180,76 @@ def columns_of(file: pq.ParquetFile) -> pa.Schema:
     return columns
 
 
-class _Patched(io.FileIO):
+def _source(path: pathlib.Path) -> Any:
+    """Return what PyArrow reads a file from."""
+    return pa.PythonFile(path.open("rb", 0), "r") if isinstance(path, Address) else path
+
+
+@functools.lru_cache(maxsize=4096)
+def _footer(path: Address, version: tuple[int, str]) -> pq.FileMetaData:
+    """Read the footer of a Parquet file, as it is in a version of the file."""
+    try:
+        return pq.read_metadata(_source(path))
+    except pa.ArrowException as error:
+        raise _damaged(path, error) from None
+
+
+class _Patched(io.RawIOBase):
     """A read-only file whose last bytes are replaced by ``end``."""
 
-    def __init__(self, path: str | os.PathLike[str], end: bytes):
-        super().__init__(path)
-        self._end = end
-        self._start = pathlib.Path(path).stat().st_size - len(end)
+    def __init__(self, file: Any, size: int, end: bytes):
+        super().__init__()
+        self._file, self._size, self._start, self._end = file, size, size - len(end), end
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
     def readinto(self, buffer: Any) -> int:
-        position = self.tell()
-        count = super().readinto(buffer) or 0
-        first = max(position, self._start)
-        if (last := position + count) > first:
-            view = memoryview(buffer).cast("B")
-            view[first - position : count] = self._end[first - self._start : last - self._start]
-        return count
+        content = self.read(len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
 
     def read(self, size: int | None = -1) -> bytes:
-        if size is None or size < 0:
-            size = max(0, self._start + len(self._end) - self.tell())
-        buffer = bytearray(size)
-        return bytes(buffer[: self.readinto(buffer)])
+        position = self._file.tell()
+        count = self._size - position if size is None or size < 0 else size
+        content = bytearray(self._file.read(max(0, count)))
+        first = max(position, self._start)
+        if (last := position + len(content)) > first:
+            content[first - position :] = self._end[first - self._start : last - self._start]
+        return bytes(content)
 
 
-def _without_arrow_schema(path: str | os.PathLike[str]) -> _Patched | None:
+def _without_arrow_schema(path: pathlib.Path) -> _Patched | None:
     """Open a file with its Arrow schema hidden; None: it has no Arrow schema."""
     # The footer's key of the schema becomes another of the same length, so that no position in
     # the file changes and the file need not be copied.
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _TAIL_BYTES))
-        tail = file.read()
-        length = _TAIL_BYTES + int.from_bytes(tail[:4], "little")
-        if tail[4:] != b"PAR1" or length > size:
-            return None
+    file: Any = path.open("rb", 0)
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _TAIL_BYTES))
+    tail = file.read()
+    length = _TAIL_BYTES + int.from_bytes(tail[:4], "little")
+    if tail[4:] == b"PAR1" and length <= size:
         file.seek(size - length)
         end = file.read()
-    return _Patched(path, end.replace(_KEY, _OTHER_KEY)) if _KEY in end else None
+        if _KEY in end:
+            return _Patched(file, size, end.replace(_KEY, _OTHER_KEY))
+    file.close()
+    return None
+
+
+def _damaged(path: pathlib.Path, error: Exception) -> DataError:
+    reason = " ".join(str(error).split())
+    return DataError(f"{path} is not a Parquet file, or damaged ({reason})")

@@ -15,6 +15,7 @@ from jaxrec.arguments import ConfigError, parse, read_yaml
 from jaxrec.data.encoder import SCHEMA_FILE
 from jaxrec.data.split import DEFAULT_FRACTION
 from jaxrec.files.atomic import write_atomically
+from jaxrec.train.data_path import DataPath
 from jaxrec.train.hold_out import split_of
 from jaxrec.train.option_groups import (
     JobConfig,
@@ -57,11 +58,13 @@ _HEADER = "# Written by jaxrec train."
 class DataConfig:
     """Data of the run."""
 
-    path: Annotated[pathlib.Path | None, tyro.conf.arg(aliases=["--data"])] = None
-    """Parquet file, directory of Parquet files (also in directories key=value) or a pattern in
-    quotes, 'parts/*.parquet', read in random order, with any columns or written by
-    `jaxrec data criteo`. Or text in Criteo's format, plain or gzip: a label, 13 integers and 26
-    hexadecimal ids per line, separated by tabs. By default a generated log."""
+    path: Annotated[DataPath | None, tyro.conf.arg(aliases=["--data"])] = None
+    """File, directory of files (also in directories key=value), a pattern in quotes,
+    'parts/*.parquet', or an address of one of these, such as s3://bucket/parts. Files are Parquet,
+    CSV, TSV, JSON lines or Arrow, known by their names, with any columns or written by
+    `jaxrec data criteo`, and are read in random order, see docs/your_own_data.md. Or text in
+    Criteo's format, plain or gzip: a label, 13 integers and 26 hexadecimal ids per line, separated
+    by tabs. By default a generated log."""
     schema: Annotated[pathlib.Path | None, tyro.conf.arg(aliases=["--schema"])] = None
     """YAML file with the encodings of Parquet columns, see docs/data.md. By default they follow
     from the types of the columns and are printed."""
@@ -111,8 +114,9 @@ class DataConfig:
     hold_out_from: Annotated[str | None, tyro.conf.arg(aliases=["--hold-out-from"])] = None
     """Column and value, such as ts=2024-03-01, from which on rows are held out: a number, a date or
     a time."""
-    eval_path: Annotated[pathlib.Path | None, tyro.conf.arg(aliases=["--hold-out-data"])] = None
-    """File, directory or pattern of the held-out rows; all rows of --data are then trained on."""
+    eval_path: Annotated[DataPath | None, tyro.conf.arg(aliases=["--hold-out-data"])] = None
+    """File, directory, pattern or address of the held-out rows; all rows of --data are then trained
+    on."""
     bad_rows: Literal["fail", "skip"] = "fail"
     """At a malformed line of text stop, or skip and count it."""
     table_rows: int = 100_000

@@ -25,8 +25,9 @@ from jaxrec.data import (
     TableEncoder,
     batches,
 )
+from jaxrec.data.addresses import Address
 from jaxrec.data.encoder import EncodedGroups
-from jaxrec.data.files import foreign_format
+from jaxrec.data.foreign import foreign_format
 from jaxrec.data.groups import GroupRange
 from jaxrec.data.selection import RowMask
 from jaxrec.data.transforms import CATEGORICAL_NAMES, NUM_CATEGORICAL
@@ -292,5 +293,7 @@ def check_held_out(rows: LogDataset | ParquetDataset, config: TrainConfig) -> No
 def _text(path: pathlib.Path, data: DataConfig, id_bits: Literal[32, 64]) -> LogDataset:
     if (problem := foreign_format(path)) is not None:
         raise DataError(f"{path} {problem}")
+    if isinstance(path, Address):
+        raise DataError(f"{path} is text in Criteo's format; copy it to this machine")
     file = CriteoFile(path, (data.table_rows,) * NUM_CATEGORICAL, data.bad_rows, id_bits)
     return LogDataset(file, 0, file.num_rows, id_bits=id_bits)

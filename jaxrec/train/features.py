@@ -30,8 +30,8 @@ from jaxrec.data.criteo.log import criteo_schema
 from jaxrec.data.criteo.parts import is_part
 from jaxrec.data.encoder import SCHEMA_FILE, EncodedGroups
 from jaxrec.data.feature_table import check_zones
-from jaxrec.data.files import DataFiles, has_pattern, parquet_files
-from jaxrec.data.formats.conversion import as_parquet, format_of
+from jaxrec.data.files import DataFiles, has_pattern
+from jaxrec.data.formats.conversion import as_parquet, format_of, table_files
 from jaxrec.data.generated import TABLE_ROWS
 from jaxrec.data.groups import GroupRange, LocatedGroups
 from jaxrec.data.infer import LABEL_NAMES
@@ -366,16 +366,11 @@ def parquet_data(path: pathlib.Path | None, data: DataConfig) -> DataFiles:
     """Find the Parquet files of a path, or those that its files are converted to."""
     if path is None:
         raise ConfigError("give the files with --data")
-    if not is_parquet(path):
-        raise DataError(
-            f"{path} is not a Parquet file; columns with a schema are read from Parquet, CSV, TSV, "
-            "JSON lines and Arrow files"
-        )
-    return parquet_files(path) if format_of(path) is None else as_parquet(path, _types(data))
+    return table_files(path, _types(data))
 
 
 def _all_rows(files: DataFiles, schema: Schema) -> GroupRange:
-    groups = ParquetGroups(files.paths, schema.inputs, sources=files.sources, dictionaries=True)
+    groups = ParquetGroups.of_files(files, schema.inputs, dictionaries=True)
     if (count := sum(groups.sizes)) == 0:
         raise DataError(f"{next(iter(groups.schemas))}: it has no rows")
     return GroupRange(groups, 0, count)

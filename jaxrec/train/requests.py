@@ -83,7 +83,7 @@ class RequestData:
         if has_ratings(path):
             return cls._grouped(movielens_ratings(path), data)
         found = parquet_data(path, data)
-        files = ParquetGroups(found.paths, keys=found.keys, sources=found.sources)
+        files = ParquetGroups.of_files(found)
         columns = next(iter(files.schemas.values()))
         names = Columns.find(data, columns.names)
         if is_list(columns.field(names.time).type):

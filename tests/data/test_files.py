@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import pathlib
 
 import pyarrow as pa
@@ -10,7 +11,8 @@ import pytest
 
 from jaxrec.data import DataError, ParquetGroups
 from jaxrec.data.criteo.conversion import source_files
-from jaxrec.data.files import key_types, keys_of, parquet_files
+from jaxrec.data.files import parquet_files
+from jaxrec.data.partitions import key_types, keys_of
 
 pytestmark = pytest.mark.every_case
 
@@ -39,7 +41,7 @@ WRITERS = {
 # Files beside them that are no rows of the data set.
 OTHERS = (
     "_SUCCESS", "_metadata", "_common_metadata", ".part-00000.parquet.crc", "notes.txt",
-    "old.parquet.bak", "_temporary/0/part-0.parquet", ".x.parquet", "archive/z.parquet",
+    "old.parquet.bak", "_temporary/0/part-0.parquet", ".x.parquet",
 )  # fmt: skip
 
 
@@ -62,7 +64,6 @@ PATTERNS = {
     "files": ("part.*.parquet", ["part.2.parquet", "part.10.parquet"]),
     "directories": ("day=*", ["day=2/a.parquet", "day=10/a.parquet"]),
     "inside": ("day=1?/*", ["day=10/a.parquet"]),
-    "all": ("*", ["day=2/a.parquet", "day=10/a.parquet", "part.2.parquet", "part.10.parquet"]),
     "deep": ("**/a.parquet", ["day=2/a.parquet", "day=10/a.parquet"]),
 }
 
@@ -81,17 +82,36 @@ def test_a_name_with_brackets_is_a_file(tmp_path):
 
 WRONG = {
     "empty": ("none", "there are no Parquet files in this directory$"),
-    "below": ("below", r"in this directory; there are some in x, y"),
+    "mixed": ("mixed", r"x=1/y.parquet has the keys x, and .*a.parquet has no directory key=value"),
+    "inconsistent": (
+        "deep",
+        "x=2/z=1/a.parquet has the keys x, z, and .*x=1/y=1/a.parquet has the k",
+    ),
+    "twice": ("twice", "has a key twice, of x, x"),
     "text": ("text", "in this directory, but files such as a.csv$"),
     "pattern": ("empty*/x*.parquet", "no Parquet file matches this pattern"),
     "delta": ("delta", "is a Delta table, whose log says which of its files count"),
+    "iceberg": ("ice", "is an Iceberg table, whose log says"),
+    "splits": ("splits", "has the splits test, train, .* name one: '.*/splits/train-.*.parquet'"),
+    "saved": (
+        "saved",
+        "has the splits a, b, which are data sets of their own; name one: .*saved/a",
+    ),
+    "state": ("state", "state.json names b.arrow, which is not there"),
 }
 
 
 @pytest.mark.parametrize(("path", "message"), WRONG.values(), ids=WRONG)
 def test_what_is_no_data_set(tmp_path, path, message):
-    for name in ("below/y/b.parquet", "below/x/a.parquet", "delta/a.parquet"):
+    for name in (
+        "mixed/a.parquet", "mixed/x=1/y.parquet", "delta/a.parquet", "ice/data/a.parquet",
+        "ice/metadata/v1.metadata.json", "deep/x=1/y=1/a.parquet", "deep/x=2/z=1/a.parquet",
+        "twice/x=1/x=2/a.parquet", "splits/train-00000-of-00002.parquet",
+        "splits/test-00000-of-00001.parquet", "saved/a/x.parquet", "state/a.parquet",
+    ):  # fmt: skip
         write(tmp_path / name)
+    (tmp_path / "saved/dataset_dict.json").write_text('{"splits": ["a", "b"]}')
+    (tmp_path / "state/state.json").write_text('{"_data_files": [{"filename": "b.arrow"}]}')
     (tmp_path / "delta/_delta_log").mkdir()
     (tmp_path / "none").mkdir()
     (tmp_path / "text").mkdir()
@@ -123,10 +143,64 @@ def test_keys_are_columns(tmp_path):
         _ = ParquetGroups((tmp_path / "gone.parquet",)).sizes
 
 
-def test_a_column_of_the_file_comes_before_its_key(tmp_path):
+def test_views_are_strings(tmp_path):
+    """Polars has string views, for which Arrow has few functions."""
+    views, lists = pa.string_view(), pa.list_(pa.string_view())
+    columns = {"x": pa.array(["a", None], views), "y": pa.array([["b"], []], lists)}
+    write(tmp_path / "a.parquet", columns)
+    groups = ParquetGroups.of_directory(tmp_path)
+    (schema,) = groups.schemas.values()
+    assert schema.types == [pa.string(), pa.list_(pa.string())] == groups.read(0).schema.types
+    assert groups.read(0).to_pydict() == {"x": ["a", None], "y": [["b"], []]}
+
+
+DAY = datetime.date(2024, 3, 1)
+BOTH = {
+    "text": ("1", ["1", "1"], True),
+    "numbers": ("1", [1, 1], True),
+    "dates": ("2024-03-01", [DAY, DAY], True),
+    "times": ("2024-03-01 00%3A00%3A00", [datetime.datetime(2024, 3, 1)], True),
+    "categories": ("a", pa.array(["a"]).dictionary_encode(), True),
+    "nulls": ("__HIVE_DEFAULT_PARTITION__", pa.nulls(2, pa.int64()), True),
+    "another": ("1", [1, 2], False),
+    "another_type": ("1", ["Monday"], False),
+    "a_null": ("1", [1, None], False),
+    "a_null_directory": ("__HIVE_DEFAULT_PARTITION__", [1], False),
+    "lists": ("1", [[1]], False),
+}
+
+
+@pytest.mark.parametrize(("value", "column", "same"), BOTH.values(), ids=BOTH)
+def test_a_column_of_the_file_has_the_value_of_its_directory(tmp_path, value, column, same):
     """DuckDB writes both with WRITE_PARTITION_COLUMNS."""
-    write(tmp_path / "day=1/a.parquet", {"x": [1], "day": ["Monday"]})
-    assert ParquetGroups.of_directory(tmp_path).read(0).to_pydict() == {"x": [1], "day": ["Monday"]}
+    write(tmp_path / f"day={value}/a.parquet", {"day": column})
+    groups = ParquetGroups.of_directory(tmp_path, ["day"])
+    if same:
+        assert groups.read(0)["day"].to_pylist() == pa.array(column).to_pylist()
+        return
+    with pytest.raises(
+        DataError, match=r"a.parquet, column 'day': the file has the values .* says"
+    ):
+        groups.read(0)
+
+
+def test_plain_directories_of_any_depth(tmp_path):
+    deep = ["2024/1/a.parquet", "2024/10/b.parquet", "2025/1/1/a.parquet", "z.parquet"]
+    for name in (*deep, "2024/_temporary/1/x.parquet", "2024/.git/x.parquet"):
+        write(tmp_path / name)
+    assert names(tmp_path) == deep
+    assert names(tmp_path / "*") == deep
+    assert names(tmp_path / "2024/_temp*") == ["_temporary/1/x.parquet"]
+
+
+def test_a_saved_data_set_has_the_files_that_its_state_names(tmp_path):
+    for name in ("data-00000-of-00002.parquet", "data-00001-of-00002.parquet"):
+        write(tmp_path / name)
+    write(tmp_path / "data-00000-of-00001.parquet")
+    (tmp_path / "state.json").write_text(
+        '{"_data_files": [{"filename": "data-00000-of-00001.parquet"}]}'
+    )
+    assert names(tmp_path) == ["data-00000-of-00001.parquet"]
 
 
 def test_types_of_keys():

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from jaxrec.data.files import DataError
 from jaxrec.data.formats.base import Format, Types
+from jaxrec.data.views import without_views
 
 _FILE = b"ARROW1"
 
@@ -35,11 +36,11 @@ class Arrow(Format):
                     source.seek(0)
                     batches = stream = pa.ipc.open_stream(source)
                     schema = stream.schema
-                yield schema.empty_table()  # a file may have columns and no rows
+                yield without_views(schema.empty_table())  # a file may have no rows
                 for batch in batches:
                     # A damaged offset would make Arrow read other memory.
                     batch.validate(full=True)
-                    yield pa.Table.from_batches([batch])
+                    yield without_views(pa.Table.from_batches([batch]))
         except (pa.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise

@@ -19,15 +19,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jaxrec.data.addresses import Address, data_path
 from jaxrec.data.column_types import is_dense, is_list
 from jaxrec.data.files import (
     DataError,
     DataFiles,
     data_files,
-    foreign_format,
     has_pattern,
     is_parquet_name,
+    parquet_files,
 )
+from jaxrec.data.foreign import foreign_format
 from jaxrec.data.formats.arrow import Arrow
 from jaxrec.data.formats.base import (
     COMPRESSION,
@@ -50,6 +52,9 @@ GROUP_ROWS = 1 << 17
 # Bytes of the rows that are joined to a row group: long rows make smaller groups.
 GROUP_BYTES = 1 << 28
 
+# First bytes of a Parquet file.
+_MAGIC = b"PAR1"
+
 # Changes when the same files would be converted to other Parquet files.
 _VERSION = 1
 
@@ -59,12 +64,13 @@ _THREADS = threading.Lock()
 _MAY_BE_CRITEOS = re.compile(rf"\.(tsv|tab){COMPRESSION}", re.IGNORECASE)
 
 
-def format_of(path: pathlib.Path) -> Format | None:
+def format_of(path: str | os.PathLike[str]) -> Format | None:
     """Return the format of a file, a directory or a pattern, by names; None for other files.
 
     Raises:
         DataError: The directory or the pattern has files of several formats, Parquet among them.
     """
+    path = data_path(path)
     files: tuple[pathlib.Path, ...] = (path,)
     if path.is_dir() or has_pattern(path):
         files = without_descriptions(data_files(path, _any_name, "Parquet").paths)
@@ -81,8 +87,37 @@ def format_of(path: pathlib.Path) -> Format | None:
     return found.pop()
 
 
+def table_files(path: str | os.PathLike[str], types: Types | None = None) -> DataFiles:
+    """Return the Parquet files of a path, or those that its files of another format become.
+
+    Args:
+        path: File, directory or pattern of any format, or the address of one.
+        types: Types of columns, by name, where the format does not hold them.
+
+    Raises:
+        OSError: A file cannot be read.
+        DataError: A file is malformed, or has a format that is not read; the message says how to
+            convert it.
+    """
+    path = data_path(path)
+    if format_of(path) is not None:
+        return as_parquet(path, types)
+    files = parquet_files(path)
+    first = files.paths[0]
+    if not is_parquet_name(first.name):
+        with first.open("rb") as file:
+            is_parquet = file.read(len(_MAGIC)) == _MAGIC
+        if not is_parquet:
+            reason = foreign_format(first) or (
+                "is not a Parquet file; columns with a schema are read from Parquet, CSV, TSV, "
+                "JSON lines and Arrow files"
+            )
+            raise DataError(f"{first} {reason}")
+    return files
+
+
 def as_parquet(
-    path: pathlib.Path,
+    path: str | os.PathLike[str],
     types: Types | None = None,
     progress: Callable[[int], None] = lambda size: None,
 ) -> DataFiles:
@@ -147,6 +182,8 @@ def _target(name: pathlib.Path) -> pathlib.Path:
 
 def _write(kind: Format, path: pathlib.Path, target: pathlib.Path, types: Types) -> int:
     """Write a file as a Parquet file; return the number of its rows."""
+    if isinstance(path, Address):
+        return _write_copy(kind, path, target, types)
     guesses: dict[str, pa.DataType] = {}
     while True:
         try:
@@ -155,6 +192,19 @@ def _write(kind: Format, path: pathlib.Path, target: pathlib.Path, types: Types)
             guesses[wider.column] = wider.kind
         except pa.ArrowException as error:
             raise DataError(f"{path} has a column that Parquet cannot hold ({error})") from None
+
+
+def _write_copy(kind: Format, path: Address, target: pathlib.Path, types: Types) -> int:
+    """Write a file of another machine as a Parquet file, by a copy that lasts as long."""
+    # The parsers read a file more than once: its header, values that change the type of a column.
+    copy = target.with_name(path.name)
+    try:
+        path.download(copy)
+        return _write(kind, copy, target, types)
+    except DataError as error:
+        raise DataError(str(error).replace(str(copy), str(path))) from None
+    finally:
+        copy.unlink(missing_ok=True)
 
 
 def _write_tables(tables: Iterator[pa.Table], target: pathlib.Path) -> int:
@@ -211,15 +261,18 @@ def _key(files: DataFiles, types: Mapping[str, pa.DataType]) -> str:
         # The names below the root are those of the results: a directory `day=2` may be the root or
         # below it.
         "names": [str(name) for name in _relative_names(files)],
-        "files": [(os.path.abspath(path), *_state(path)) for path in files.paths],
+        "files": [_state(path) for path in files.paths],
         "types": {name: str(kind) for name, kind in sorted(types.items())},
     }
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:24]
 
 
-def _state(path: pathlib.Path) -> tuple[int, int]:
+def _state(path: pathlib.Path) -> tuple[str, int, int | str]:
+    """Return where a file is, its size, and what changes with its content."""
+    if isinstance(path, Address):
+        return str(path), *path.version
     stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns
+    return os.path.abspath(path), stat.st_size, stat.st_mtime_ns
 
 
 @contextlib.contextmanager

@@ -15,12 +15,13 @@ from typing import Literal, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from jaxrec.data.files import DataError, is_parquet_name, key_column, key_types, keys_of
+from jaxrec.data.files import DataError, is_parquet_name
 from jaxrec.data.files import natural_order as in_natural_order
 from jaxrec.data.formats.base import WiderTypeError, without_descriptions
 from jaxrec.data.formats.conversion import FORMATS
 from jaxrec.data.formats.delimited import PART_BYTES
 from jaxrec.data.parquet import ParquetGroups
+from jaxrec.data.partitions import key_column, key_types, keys_of
 from jaxrec.data.shuffled import Shard
 from jaxrec.data.streams.source import (
     POLL_SECONDS,

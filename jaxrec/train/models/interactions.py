@@ -171,7 +171,7 @@ def _lists(values: pa.Array, lengths: Int[np.ndarray, " sequences"]) -> pa.Array
 
 
 def _read(files: DataFiles, columns: tuple[str, ...]) -> pa.Table:
-    groups = ParquetGroups(files.paths, columns, sources=files.sources)
+    groups = ParquetGroups.of_files(files, columns)
     tables = [groups.read(group) for group in range(len(groups.sizes))]
     if not tables:
         raise DataError(f"{next(iter(groups.schemas))}: it has no rows")

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxrec.data.files import foreign_format
+from jaxrec.data.foreign import foreign_format
 from tests.data.criteo.test_log import GOOD, KAGGLE, changed
 
 pytestmark = pytest.mark.every_case
