@@ -44,7 +44,8 @@ from jaxrec.train.model import make_kind, saved_config, table_configs
 from jaxrec.train.models import KINDS, default_config, model_kind
 from jaxrec.train.models.kind import HeldOutBatches, ModelKind
 from jaxrec.train.open_vocabularies import describe, describe_stores
-from jaxrec.train.progress import HELD_OUT, Progress, standard_output
+from jaxrec.train.overfitting import describe_overfitting
+from jaxrec.train.progress import HELD_OUT, Progress, read_history, standard_output
 from jaxrec.train.results import (
     HISTORY_FILE,
     RESULTS_FILE,
@@ -283,6 +284,11 @@ class _Run:
         if stopping is not None:
             console.print(stopping.describe(num_steps))
         report(console, measures, results, len(self.held_out))
+        history = read_history(self.output / HISTORY_FILE)
+        if text := describe_overfitting(
+            history, measures, results, step=trainer.step, epochs=config.data.epochs
+        ):
+            console.print(text)
         if stopping is None and facts.best_step is not None:
             console.print(f"best of the checkpoints that stay: step {facts.best_step:,}")
         if ids := describe(trainer.model):
