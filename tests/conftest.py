@@ -21,7 +21,10 @@ from tests.quick import (
     compile_quickly,
     cores,
     draw_small_blocks,
+    end_without_collections,
     free_programs,
+    keep_freed_memory,
+    lower_without_sources,
     share_programs,
 )
 
@@ -29,6 +32,8 @@ from tests.quick import (
 if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
 compile_quickly()
+lower_without_sources()
+keep_freed_memory()
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -79,6 +84,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     collect_garbage_rarely()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    end_without_collections()
 
 
 def pytest_runtest_teardown() -> None:

@@ -143,11 +143,13 @@ def serve(handle: int) -> None:
         collect_garbage_rarely,
         compile_quickly,
         draw_small_blocks,
+        lower_without_sources,
         share_programs,
     )
 
     share_programs(os.environ["JAXREC_TEST_PROGRAMS"])
     compile_quickly()
+    lower_without_sources()
     draw_small_blocks()
     collect_garbage_rarely()
     codes: dict[int, int | None] = {}

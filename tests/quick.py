@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import pathlib
+import sys
 import threading
 
 import jax
@@ -12,6 +14,10 @@ from jax._src.interpreters import mlir
 from jaxlib.mlir import ir
 
 from tests.whole_programs import write_whole_programs
+
+# glibc's malloc.h
+_M_MXFAST = 1
+_M_TRIM_THRESHOLD = -1
 
 
 def draw_small_blocks() -> None:
@@ -55,6 +61,25 @@ def compile_quickly() -> None:
     mlir.make_ir_context = make_ir_context
 
 
+def lower_without_sources() -> None:
+    """Lower programs without the source lines of their operations, which no test reads.
+
+    JAX writes the whole stack behind each operation, and the stack of a test has a hundred frames.
+    A tenth of the tests' processor time went there.
+    """
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library reuse freed memory as it is, without merging it or giving it back.
+
+    LLVM and MLIR allocate and free millions of small objects for each program.
+    """
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):  # not musl
+        for parameter, value in ((_M_MXFAST, 0), (_M_TRIM_THRESHOLD, 1 << 30)):
+            library.mallopt(parameter, value)
+
+
 def share_programs(directory: str) -> None:
     """Keep compiled programs in a directory, for this process and its forks (`tests/forks.py`).
 
@@ -75,6 +100,16 @@ def collect_garbage_rarely() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 50)
+
+
+def end_without_collections() -> None:
+    """Collect garbage a last time, and exempt what is left.
+
+    pytest, JAX and Python each collect once more when a session ends, through gigabytes. Errors of
+    the objects that are collected here end the session as they would there.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def free_programs() -> None:
