@@ -17,6 +17,7 @@ from tests import fuzz, typecheck
 from tests.cases import refuse_addresses, runs_all, thin_out
 from tests.pairs import forks, pair  # noqa: F401
 from tests.quick import (
+    SHARED_PROGRAMS,
     collect_garbage_rarely,
     compile_quickly,
     cores,
@@ -56,16 +57,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):
-        directory = config.workerinput["programs"]
-    else:
+    directory = os.environ.get(SHARED_PROGRAMS)  # by .ci/run, or for a worker of this process
+    if directory is None:
         directory = config.stash[PROGRAMS] = tempfile.mkdtemp(prefix="jaxrec-programs-")
     share_programs(directory)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node) -> None:
-    node.workerinput["programs"] = node.config.stash[PROGRAMS]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

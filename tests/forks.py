@@ -140,6 +140,7 @@ def serve(handle: int) -> None:
     for module in ("jaxrec.commands.train", "jaxrec.tier", "optax", "pyarrow.parquet", "pytest"):
         importlib.import_module(module)
     from tests.quick import (
+        SHARED_PROGRAMS,
         collect_garbage_rarely,
         compile_quickly,
         draw_small_blocks,
@@ -147,7 +148,7 @@ def serve(handle: int) -> None:
         share_programs,
     )
 
-    share_programs(os.environ["JAXREC_TEST_PROGRAMS"])
+    share_programs(os.environ[SHARED_PROGRAMS])
     compile_quickly()
     lower_without_sources()
     draw_small_blocks()

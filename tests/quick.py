@@ -13,7 +13,10 @@ import jax
 from jax._src.interpreters import mlir
 from jaxlib.mlir import ir
 
-from tests.whole_programs import write_whole_programs
+from tests.whole_programs import write_whole_programs, write_without_compression
+
+# Environment variable with the directory of compiled programs. .ci/run sets it for all its runs.
+SHARED_PROGRAMS = "JAXREC_TEST_PROGRAMS"
 
 # glibc's malloc.h
 _M_MXFAST = 1
@@ -83,16 +86,17 @@ def keep_freed_memory() -> None:
 def share_programs(directory: str) -> None:
     """Keep compiled programs in a directory, for this process and its forks (`tests/forks.py`).
 
-    The directory lasts for one run: a program that an earlier run compiled must not hide what this
-    one compiles. Other processes do without: they write in place, and one that is killed leaves
-    half of a program.
+    The directory lasts for one run, or for those of one ``.ci/run``: a program that was compiled of
+    another tree must not hide what this one compiles. Other processes do without: they write in
+    place, and one that is killed leaves half of a program.
     """
     write_whole_programs()
+    write_without_compression()
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
-    os.environ["JAXREC_TEST_PROGRAMS"] = directory
+    os.environ[SHARED_PROGRAMS] = directory
 
 
 def collect_garbage_rarely() -> None:

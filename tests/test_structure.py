@@ -8,6 +8,7 @@ is listed here, with the file that tests it.
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
 import re
 
@@ -190,11 +191,13 @@ def has_logic(path: pathlib.Path) -> bool:
     return any(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in ast.walk(tree))
 
 
-MODULES = {
-    path.relative_to(ROOT / "jaxrec").with_suffix("").as_posix()
-    for path in (ROOT / "jaxrec").rglob("*.py")
-    if path.stem != "__init__" and has_logic(path)
-}
+@functools.cache
+def modules() -> set[str]:
+    return {
+        path.relative_to(ROOT / "jaxrec").with_suffix("").as_posix()
+        for path in (ROOT / "jaxrec").rglob("*.py")
+        if path.stem != "__init__" and has_logic(path)
+    }
 
 
 def has_mirror(module: str) -> bool:
@@ -206,14 +209,14 @@ def has_mirror(module: str) -> bool:
 
 
 def test_every_module_with_logic_is_tested():
-    untested = {module for module in MODULES if not has_mirror(module)} - set(LISTED)
+    untested = {module for module in modules() if not has_mirror(module)} - set(LISTED)
     assert untested == set(), "write tests/x/test_y.py for jaxrec/x/y.py, or list it in TESTED_BY"
 
 
 def test_only_modules_without_a_mirror_are_listed():
     assert len(LISTED) == len(set(LISTED))
     assert {module for module in LISTED if has_mirror(module)} == set()
-    assert set(LISTED) - MODULES == set(), "these modules are gone, or have no logic"
+    assert set(LISTED) - modules() == set(), "these modules are gone, or have no logic"
 
 
 @pytest.mark.parametrize("path", [f"tests/{test}.py" for test in TESTED_BY])
@@ -234,4 +237,4 @@ def test_paths_that_contributors_are_told_exist():
     assert len(paths) > 40
     assert {path for path in paths if not (ROOT / path).exists()} == set()
     packages = re.findall(r"^\| `jaxrec\.([a-z]+)`", text, re.MULTILINE)
-    assert {module.split("/")[0] for module in MODULES if "/" in module} <= {*packages, "data"}
+    assert {module.split("/")[0] for module in modules() if "/" in module} <= {*packages, "data"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 
+from jax._src import compilation_cache
 from jax._src.lru_cache import _CACHE_SUFFIX, LRUCache
 
 
@@ -23,3 +24,8 @@ def write_whole_programs() -> None:
             os.replace(file.name, path)
 
     LRUCache.put = put
+
+
+def write_without_compression() -> None:
+    """Let the cache write programs as they are; zlib takes a third of the time of writing one."""
+    compilation_cache.compress_executable = compilation_cache.decompress_executable = bytes

@@ -66,9 +66,9 @@ def make_collection(names=tuple(PLACEMENTS)):
 def small_blocks(monkeypatch):
     """Blocks of 16 rows, so that tables have several and devices parts of them."""
     monkeypatch.setattr(first_values, "BLOCK_ELEMENTS", 96)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+    # Those that were traced with other blocks. The values are the same, whatever tests come next.
+    first_values._fill.clear_cache()
+    creation._fill_shards.clear_cache()
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -278,9 +278,6 @@ def small_copies(monkeypatch):
     for module in (shard_access, row_mover):
         monkeypatch.setattr(module, "COPY_ELEMENTS", 1 << 13)
     monkeypatch.setattr("jaxrec.files.rows._ROWS", 250)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 ROWS, WIDTH, NUM_TABLES = 4000, 64, 2

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
-import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrec.ragged.capacity import LengthMoments, capacity_for
+
+
+@pytest.fixture(scope="module")
+def stats():
+    """`scipy.stats`, whose import takes two seconds of each process that collects tests."""
+    return importlib.import_module("scipy.stats")
 
 
 def test_the_first_rungs():
@@ -31,12 +38,12 @@ def test_a_negative_count():
         capacity_for(-1)
 
 
-def test_moments_of_lengths_and_of_their_histogram():
+def test_moments_of_lengths_and_of_their_histogram(stats):
     lengths = np.random.default_rng(0).geometric(0.1, 1000)
     moments = LengthMoments.of(lengths)
     assert moments.mean == pytest.approx(lengths.mean())
     assert moments.variance == pytest.approx(lengths.var())
-    skew = scipy.stats.skew(lengths) * lengths.std()
+    skew = stats.skew(lengths) * lengths.std()
     assert moments.skew == pytest.approx(skew)
     assert LengthMoments.of(*np.unique(lengths, return_counts=True)) == pytest.approx(moments)
     assert LengthMoments.of(np.zeros(0, int)) == (0, 0, 0)
@@ -45,11 +52,11 @@ def test_moments_of_lengths_and_of_their_histogram():
 
 @pytest.mark.parametrize("samples", [64, 512])
 @pytest.mark.parametrize("mean", [2, 30])
-def test_likely_ids_are_the_quantile_of_a_sum(mean, samples):
+def test_likely_ids_are_the_quantile_of_a_sum(stats, mean, samples):
     """A sum of geometric lengths has a negative binomial distribution."""
     p = 1 / mean
     moments = LengthMoments(mean, (1 - p) / p**2, (2 - p) / p)
     for deviations in (3, 4, 5):
-        tail = scipy.stats.norm.sf(deviations)
-        exact = samples + scipy.stats.nbinom.isf(tail, samples, p)
+        tail = stats.norm.sf(deviations)
+        exact = samples + stats.nbinom.isf(tail, samples, p)
         assert moments.likely_ids(samples, deviations) == pytest.approx(exact, rel=0.02)

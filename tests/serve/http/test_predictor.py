@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,10 +31,15 @@ def predictors(tmp_path_factory):
 
 
 COLUMNS = {
-    "raw": raw_table(3).drop_columns("label").to_pydict(),
-    "dlrm": columns_of(dlrm().batch(3)),
-    "sasrec": columns_of(sasrec().batch(3)),
+    "raw": lambda: raw_table(3).drop_columns("label").to_pydict(),
+    "dlrm": lambda: columns_of(dlrm().batch(3)),
+    "sasrec": lambda: columns_of(sasrec().batch(3)),
 }
+
+
+@functools.cache
+def columns(name):
+    return COLUMNS[name]()
 
 
 @pytest.mark.parametrize("kind", ["json", "arrow"])
@@ -40,7 +47,7 @@ COLUMNS = {
 @settings(max_examples=max_examples(60))
 @given(seed=st.integers(0, 2**63))
 def test_bodies_that_are_nearly_right(predictors, name, kind, seed):
-    predictor, bodies = predictors[name], Bodies(COLUMNS[name], seed)
+    predictor, bodies = predictors[name], Bodies(columns(name), seed)
     decode_json, decode_arrow = decoders(predictor)
     if kind == "json":
         outcome(predictor, decode_json.decode, bodies.json_body())
