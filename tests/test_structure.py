@@ -172,6 +172,7 @@ TESTED_BY = {
     ),
     "train/test_columns": ("train/features",),
     "train/test_trainer": ("train/train_steps",),
+    "train/test_following": ("train/stream_options",),
     "commands/test_commands": ("arguments",),
     "commands/test_export": ("serve/exported_run",),
     "serve/quantized/test_quality_report": ("serve/quantized/table_quality",),

@@ -39,6 +39,7 @@ from jaxrec.train.config import (
 from jaxrec.train.datasets import Dataset, bad_lines, run_batches
 from jaxrec.train.devices import Devices, plan_devices, simulate_cpus
 from jaxrec.train.features import is_parquet
+from jaxrec.train.following import follow
 from jaxrec.train.interrupt import Interrupt, interruptible
 from jaxrec.train.model import make_kind, saved_config, table_configs
 from jaxrec.train.models import KINDS, default_config, model_kind
@@ -107,6 +108,8 @@ def run(options: Sequence[str]) -> int:
         console.print(f"{signal}: stopping after this step")
 
     with interruptible(announce) as interrupt, losses_first():
+        if config.stream.follow:
+            return follow(config, console, interrupt, _output(config), _start_output)
         return _train(config, console, interrupt)
 
 

@@ -17,6 +17,7 @@ from jaxrec.files.atomic import write_atomically
 from jaxrec.mesh.processes import LOST_AFTER_SECONDS, check_processes
 from jaxrec.tier.stores import open_store
 from jaxrec.tier.vocabulary.counts import MAX_SIGHTINGS
+from jaxrec.train.stream_options import StreamConfig, topic_address
 
 # Files of a run's directory: its options, and the `TableEncoder` of its Parquet files.
 CONFIG_FILE = "config.yaml"
@@ -327,6 +328,7 @@ class TrainConfig:
     model: ModelConfig = ModelConfig()
     ranker: RankerConfig = RankerConfig()
     vocabulary: VocabularyConfig = VocabularyConfig()
+    stream: StreamConfig = StreamConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     job: JobConfig = JobConfig()
@@ -432,6 +434,9 @@ def _tokens(config: type, options: Mapping[str, Any], prefix: str) -> Iterator[l
         # there may be several by now.
         if value is None and group in (None, ()):
             continue
+        if isinstance(group, bool) and isinstance(value, bool):
+            yield [f"--{prefix}{'' if value else 'no-'}{name.replace('_', '-')}"]
+            continue
         if not dataclasses.is_dataclass(group):
             values = value if isinstance(value, list) else [value]
             yield [f"--{option}", *map(str, values)]
@@ -483,6 +488,8 @@ def _plain(config: Any) -> dict[str, Any]:
             return _plain(value)
         if isinstance(value, tuple):
             return list(value)
-        return str(value.absolute()) if isinstance(value, pathlib.Path) else value
+        if isinstance(value, pathlib.Path):
+            return topic_address(value) or str(value.absolute())
+        return value
 
     return {field.name: plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
