@@ -111,6 +111,11 @@ COMMANDS = (
         "--data.batch-size 100 --output from_json",
     ),
     (
+        "jaxrec train --data logs --follow --vocabulary dynamic --output followed",
+        "--data.batch-size 100 --data.table-rows 2000 --until caught_up",
+    ),
+    ("jaxrec train --resume followed", ""),
+    (
         "jaxrec train --model hstu_ranker --ranker.history 20 --ranker.window 1",
         "--data.generated-rows 500 --data.generated-eval-rows 100 --output ranker_generated",
     ),
@@ -240,6 +245,12 @@ LEFT_OUT = {
     "pip install 'jaxrec[cuda12]'": "needs a GPU",
     "pip install 'jaxrec[rocksdb]'": "installs what README does not",
     "pip install 'jaxrec[redis]'": "installs what README does not",
+    "pip install 'jaxrec[kafka]'": "installs what README does not",
+    "jaxrec train --data kafka://kafka-1:9092,kafka-2:9092/clicks --follow --vocabulary dynamic "
+    "--output topic": "needs brokers; tests/train/test_following.py has one",
+    "python -m benchmarks.streams": "needs what README does not install for all",
+    "python -m benchmarks.streams --rate --messages 500000": "needs what README does not install "
+    "for all",
     "python -m benchmarks.tier stores": "needs rocksdict, redis-py and a server",
     "python -m benchmarks.tier kills": "needs rocksdict, redis-py and a server",
     "python -m benchmarks.tier exact": "needs rocksdict, redis-py and a server",

@@ -1,11 +1,15 @@
 """Counting the messages of a Kafka topic in a model that is killed again and again.
 
 Usage: python -m benchmarks.streams [--messages 1000000] [--kills 20] [--partitions 4] [--seed 0]
+       python -m benchmarks.streams --rate [--messages 500000]
 
 A table has a row for each message, and a step adds 1 to the rows of its messages: after all kills
 each row is 1 if each message counts exactly once. The topic grows while the runs read it. The
 broker is the mock cluster of confluent-kafka (``pip install 'jaxrec[kafka]'``), or that of
 ``--brokers``, where the topic must be new. Prints a JSON line.
+
+With ``--rate`` nothing is trained or killed: prints how many messages a second of processor time
+are read, decoded and encoded into batches.
 """
 
 from __future__ import annotations
@@ -40,15 +44,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--brokers", help="brokers to use in place of the mock cluster")
     parser.add_argument("--topic", default="clicks")
+    parser.add_argument("--rate", action="store_true")
     # A run in a process of its own: the directory of its checkpoints.
     parser.add_argument("--run", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--last", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.run and options.rate:
+        return read(options.brokers, options.topic)
     if options.run:
         return count(
             options.brokers, options.topic, options.run, options.messages, is_last=options.last
         )
     with tempfile.TemporaryDirectory() as temporary:
+        if options.rate:
+            return measure_rate(options, pathlib.Path(temporary))
         print(json.dumps(measure(options, pathlib.Path(temporary, "run"))))
 
 
@@ -114,25 +123,39 @@ def count(
         print(json.dumps({"steps": trainer.step, "wrong": wrong, "sum": float(counts.sum())}))
 
 
+def read(brokers: str, topic: str) -> None:
+    """Read a topic as tables, then as encoded batches; print a JSON line of each."""
+    import pyarrow as pa
+
+    from jaxrec.data import KafkaSource, Schema, StreamBatches, TableEncoder
+
+    ids = {"encoding": "dynamic", "num_embeddings": 1000}
+    schema = Schema.from_dict(
+        {"label": "click", "dense": ["price"], "categorical": {"id": ids, "user": ids}}
+    )
+    encoder = TableEncoder(schema, {}, {}, {})
+    columns = pa.schema([(name, pa.int64()) for name in ("id", "user", "click")])
+    columns = columns.append(pa.field("price", pa.float64()))
+    ways = {"tables": lambda table: table, "encoded": encoder.batch}
+    for name, transform in ways.items():
+        batches = StreamBatches(
+            source=KafkaSource(brokers=brokers, topics=topic, schema=columns),
+            batch_size=4096,
+            transform=transform,
+            until="caught_up",
+        )
+        before, messages = time.process_time(), 0
+        for batch in batches:
+            messages += len(batch) if name == "tables" else len(batch.labels)
+        rate = messages / (time.process_time() - before)
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+        line = {"as": name, "messages": messages, "per_processor_second": round(rate)}
+        print(json.dumps(line | {"peak_mib": memory}), flush=True)
+
+
 def measure(options: argparse.Namespace, output: pathlib.Path) -> dict:
     """Kill runs while the topic grows, finish the last, and return what it has counted."""
-    import confluent_kafka as kafka
-
-    failures = []
-
-    def on_delivery(error, message):
-        if error is not None:
-            failures.append(error.str())
-
-    settings = {"linger.ms": 20, "compression.type": "lz4", "on_delivery": on_delivery}
-    if options.brokers:
-        settings["bootstrap.servers"] = options.brokers
-    else:
-        settings["test.mock.num.brokers"] = 1
-    producer = kafka.Producer(settings, logger=logging.Logger("mock", logging.CRITICAL))
-    brokers = options.brokers or ",".join(
-        f"{each.host}:{each.port}" for each in producer.list_topics(timeout=10).brokers.values()
-    )
+    producer, brokers, failures = connect(options)
     send(producer, options, range(min(CHUNK, options.messages)))
     # The rest comes while the runs read, about as fast as they do.
     rest = threading.Thread(target=send_slowly, args=(producer, options), daemon=True)
@@ -169,6 +192,38 @@ def measure(options: argparse.Namespace, output: pathlib.Path) -> dict:
     }
 
 
+def measure_rate(options: argparse.Namespace, directory: pathlib.Path) -> None:
+    """Print the lines of `read`, of a process of its own."""
+    producer, brokers, failures = connect(options)
+    send(producer, options, range(options.messages))
+    if failures:
+        raise RuntimeError(f"{len(failures)} messages were not sent: {failures[0]}")
+    with start(options, brokers, directory, "--rate") as process:
+        print(process.stdout.read(), end="")
+
+
+def connect(options: argparse.Namespace) -> tuple:
+    """Return a producer, the addresses of its brokers, and a list that gets failures to send."""
+    import confluent_kafka as kafka
+
+    failures = []
+
+    def on_delivery(error, message):
+        if error is not None:
+            failures.append(error.str())
+
+    settings = {"linger.ms": 20, "compression.type": "lz4", "on_delivery": on_delivery}
+    if options.brokers:
+        settings["bootstrap.servers"] = options.brokers
+    else:
+        settings["test.mock.num.brokers"] = 1
+    producer = kafka.Producer(settings, logger=logging.Logger("mock", logging.CRITICAL))
+    brokers = options.brokers or ",".join(
+        f"{each.host}:{each.port}" for each in producer.list_topics(timeout=10).brokers.values()
+    )
+    return producer, brokers, failures
+
+
 def start(
     options: argparse.Namespace, brokers: str, output: pathlib.Path, *more: str
 ) -> subprocess.Popen:
@@ -181,12 +236,13 @@ def start(
 
 def send(producer, options: argparse.Namespace, numbers: range) -> None:
     """Send messages with an id each, to the partitions in turn."""
+    rest = ', "user": 12345, "click": 1, "price": 12.5' if options.rate else ""
     for number in numbers:
+        payload = f'{{"id": {number}{rest}}}'
         while True:
             try:
-                producer.produce(
-                    options.topic, b'{"id": %d}' % number, partition=number % options.partitions
-                )
+                partition = number % options.partitions
+                producer.produce(options.topic, payload, partition=partition)
                 break
             except BufferError:  # the queue is full
                 producer.poll(0.05)

@@ -15,6 +15,7 @@ import pytest
 
 from tests import fuzz, typecheck
 from tests.cases import refuse_addresses, runs_all, thin_out
+from tests.data.streams.broker import broker  # noqa: F401
 from tests.pairs import forks, pair  # noqa: F401
 from tests.quick import (
     SHARED_PROGRAMS,

@@ -178,6 +178,7 @@ TESTED_BY = {
     "train/test_hold_out": ("train/resumed",),
     "train/test_sweep": ("train/sweep_report",),
     "train/test_trainer": ("train/train_steps",),
+    "train/test_following": ("train/stream_options",),
     "commands/test_commands": ("arguments",),
     "commands/test_export": ("serve/exported_run",),
     "serve/quantized/test_quality_report": ("serve/quantized/table_quality",),

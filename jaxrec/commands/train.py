@@ -39,6 +39,7 @@ from jaxrec.train.config import (
 from jaxrec.train.datasets import Dataset, bad_lines, run_batches
 from jaxrec.train.devices import Devices, plan_devices, simulate_cpus
 from jaxrec.train.features import is_parquet
+from jaxrec.train.following import follow
 from jaxrec.train.interrupt import Interrupt, interruptible
 from jaxrec.train.model import make_kind, saved_config, table_configs
 from jaxrec.train.models import KINDS, default_config, model_kind
@@ -110,13 +111,15 @@ def run(options: Sequence[str]) -> int:
         console.print(f"{signal}: stopping after this step")
 
     with interruptible(announce) as interrupt, losses_first():
-        if not config.sweep:
-            return _train(config, console, interrupt)
-        output = _output(config)
-        runs = combinations(read_axes(config.sweep), options, output, train_config)
-        return run_sweep(
-            runs, output, console, interrupt, _train, sentences=(*USAGE_ERRORS, *FAILURES)
-        )
+        if config.sweep:
+            output = _output(config)
+            runs = combinations(read_axes(config.sweep), options, output, train_config)
+            return run_sweep(
+                runs, output, console, interrupt, _train, sentences=(*USAGE_ERRORS, *FAILURES)
+            )
+        if config.stream.follow:
+            return follow(config, console, interrupt, _output(config), _start_output)
+        return _train(config, console, interrupt)
 
 
 def train_config(options: Sequence[str]) -> TrainConfig:

@@ -24,6 +24,7 @@ from jaxrec.train.option_groups import (
     check_positive,
     option_name,
 )
+from jaxrec.train.stream_options import StreamConfig, topic_address
 
 # Files of a run's directory: its options, and the `TableEncoder` of its Parquet files.
 CONFIG_FILE = "config.yaml"
@@ -246,6 +247,7 @@ class TrainConfig:
     model: ModelConfig = ModelConfig()
     ranker: RankerConfig = RankerConfig()
     vocabulary: VocabularyConfig = VocabularyConfig()
+    stream: StreamConfig = StreamConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     job: JobConfig = JobConfig()
@@ -371,6 +373,9 @@ def _tokens(config: type, options: Mapping[str, Any], prefix: str) -> Iterator[l
         # there may be several by now.
         if value is None and group in (None, ()):
             continue
+        if isinstance(group, bool) and isinstance(value, bool):
+            yield [f"--{prefix}{'' if value else 'no-'}{name.replace('_', '-')}"]
+            continue
         if not dataclasses.is_dataclass(group):
             values = value if isinstance(value, list) else [value]
             yield [f"--{option}", *map(str, values)]
@@ -431,6 +436,8 @@ def _plain(config: Any) -> dict[str, Any]:
             return _plain(value)
         if isinstance(value, tuple):
             return list(value)
-        return str(value.absolute()) if isinstance(value, pathlib.Path) else value
+        if isinstance(value, pathlib.Path):
+            return topic_address(value) or str(value.absolute())
+        return value
 
     return {field.name: plain(getattr(config, field.name)) for field in dataclasses.fields(config)}

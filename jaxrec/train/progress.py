@@ -44,18 +44,18 @@ _LOST = (
 class Progress:
     """Shows the step, samples per second and a running value, such as the normalized entropy.
 
-    The run has ``num_steps`` steps, of which ``done`` were made before.
+    The run has ``num_steps`` steps, of which ``done`` were made before; None: it has no end.
     """
 
     def __init__(
         self,
         console: Console,
-        num_steps: int,
+        num_steps: int | None,
         done: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self._console = console
-        self._num_steps = num_steps
+        self._of_steps = "" if num_steps is None else f" of {num_steps}"
         self._seconds = BAR_SECONDS if console.is_terminal else LINE_SECONDS
         self._clock = clock
         self._shown = clock()
@@ -125,7 +125,7 @@ class Progress:
             self._bar.update(self._task, completed=step, rate=rate, value=value, ids=shown)
         else:
             shown = f", {ids}" if ids else ""
-            self._console.print(f"step {step} of {self._num_steps}, {rate}, {value}{shown}")
+            self._console.print(f"step {step}{self._of_steps}, {rate}, {value}{shown}")
 
     def show_held_out(self, step: int, values: str) -> None:
         """Show the values of a step on held-out rows, as text."""
@@ -133,7 +133,7 @@ class Progress:
         if self._console.is_terminal:
             self._bar.update(self._task, completed=step, held_out=values)
         else:
-            self._console.print(f"step {step} of {self._num_steps}, {values}")
+            self._console.print(f"step {step}{self._of_steps}, {values}")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -68,7 +68,9 @@ class RunningMetrics(Callback):
         if self.progress.is_due():
             running = self.kind.running_values(np.sum(self._sums, axis=0))
             shown = shown_values((*self.kind.measures, LOSS), running, 1)
-            self.progress.show(result.step, shown, describe(self._model))
+            ids, lag = describe(self._model), self._reader().get("stream/lag")
+            behind = "" if lag is None else f"lag {lag:,.0f}"
+            self.progress.show(result.step, shown, ", ".join(filter(None, (ids, behind))))
         if result.step % self.every == 0:
             self._record_values()
 

@@ -29,7 +29,6 @@ from jaxrec.train import (
 )
 from jaxrec.train.checkpoint import all_steps
 from jaxrec.train.checkpoint.files import read_run
-from tests.data.streams.broker import MISSING
 
 ROWS, BATCH = 40, 4
 
@@ -218,12 +217,9 @@ def test_two_processes(pair, tmp_path):
 
 
 @pytest.mark.slow
-def test_kills(forks, tmp_path):
+def test_kills(forks, broker, tmp_path):
     """20,000 messages and two kills; ``python -m benchmarks.streams`` has a million and twenty."""
-    pytest.importorskip("confluent_kafka", reason=MISSING)
-    from tests.data.streams.broker import Broker
-
-    broker, messages = Broker(), 20_000
+    messages = 20_000
     broker.send("clicks", ({"id": i} for i in range(messages // 2)), partitions=3)
     options = ["--run", tmp_path / "run", "--brokers", broker.address, "--messages", messages]
     for kill, first in enumerate(range(messages // 2, messages, messages // 4)):

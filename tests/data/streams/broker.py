@@ -46,6 +46,12 @@ def _check(error, message):
     assert error is None, error.str()
 
 
+@pytest.fixture(scope="session")
+def broker():
+    """The broker that the tests of this process share; each test has topics of its own."""
+    return Broker()
+
+
 @contextlib.contextmanager
 def broker_process():
     """Yield the address of a broker in a process of its own, with a topic, and the process."""

@@ -1,0 +1,88 @@
+"""The options of a run that trains on rows as they come, and its source."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Annotated, Literal
+
+import pyarrow as pa
+import tyro
+
+from jaxrec.arguments import ConfigError
+from jaxrec.data import FolderSource, KafkaSource
+from jaxrec.data.streams.kafka import parse_address
+from jaxrec.data.streams.source import Source
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamConfig:
+    """Training on rows as they come. All options but --follow need --follow."""
+
+    follow: Annotated[bool, tyro.conf.arg(aliases=["--follow"])] = False
+    """Train on the rows of --data as they come, until Ctrl-C: a topic, kafka://HOST:PORT/TOPIC, or
+    a folder to which files are added, see docs/clusters_and_streams.md."""
+    until: Annotated[Literal["stopped", "caught_up"], tyro.conf.arg(aliases=["--until"])] = (
+        "stopped"
+    )
+    """caught_up: end after the rows that are there when training begins or goes on."""
+    sample_rows: int = 10_000
+    """Number of first rows from which a new run learns the columns."""
+    max_wait: float = 10.0
+    """Seconds after which a step takes the rows that have come, though they fill no batch."""
+    start: Literal["earliest", "latest"] = "earliest"
+    """Messages of a topic at which a new run begins: the first that there are, or those to come."""
+    group: str | None = None
+    """Consumer group to which trained offsets of a topic are committed, only for monitoring."""
+    deleted: Literal["fail", "skip"] = "fail"
+    """At messages or files that were deleted before they were read stop, or leave them out."""
+
+    def __post_init__(self) -> None:
+        if not self.follow:
+            for field in dataclasses.fields(self):
+                if getattr(self, field.name) != field.default:
+                    raise ConfigError(
+                        f"stream.{field.name.replace('_', '-')} is for --follow; give this too, or "
+                        "leave it out"
+                    )
+        if self.sample_rows < 1 or not self.max_wait > 0:
+            raise ConfigError(
+                "stream.sample-rows must be 1 or more and stream.max-wait above 0, got "
+                f"{self.sample_rows} and {self.max_wait}"
+            )
+
+
+def topic_address(path: pathlib.Path) -> str | None:
+    """Return the address of topics as it was given; None if the path is another."""
+    text = str(path)
+    # A path has lost a slash of its address.
+    return None if not text.startswith("kafka:") else f"kafka://{text[6:].lstrip('/')}"
+
+
+def open_source(
+    path: pathlib.Path,
+    options: StreamConfig,
+    bad_rows: Literal["fail", "skip"],
+    schema: pa.Schema | None = None,
+) -> Source:
+    """Return the source of a run; raise a ConfigError if ``path`` names none.
+
+    ``schema`` has the columns and types of the rows; None: of a new run they are not known yet.
+    """
+    if (address := topic_address(path)) is None:
+        if path.is_file():
+            raise ConfigError(f"--follow reads topics and folders, and {path} is a file")
+        return FolderSource(directory=path, schema=schema, deleted=options.deleted)
+    try:
+        brokers, topics = parse_address(address)
+    except ValueError as error:
+        raise ConfigError(f"--data: {error}") from None
+    return KafkaSource(
+        brokers=brokers,
+        topics=tuple(topics),
+        schema=schema,
+        start=options.start,
+        group=options.group,
+        bad_messages=bad_rows,
+        deleted=options.deleted,
+    )

@@ -1,0 +1,130 @@
+"""``jaxrec train --follow``: rows are trained on as they come, once each, and runs go on."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jaxrec.arguments import ConfigError
+from jaxrec.commands import main
+from jaxrec.data import FolderSource, KafkaSource
+from jaxrec.train import load_model
+from jaxrec.train.checkpoint import all_steps
+from jaxrec.train.checkpoint.files import read_run
+from jaxrec.train.config import load_config, parse_options
+from jaxrec.train.stream_options import StreamConfig, open_source, topic_address
+
+OPTIONS = ["--follow", "--until", "caught_up", "--vocabulary", "dynamic", "--batch-size", "16"]
+OPTIONS += ["--data.table-rows", "100", "--stream.sample-rows", "50", "--record-every", "2"]
+OPTIONS += ["--model", "dcn_v2", "--model.embedding-dim", "2", "--model.cross-layers", "1"]
+OPTIONS += ["--model.top-layer-sizes", "4"]
+
+
+def rows(first, count):
+    rng = np.random.default_rng(first)
+    return {
+        "click": rng.integers(0, 2, count),
+        "item": rng.integers(0, 60, count),
+        "price": rng.random(count),
+    }
+
+
+def write(folder, first, count):
+    folder.mkdir(exist_ok=True)
+    pq.write_table(pa.table(rows(first, count)), folder / f"{first}.parquet")
+
+
+def history(output):
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_folder(tmp_path, capsys):
+    folder, output = tmp_path / "in", tmp_path / "run"
+    write(folder, 0, 100)
+    assert main(["train", "--data", str(folder), "--output", str(output), *OPTIONS]) == 0
+    shown = capsys.readouterr().out
+    assert f"following {folder}; 16 rows a step" in shown
+    assert "no more rows: 7 steps made; AUC" in shown
+    assert all_steps(output) == [7]
+    assert [line["stream/lag"] for line in history(output)][-1] == 0
+    write(folder, 100, 40)
+    assert main(["train", "--resume", str(output)]) == 0
+    assert "7 steps made before" in capsys.readouterr().out
+    assert all_steps(output) == [10]
+    (state,) = read_run(output / "10").reader
+    done = {"0.parquet": [1, 0], "100.parquet": [1, 0]}
+    assert json.loads(state)["positions"] == done
+    # The run is loaded as any other.
+    assert load_model(output).embeddings.configs[0].num_embeddings == 100
+    # A row that is no click ends the run, and the checkpoint stays.
+    pq.write_table(pa.table(rows(0, 3) | {"click": [0, 1, 2]}), folder / "200.parquet")
+    assert main(["train", "--resume", str(output)]) == 1
+    assert "200.parquet, row 2" in capsys.readouterr().err
+    assert all_steps(output) == [10]
+
+
+@pytest.mark.slow
+def test_topic(broker, tmp_path, capsys):
+    broker.send("cli", pa.table(rows(0, 70)).to_pylist(), partitions=2)
+    output, address = tmp_path / "run", f"kafka://{broker.address}/cli"
+    assert main(["train", "--data", address, "--output", str(output), *OPTIONS]) == 0
+    assert load_config(output / "config.yaml").stream.follow
+    assert topic_address(load_config(output / "config.yaml").data.path) == address
+    broker.send("cli", pa.table(rows(70, 6)).to_pylist())
+    assert main(["train", "--resume", str(output)]) == 0
+    assert all_steps(output) == [6]
+    assert history(output)[-1]["stream/lag"] == 0
+
+
+PROBLEMS = {
+    "epochs": (["--epochs", "2"], "--epochs is for a run over all rows"),
+    "patience": (["--patience", "2"], "--patience is for a run over all rows"),
+    "model": (["--model", "sasrec"], "--model sasrec needs others with it; take one of dlrm"),
+    "no data": ([], "--follow needs --data kafka://HOST:PORT/TOPIC, or a folder"),
+    "no folder": (["--data", "missing"], "missing is no folder"),
+    "a file": (["--data", "file.csv"], "file.csv is a file"),
+    "no topic": (["--data", "kafka://host:9092"], "give kafka://HOST:PORT/TOPIC"),
+    "no rows": (["--data", "empty"], "empty has no rows yet"),
+    "sample": (["--stream.sample-rows", "0"], "stream.sample-rows must be 1 or more"),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("options", "problem"), PROBLEMS.values(), ids=PROBLEMS.keys())
+def test_problems(options, problem, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.csv").write_text("x\n1\n")
+    assert main(["train", "--follow", "--output", "run", *options]) in (1, 2)
+    assert problem in capsys.readouterr().err
+
+
+def test_options_without_follow():
+    with pytest.raises(ConfigError, match=r"stream\.until is for --follow"):
+        parse_options(["--until", "caught_up"])
+
+
+def test_sources(tmp_path):
+    options = StreamConfig(follow=True, start="latest", group="g", deleted="skip")
+    config = parse_options(["--follow", "--data", "kafka://a:1,b:2/x,y"])
+    source = open_source(config.data.path, options, "skip")
+    assert isinstance(source, KafkaSource)
+    assert (source.brokers, source.topics) == ("a:1,b:2", ("x", "y"))
+    assert (source.start, source.group, source.deleted) == ("latest", "g", "skip")
+    assert source.bad_messages == "skip"
+    folder = open_source(tmp_path, options, "fail")
+    assert isinstance(folder, FolderSource)
+    assert folder.deleted == "skip"
+
+
+def test_flags_of_files(tmp_path):
+    (tmp_path / "run.yaml").write_text("stream: {follow: true}\nprofile: false\n")
+    config = load_config(tmp_path / "run.yaml")
+    assert (config.stream.follow, config.profile) == (True, False)
+    (tmp_path / "run.yaml").write_text("stream: {follow: false}\nprofile: true\n")
+    assert load_config(tmp_path / "run.yaml").profile
