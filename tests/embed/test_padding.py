@@ -208,7 +208,9 @@ def test_rows_stay_zero_and_say_so():
 
 @pytest.mark.parametrize("value", [-1, 4, 1.0, True], ids=str)
 def test_a_padding_id_is_one_of_the_tables_ids(value):
-    with pytest.raises(ValueError, match=r"table 'a': padding_id is one of the table's ids, 0 to 3"):
+    with pytest.raises(
+        ValueError, match=r"table 'a': padding_id is one of the table's ids, 0 to 3"
+    ):
         Bag("a", 4, 2, padding_id=value)
 
 

@@ -90,7 +90,9 @@ def train(model, place):
         rows = np.round(4 * np.random.default_rng(1).standard_normal((ROWS, DIM))) / 4
         model.bags.load_table(config.name, rows.astype(np.float32))
     results = [step(model, place(each), number) for number, each in enumerate(batches())]
-    tables = {config.name: np.asarray(model.bags.table(config.name)) for config in model.bags.configs}
+    tables = {
+        config.name: np.asarray(model.bags.table(config.name)) for config in model.bags.configs
+    }
     if model.has_single:
         tables["single"] = np.asarray(model.single.table("single"))
     return np.array(results), tables

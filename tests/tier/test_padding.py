@@ -60,7 +60,11 @@ def batches():
 
 
 @pytest.mark.parametrize(
-    "settings", [Cached(24, "memory://"), Dynamic()], ids=["cached", "dynamic"]
+    "settings",
+    [
+        pytest.param(Cached(24, "memory://"), id="cached"),
+        pytest.param(Dynamic(), id="dynamic", marks=pytest.mark.slow),
+    ],
 )
 def test_training_equals_whole_tables(settings):
     names = ("mean", "max", "single")
@@ -73,7 +77,9 @@ def test_training_equals_whole_tables(settings):
     if isinstance(settings, Cached):
         for name, module in (("max", "bags"), ("single", "single")):
             rows = getattr(model, module).rows(name, np.arange(ROWS))
-            np.testing.assert_allclose(rows, getattr(whole, module).table(name), rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(
+                rows, getattr(whole, module).table(name), rtol=1e-4, atol=1e-6
+            )
             np.testing.assert_array_equal(rows[PAD], 0)
         model.bags.load_table("max", np.ones((ROWS, 4)))
         np.testing.assert_array_equal(model.bags.rows("max", [PAD, 1])[:, 0], [0, 1])

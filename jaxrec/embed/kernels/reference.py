@@ -165,8 +165,7 @@ def drop_ids(ids: Ids, lengths: Lengths, features: tuple[DroppingFeature, ...]) 
     own = jnp.arange(ids.size, dtype=jnp.int32)
     sources = own.at[targets].set(id_starts[feature] - firsts + positions, mode="drop")
     places = [
-        np.arange(each.id_start, each.id_start + each.capacity, dtype=np.int32)
-        for each in features
+        np.arange(each.id_start, each.id_start + each.capacity, dtype=np.int32) for each in features
     ]
     filled = ids.at[np.concatenate(places)].set(dropped)
     new_ids = filled.at[targets].set(segments, mode="drop")

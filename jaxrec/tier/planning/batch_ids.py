@@ -40,7 +40,7 @@ class Segment:
         return dataclasses.replace(self, ids=self.ids[is_kept], positions=np.flatnonzero(is_kept))
 
     def put(self, values: np.ndarray, ids: np.ndarray) -> None:
-        """Write new int32 ids, ``[n]``, to the batch's values; padding ids become `PADDING_SLOT`."""
+        """Write int32 ids, ``[n]``, to the batch's values; padding ids become `PADDING_SLOT`."""
         count = self.ids.size if self.positions is None else int(self.lengths.sum())
         place = values[self.start : self.start + count]
         if self.positions is None:

@@ -28,9 +28,24 @@ struct Largest {
     winner = splat_position(-1);
   }
   JAXREC_MEMBER void add(Vec x, Mask position) {
+#if JAXREC_VECTOR_BYTES == 64
+    // GCC makes vectors of the masks of the plain form, which takes twice the time.
+    const __mmask16 wins = _mm512_cmp_ps_mask((__m512)x, (__m512)best, _CMP_GT_OQ) |
+                           _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
+    best = (Vec)_mm512_mask_mov_ps((__m512)best, wins, (__m512)x);
+    if (kWinners) {
+      winner = (Mask)_mm512_mask_mov_epi32((__m512i)winner, wins, (__m512i)position);
+    }
+#elif JAXREC_VECTOR_BYTES == 32
+    const __m256 wins = _mm256_or_ps(_mm256_cmp_ps((__m256)x, (__m256)best, _CMP_GT_OQ),
+                                     _mm256_cmp_ps((__m256)x, (__m256)x, _CMP_UNORD_Q));
+    best = (Vec)_mm256_blendv_ps((__m256)best, (__m256)x, wins);
+    if (kWinners) winner = (Mask)_mm256_blendv_ps((__m256)winner, (__m256)position, wins);
+#else
     const Mask wins = (x > best) | (x != x);
     best = select(wins, x, best);
     if (kWinners) winner = choose(wins, position, winner);
+#endif
   }
 };
 
@@ -175,6 +190,70 @@ void find_max(const MaxBlock& block) {
   }
 }
 
+// Calls store(plane, first column, Whole or Part) for the columns of a vector of bytes, the first of
+// which is number `byte` of the row.
+template <int kPlanes, class Store>
+JAXREC_INLINE void for_each_plane(int64_t byte, int64_t dim, const Store& store) {
+  for (int p = 0; p < kPlanes; ++p) {
+    const int64_t column = byte * kPlanes + p * kWidth;
+    if (column + kWidth <= dim) {
+      store(p, column, Whole{});
+    } else if (column < dim) {
+      store(p, column, Part{static_cast<int>(dim - column)});
+    }
+  }
+}
+
+// Stores the largest elements of the columns of one vector of bytes, and their positions.
+template <int kPlanes, bool kWinners>
+JAXREC_INLINE void put_largest(Type type, void* out, int32_t* winners, int64_t byte, int64_t dim,
+                               const Largest<kWinners> (&planes)[kPlanes], const BagResult& result) {
+  Vec columns[kPlanes];
+  for (int p = 0; p < kPlanes; ++p) columns[p] = result(planes[p].best);
+  interleave_planes(columns);
+  for_each_plane<kPlanes>(byte, dim, [&](int p, int64_t column, auto extent) JAXREC_ALWAYS {
+    store_as(type, out, column, columns[p], extent);
+  });
+  if (!kWinners) return;
+  // The bits of positions, moved as those of floats.
+  for (int p = 0; p < kPlanes; ++p) columns[p] = reinterpret_cast<Vec>(result(planes[p].winner));
+  interleave_planes(columns);
+  for_each_plane<kPlanes>(byte, dim, [&](int p, int64_t column, auto extent) JAXREC_ALWAYS {
+    store_positions(winners + column, reinterpret_cast<Mask>(columns[p]), extent);
+  });
+}
+
+// Largest elements of packed rows in registers, for rows of `kDim` columns.
+template <class Codec, bool kWinners, int kDim>
+struct PackedMaxRegisters {
+  static constexpr int kPlanes = Codec::kPlanes;
+  static constexpr int kBytes = kDim / kPlanes;
+  static constexpr int kVectors = (kBytes + kWidth - 1) / kWidth;
+  Largest<kWinners> columns[kVectors][kPlanes];
+
+  JAXREC_MEMBER static int64_t fixed(int64_t) { return kDim; }
+  JAXREC_MEMBER void clear(int64_t) {
+    for (int v = 0; v < kVectors; ++v) {
+      for (int p = 0; p < kPlanes; ++p) columns[v][p].clear();
+    }
+  }
+  JAXREC_MEMBER void add(const typename Codec::Row& row, int32_t position, int64_t) {
+    const Mask positions = splat_position(position);
+    for (int v = 0; v < kVectors; ++v) {
+      const Bits bytes = v * kWidth + kWidth <= kBytes
+                             ? load_bytes(row.bytes + v * kWidth, Whole{})
+                             : load_bytes(row.bytes + v * kWidth, Part{kBytes - v * kWidth});
+      for (int p = 0; p < kPlanes; ++p) columns[v][p].add(row.value(bytes, p), positions);
+    }
+  }
+  JAXREC_MEMBER void put(Type type, void* out, int32_t* winners, const BagResult& result,
+                         int64_t) const {
+    for (int v = 0; v < kVectors; ++v) {
+      put_largest<kPlanes>(type, out, winners, v * kWidth, kDim, columns[v], result);
+    }
+  }
+};
+
 // Largest elements of packed rows in the first-level cache, by planes.
 template <class Codec, bool kWinners>
 struct PackedMaxima {
@@ -197,9 +276,7 @@ struct PackedMaxima {
     for_each_vector(num_bytes(dim), [&](int64_t i, auto extent) JAXREC_ALWAYS {
       const Bits bytes = load_bytes(row.bytes + i, extent);
       for (int p = 0; p < kPlanes; ++p) {
-        Largest<kWinners> column;
-        column.best = load(F32{}, best[p] + i, Whole{});
-        if (kWinners) column.winner = winners_at(p, i);
+        Largest<kWinners> column = at(p, i);
         column.add(row.value(bytes, p), positions);
         store(F32{}, best[p] + i, column.best, Whole{});
         if (kWinners) store_positions(winner[p] + i, column.winner, Whole{});
@@ -209,47 +286,45 @@ struct PackedMaxima {
   JAXREC_MEMBER void put(Type type, void* out, int32_t* winners, const BagResult& result,
                          int64_t dim) const {
     for (int64_t i = 0; i < num_bytes(dim); i += kWidth) {
-      Vec columns[kPlanes];
-      for (int p = 0; p < kPlanes; ++p) columns[p] = result(load(F32{}, best[p] + i, Whole{}));
-      interleave_planes(columns);
-      each_column(i, dim, [&](int p, int64_t column, auto extent) JAXREC_ALWAYS {
-        store_as(type, out, column, columns[p], extent);
-      });
-      if (!kWinners) continue;
-      // The bits of positions, moved as those of floats.
-      for (int p = 0; p < kPlanes; ++p) columns[p] = reinterpret_cast<Vec>(result(winners_at(p, i)));
-      interleave_planes(columns);
-      each_column(i, dim, [&](int p, int64_t column, auto extent) JAXREC_ALWAYS {
-        store_positions(winners + column, reinterpret_cast<Mask>(columns[p]), extent);
-      });
+      Largest<kWinners> planes[kPlanes];
+      for (int p = 0; p < kPlanes; ++p) planes[p] = at(p, i);
+      put_largest<kPlanes>(type, out, winners, i, dim, planes, result);
     }
   }
 
  private:
-  JAXREC_MEMBER Mask winners_at(int plane, int64_t i) const {
-    return reinterpret_cast<Mask>(
-        load(F32{}, reinterpret_cast<const float*>(winner[plane] + i), Whole{}));
-  }
-  // Calls store(vector, first column, Whole or Part) for the columns of the bytes from `i` on.
-  template <class Store>
-  JAXREC_MEMBER static void each_column(int64_t i, int64_t dim, const Store& store) {
-    for (int p = 0; p < kPlanes; ++p) {
-      const int64_t column = i * kPlanes + p * kWidth;
-      if (column + kWidth <= dim) {
-        store(p, column, Whole{});
-      } else if (column < dim) {
-        store(p, column, Part{static_cast<int>(dim - column)});
-      }
+  JAXREC_MEMBER Largest<kWinners> at(int plane, int64_t i) const {
+    Largest<kWinners> columns;
+    columns.best = load(F32{}, best[plane] + i, Whole{});
+    if (kWinners) {
+      columns.winner = reinterpret_cast<Mask>(
+          load(F32{}, reinterpret_cast<const float*>(winner[plane] + i), Whole{}));
     }
+    return columns;
   }
 };
 
-template <class Codec, bool kWinners>
+// Calls work(Of<Maxima>) with the place where packed rows of `dim` columns are compared fastest.
+template <class Codec, bool kWinners, class Work>
+JAXREC_INLINE void with_packed_maxima(int64_t dim, const Work& work) {
+  switch (dim) {
+    case 16: return work(Of<PackedMaxRegisters<Codec, kWinners, 16>>{});
+#if JAXREC_VECTOR_BYTES >= 32
+    case 32: return work(Of<PackedMaxRegisters<Codec, kWinners, 32>>{});
+#endif
+#if JAXREC_VECTOR_BYTES >= 64
+    case 64: return work(Of<PackedMaxRegisters<Codec, kWinners, 64>>{});
+    case 128: return work(Of<PackedMaxRegisters<Codec, kWinners, 128>>{});
+#endif
+    default: return work(Of<PackedMaxima<Codec, kWinners>>{});
+  }
+}
+
+template <class Codec, bool kWinners, class Maxima>
 void find_max_packed_of(const PackedMaxBlock& block) {
-  typedef PackedMaxima<Codec, kWinners> Maxima;
   const PackedTable& table = block.table;
   const uint8_t* rows = table.rows;
-  const int64_t dim = table.dim, row_bytes = packed_row_bytes<Codec>(dim);
+  const int64_t dim = Maxima::fixed(table.dim), row_bytes = packed_row_bytes<Codec>(dim);
   auto address = [=](uint32_t id) JAXREC_ALWAYS { return rows + id * row_bytes; };
   auto add = [&](Maxima& maxima, int64_t, int64_t position, uint32_t id) JAXREC_ALWAYS {
     const int32_t place = block.first_position + static_cast<int32_t>(position);
@@ -264,13 +339,20 @@ void find_max_packed_of(const PackedMaxBlock& block) {
   pool_each_bag<AtOnce<Maxima>>(block, num_rows, row_bytes, dim, ask, add, put);
 }
 
-void find_max_packed(const PackedMaxBlock& block) {
+template <bool kWinners>
+JAXREC_INLINE void find_max_packed_with(const PackedMaxBlock& block) {
   with_codec(block.table.code, [&](auto codec) JAXREC_ALWAYS {
     typedef decltype(codec) Codec;
-    if (block.winners == nullptr) {
-      find_max_packed_of<Codec, false>(block);
-    } else {
-      find_max_packed_of<Codec, true>(block);
-    }
+    with_packed_maxima<Codec, kWinners>(block.table.dim, [&](auto maxima) JAXREC_ALWAYS {
+      find_max_packed_of<Codec, kWinners, typename decltype(maxima)::Type>(block);
+    });
   });
+}
+
+void find_max_packed(const PackedMaxBlock& block) {
+  if (block.winners == nullptr) {
+    find_max_packed_with<false>(block);
+  } else {
+    find_max_packed_with<true>(block);
+  }
 }
