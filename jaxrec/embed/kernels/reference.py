@@ -160,8 +160,8 @@ def drop_ids(ids: Ids, lengths: Lengths, features: tuple[DroppingFeature, ...]) 
     kept_before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(is_kept, dtype=jnp.int32)])
     new_lengths = kept_before[stops] - kept_before[starts]
     firsts = np.cumsum([0, *capacities])[:-1].astype(np.int32)[feature]
-    targets = firsts + kept_before[:-1] - kept_before[firsts]
-    targets = jnp.where(is_kept, targets + (id_starts[feature] - firsts), ids.size)
+    place = id_starts[feature] + kept_before[:-1] - kept_before[firsts]
+    targets = jnp.where(is_kept, place, ids.size)
     own = jnp.arange(ids.size, dtype=jnp.int32)
     sources = own.at[targets].set(id_starts[feature] - firsts + positions, mode="drop")
     places = [

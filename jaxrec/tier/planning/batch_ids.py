@@ -150,7 +150,9 @@ def _segments_of(number: int, features: KeyedJaggedArray) -> list[Segment]:
     ):
         of_key = lengths[bag : bag + stride]
         ids = np.asarray(features.values[start : start + int(of_key.sum())])
-        segments.append(Segment(number, key, start, ids.astype(np.int64, copy=False), of_key))
+        segment = Segment(number, key, start, ids.astype(np.int64, copy=False), of_key)
+        # Only a batch that has rows already has padding's slot.
+        segments.append(segment.without(PADDING_SLOT) if key in features.slot_keys else segment)
         start, bag = start + capacity, bag + stride
     return segments
 
