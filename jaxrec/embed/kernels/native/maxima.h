@@ -1,7 +1,7 @@
 // The largest element of each column over the rows of a bag. Included once per instruction set, after
 // packed.h.
 //
-// The first of equal elements wins. A NaN wins over all numbers. A bag without rows gives zeros, and
+// The first of equal elements wins. A NaN wins over all numbers; which of several does is open. A bag without rows gives zeros, and
 // where all elements are -infinity no element wins.
 
 constexpr float kSmallest = -__builtin_inff();
@@ -17,6 +17,14 @@ JAXREC_INLINE void store_positions(int32_t* to, Mask x, Part part) {
   store(F32{}, reinterpret_cast<float*>(to), reinterpret_cast<Vec>(x), part);
 }
 
+// Whether elements may be NaN. Packed rows hold none.
+struct MayBeNan {
+  static constexpr bool kValue = true;
+};
+struct NeverNan {
+  static constexpr bool kValue = false;
+};
+
 // A vector of the largest elements so far, and of their positions where these are wanted.
 template <bool kWinners>
 struct Largest {
@@ -27,22 +35,25 @@ struct Largest {
     best = splat(kSmallest);
     winner = splat_position(-1);
   }
-  JAXREC_MEMBER void add(Vec x, Mask position) {
+  template <class Nan>
+  JAXREC_MEMBER void add(Vec x, Mask position, Nan) {
 #if JAXREC_VECTOR_BYTES == 64
     // GCC makes vectors of the masks of the plain form, which takes twice the time.
-    const __mmask16 wins = _mm512_cmp_ps_mask((__m512)x, (__m512)best, _CMP_GT_OQ) |
-                           _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
+    __mmask16 wins = _mm512_cmp_ps_mask((__m512)x, (__m512)best, _CMP_GT_OQ);
+    if (Nan::kValue) wins |= _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
     best = (Vec)_mm512_mask_mov_ps((__m512)best, wins, (__m512)x);
     if (kWinners) {
       winner = (Mask)_mm512_mask_mov_epi32((__m512i)winner, wins, (__m512i)position);
     }
 #elif JAXREC_VECTOR_BYTES == 32
-    const __m256 wins = _mm256_or_ps(_mm256_cmp_ps((__m256)x, (__m256)best, _CMP_GT_OQ),
-                                     _mm256_cmp_ps((__m256)x, (__m256)x, _CMP_UNORD_Q));
+    __m256 wins = _mm256_cmp_ps((__m256)x, (__m256)best, _CMP_GT_OQ);
+    if (Nan::kValue) {
+      wins = _mm256_or_ps(wins, _mm256_cmp_ps((__m256)x, (__m256)x, _CMP_UNORD_Q));
+    }
     best = (Vec)_mm256_blendv_ps((__m256)best, (__m256)x, wins);
     if (kWinners) winner = (Mask)_mm256_blendv_ps((__m256)winner, (__m256)position, wins);
 #else
-    const Mask wins = (x > best) | (x != x);
+    const Mask wins = Nan::kValue ? (x > best) | (x != x) : (x > best);
     best = select(wins, x, best);
     if (kWinners) winner = choose(wins, position, winner);
 #endif
@@ -61,21 +72,27 @@ struct BagResult {
   JAXREC_MEMBER Mask operator()(Mask winner) const { return has_fill ? splat_position(-1) : winner; }
 };
 
-// Largest elements in registers, of `kVectors` whole vectors.
+// Largest elements in registers, of `kVectors` whole vectors. GCC leaves long loops as they are, and
+// the vectors in memory.
 template <int kVectors, bool kWinners>
 struct MaxRegisters {
   Largest<kWinners> columns[kVectors];
 
   JAXREC_MEMBER static int64_t fixed(int64_t) { return kVectors * kWidth; }
   JAXREC_MEMBER void clear(int64_t) {
+#pragma GCC unroll 8
     for (int i = 0; i < kVectors; ++i) columns[i].clear();
   }
   template <class T>
   JAXREC_MEMBER void add(T type, const typename T::Storage* row, int32_t position) {
     const Mask positions = splat_position(position);
-    for (int i = 0; i < kVectors; ++i) columns[i].add(load(type, row + i * kWidth, Whole{}), positions);
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; ++i) {
+      columns[i].add(load(type, row + i * kWidth, Whole{}), positions, MayBeNan{});
+    }
   }
   JAXREC_MEMBER void put(Type type, void* out, int32_t* winners, const BagResult& result) const {
+#pragma GCC unroll 8
     for (int i = 0; i < kVectors; ++i) {
       store_as(type, out, i * kWidth, result(columns[i].best), Whole{});
       if (kWinners) store_positions(winners + i * kWidth, result(columns[i].winner), Whole{});
@@ -96,7 +113,7 @@ struct MaxRegisterPart {
   }
   template <class T>
   JAXREC_MEMBER void add(T type, const typename T::Storage* row, int32_t position) {
-    column.add(load(type, row, part), splat_position(position));
+    column.add(load(type, row, part), splat_position(position), MayBeNan{});
   }
   JAXREC_MEMBER void put(Type type, void* out, int32_t* winners, const BagResult& result) const {
     store_as(type, out, 0, result(column.best), part);
@@ -150,6 +167,16 @@ JAXREC_INLINE void with_max_panels(int64_t dim, const Work& work) {
   return work(Of<MaxInPanels<kWinners>>{});
 }
 
+// The winners of a bag from `column` on. Those of a later bag are asked for.
+template <class Block>
+JAXREC_INLINE int32_t* winners_of(const Block& block, const PooledBag& bag, int64_t column) {
+  const int64_t later = bag.number + kBagsAhead;
+  if (column == 0 && later < block.num_bags) {
+    prefetch_to_write(block.winners + later * block.out_stride, block.table.dim * 4);
+  }
+  return block.winners + bag.number * block.out_stride + column;
+}
+
 template <class Panels, bool kWinners, class RowAt, class T>
 void find_max_of(const MaxBlock& block, T type) {
   const int64_t dim = Panels::fixed(block.table.dim);
@@ -161,7 +188,7 @@ void find_max_of(const MaxBlock& block, T type) {
   const bool into_first_level = prefetching().into_first_level;
   auto ask = [&](uint32_t id) JAXREC_ALWAYS { prefetch(row_at(id), row_bytes, into_first_level); };
   auto put = [&](const auto& columns, const PooledBag& bag, int64_t column, char* out) JAXREC_ALWAYS {
-    int32_t* winners = kWinners ? block.winners + bag.number * block.out_stride + column : nullptr;
+    int32_t* winners = kWinners ? winners_of(block, bag, column) : nullptr;
     columns.put(block.out_type, out, winners, BagResult(bag));
   };
   const uint32_t num_rows = static_cast<uint32_t>(block.table.num_rows);
@@ -239,11 +266,13 @@ struct PackedMaxRegisters {
   }
   JAXREC_MEMBER void add(const typename Codec::Row& row, int32_t position, int64_t) {
     const Mask positions = splat_position(position);
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       const Bits bytes = v * kWidth + kWidth <= kBytes
                              ? load_bytes(row.bytes + v * kWidth, Whole{})
                              : load_bytes(row.bytes + v * kWidth, Part{kBytes - v * kWidth});
-      for (int p = 0; p < kPlanes; ++p) columns[v][p].add(row.value(bytes, p), positions);
+#pragma GCC unroll 4
+      for (int p = 0; p < kPlanes; ++p) columns[v][p].add(row.value(bytes, p), positions, NeverNan{});
     }
   }
   JAXREC_MEMBER void put(Type type, void* out, int32_t* winners, const BagResult& result,
@@ -277,7 +306,7 @@ struct PackedMaxima {
       const Bits bytes = load_bytes(row.bytes + i, extent);
       for (int p = 0; p < kPlanes; ++p) {
         Largest<kWinners> column = at(p, i);
-        column.add(row.value(bytes, p), positions);
+        column.add(row.value(bytes, p), positions, NeverNan{});
         store(F32{}, best[p] + i, column.best, Whole{});
         if (kWinners) store_positions(winner[p] + i, column.winner, Whole{});
       }
@@ -332,7 +361,7 @@ void find_max_packed_of(const PackedMaxBlock& block) {
   };
   auto ask = [=](uint32_t id) JAXREC_ALWAYS { prefetch_packed<Codec>(address(id), dim); };
   auto put = [&](const Maxima& maxima, const PooledBag& bag, int64_t, char* out) JAXREC_ALWAYS {
-    int32_t* winners = kWinners ? block.winners + bag.number * block.out_stride : nullptr;
+    int32_t* winners = kWinners ? winners_of(block, bag, 0) : nullptr;
     maxima.put(block.out_type, out, winners, BagResult(bag), dim);
   };
   const uint32_t num_rows = static_cast<uint32_t>(table.num_rows);
