@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxrec.embed.padding import PADDING_SLOT
 from jaxrec.embed.taps import tapped_modules
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.bounds import find_bad_ids
@@ -79,6 +80,8 @@ def _describe_bad_ids(features: KeyedJaggedArray, bounds: Mapping[str, int]) -> 
         for number, values, all_lengths in parts:
             lengths = all_lengths[first_bag : first_bag + stride]
             ids = values[start : start + int(lengths.sum())]
+            if feature in features.slot_keys:
+                ids = np.where(ids == PADDING_SLOT, 0, ids)
             found.append(
                 find_bad_ids(feature, ids, lengths, bounds[feature], first_sample=number * stride)
             )

@@ -72,6 +72,8 @@ class Collection(TappedModule):
             )
         if not isinstance(rngs, nnx.Rngs):
             raise TypeError(f"{name}: rngs is a flax.nnx.Rngs such as nnx.Rngs(0), got {rngs!r}")
+        if is_weighted:
+            refuse_weighted_max(tables)
         super().__init__()
         key = rngs.params()
         self.tables = TableVariable(init_tables(tables, optimizer, key, store))

@@ -105,9 +105,9 @@ def lookup(
 
     Raises:
         KeyError: The batch lacks a feature.
-        ValueError: ``is_weighted`` and the batch has no weights, or a table has max pooling; features have different numbers
-            of bags and no ``inverse_indices`` say which sample has which; the batch lies over a
-            mesh and the tables do not, or the reverse.
+        ValueError: ``is_weighted`` and the batch has no weights, or a table has max pooling;
+            features have different numbers of bags and no ``inverse_indices`` say which sample has
+            which; the batch lies over a mesh and the tables do not, or the reverse.
 
     Warns:
         UserWarning: The tables are pooled, the batch has weights, and ``is_weighted`` is False.

@@ -70,7 +70,8 @@ def without_padding_ids(
         )
         for number in wanted
     )
-    lengths, values = jnp.asarray(features.lengths), features.values
+    lengths = jnp.asarray(features.lengths)
+    values: Any = features.values  # an array, or wide ids
     if isinstance(values, WideIds):
         # Kernels take ids of 32 bits: here the id 1 for padding, 0 for any other.
         sizes = tuple(each.capacity for each in dropping)
@@ -80,9 +81,7 @@ def without_padding_ids(
             is_padding = is_padding.at[segment].set(_equals(values[segment], each.dropped))
         ones = tuple(DroppingFeature(*_place(each), dropped=1) for each in dropping)
         kept = kernels.drop_ids(is_padding.astype(jnp.int32), lengths, ones)
-        new_values: Any = jax.tree.map(
-            lambda words: _take(jnp.asarray(words), kept.sources), values
-        )
+        new_values = jax.tree.map(lambda words: _take(jnp.asarray(words), kept.sources), values)
     else:
         # An id beyond int32 does not occur in a batch of int32, and 0 to 2**31 - 1 are all others.
         dropping = tuple(each for each in dropping if each.dropped <= PADDING_SLOT)

@@ -121,7 +121,8 @@ def _of_winners(gradient: RowGradients, group: Group) -> RowGradients:
             "which together take no batches whose samples share bags (inverse_indices); look up "
             "batch.expanded(), or leave clip_value out"
         )
-    assert lookups.winners is not None and lookups.bags is not None
+    assert lookups.winners is not None
+    assert lookups.bags is not None
     of_bags = add_samples(gradient).values
     values = kernels.max_gradients(lookups.winners, of_bags, lookups.bags)
     lookups = dataclasses.replace(lookups, bags=None, winners=None)

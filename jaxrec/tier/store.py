@@ -82,9 +82,12 @@ class TierStore(WrappingStore):
     @property
     def padding_rows(self) -> dict[str, int]:
         # Where the tier gives rows to ids, padding ids get none.
-        rows = TableStore.padding_rows.fget(self)
-        tiered = {c.name for c in self.whole if c.feature_names[0] in self.features}
-        return {name: row for name, row in rows.items() if name not in tiered}
+        rows = {
+            config.name: config.padding_id
+            for config in self.whole
+            if config.feature_names[0] not in self.features
+        }
+        return {name: row for name, row in rows.items() if row is not None}
 
     def dense_gradients(
         self, name: str, gradient: Float[Array, "rows dim"]

@@ -24,7 +24,7 @@ BAD = {
     "int16": ({"dtype": np.int16}, "dtype is one of"),
     "no_dtype": ({"dtype": "floaty"}, "dtype is one of"),
     "initializer": ({"initializer": "gaussian"}, "initializer='gaussian' is not one of uniform"),
-    "pooling": ({"pooling": "max"}, "pooling is 'sum' or 'mean', got 'max'"),
+    "pooling": ({"pooling": "min"}, "pooling is 'sum', 'mean' or 'max', got 'min'"),
 }
 
 

@@ -219,3 +219,44 @@ def test_tables_that_read_a_feature_agree():
     with pytest.raises(ValueError, match="'a' and 'b' read feature 'f', but have padding_id=1 and"):
         jaxrec.EmbeddingBagCollection(tables, rngs=nnx.Rngs(0))
     assert padding_ids([tables[0]]) == {"f": 1}
+
+
+def test_weights_are_refused_where_rows_are_compared():
+    tables = [Bag("a", 4, 2, pooling="max")]
+    with pytest.raises(ValueError, match="table 'a' has pooling='max', which takes no weights"):
+        jaxrec.EmbeddingBagCollection(tables, is_weighted=True, rngs=nnx.Rngs(0))
+    model = jaxrec.EmbeddingBagCollection(tables, rngs=nnx.Rngs(0))
+    batch = jaxrec.KeyedJaggedArray.from_lists({"a": [[1]]}, weights={"a": [[2.0]]})
+    with pytest.raises(ValueError, match="'a' has pooling='max'"):
+        jaxrec.embed.lookup(model.tables.get_value(), batch, is_weighted=True)
+
+
+SHARED = jaxrec.KeyedJaggedArray.from_lists(
+    {"a": [[1, PAD, 4], [], [3, 0, 1]]}, inverse_indices=[[2, 0, 2, 1, 0]]
+)
+
+
+@pytest.mark.slow
+def test_samples_that_share_bags_train_as_if_each_had_its_own():
+    changes = []
+    for batch in (SHARED, SHARED.expanded()):
+        optimizer = jaxrec.optim.adagrad(0.1)
+        table = Bag("a", 5, 3, pooling="max", padding_id=PAD, optimizer=optimizer)
+        model = jaxrec.EmbeddingBagCollection([table], rngs=nnx.Rngs(0))
+        factors = np.arange(15, dtype=np.float32).reshape(5, 3)
+
+        def loss(model, batch=batch, factors=factors):
+            return jnp.vdot(model(batch).values, factors)
+
+        _, gradients = jaxrec.value_and_grad(loss)(model)
+        model.apply_gradients(gradients.tables[""], 0)
+        changes.append(np.asarray(model.table("a")))
+    np.testing.assert_allclose(*changes, rtol=1e-6)
+
+
+def test_a_bound_for_samples_is_refused_where_they_share_maxima():
+    optimizer = jaxrec.optim.sgd(0.1, clip_value=1.0)
+    table = Bag("a", 5, 3, pooling="max", optimizer=optimizer)
+    model = jaxrec.EmbeddingBagCollection([table], rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="'a' have pooling='max' and an optimizer with clip_value"):
+        jax.eval_shape(lambda: jaxrec.value_and_grad(lambda m: m(SHARED).values.sum())(model)[0])

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 import jaxrec
-from jaxrec.tier import Cached, Dynamic, ahead, close, make
+from jaxrec.embed.batch_checks import bad_id_of_batch
+from jaxrec.tier import Cached, ChangeTracker, Dynamic, ahead, close, make
 
 pytestmark = pytest.mark.jax_version
 
@@ -60,7 +61,11 @@ def batches():
 
 
 @pytest.mark.parametrize(
-    "settings", [Cached(24, "memory://"), Dynamic()], ids=["cached", "dynamic"]
+    "settings",
+    [
+        pytest.param(Cached(24, "memory://"), id="cached"),
+        pytest.param(Dynamic(), id="dynamic", marks=pytest.mark.slow),
+    ],
 )
 def test_training_equals_whole_tables(settings):
     names = ("mean", "max", "single")
@@ -68,7 +73,14 @@ def test_training_equals_whole_tables(settings):
     optimizer = jaxrec.Optimizer(whole, TX)
     expected = [float(step(whole, optimizer, batch)) for batch in batches()]
     optimizer = jaxrec.Optimizer(model, TX)
-    losses = [float(step(model, optimizer, batch)) for batch in ahead(model, batches())]
+    changes = ChangeTracker(model, ("all",))  # it reads the batches that have rows already
+    losses = []
+    for batch in ahead(model, batches()):
+        assert bad_id_of_batch(model, batch) is None
+        losses.append(float(step(model, optimizer, batch)))
+    for name, changed in changes.changes("all").items():
+        assert changed.ids.size > 10, name
+        assert PAD not in changed.ids, name
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     if isinstance(settings, Cached):
         for name, module in (("max", "bags"), ("single", "single")):

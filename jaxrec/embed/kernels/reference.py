@@ -90,9 +90,9 @@ def max_lookup(
     """Return the largest element of each column over each bag's rows, and the lookup that has it.
 
     Both are ``[bags, dim]`` in the order of `bag_rows`; without ``has_winners`` the second has no
-    rows. The first of equal elements counts, and a NaN is larger than any number. An empty bag is
-    zeros, and a bag with an id outside its table is NaN. Neither has winners (-1), nor has a column
-    in which no element is above -infinity.
+    rows. The first of equal elements counts, and a NaN, any of several, is larger than any number.
+    An empty bag is zeros, and a bag with an id outside its table is NaN. Neither has winners (-1),
+    nor has a column in which no element is above -infinity.
     """
     num_rows, num_bags, dim = table.shape[0], layout.num_bags, table.shape[1]
     lookups = flatten_bags(ids, lengths, None, layout, num_rows)
@@ -160,8 +160,8 @@ def drop_ids(ids: Ids, lengths: Lengths, features: tuple[DroppingFeature, ...]) 
     kept_before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(is_kept, dtype=jnp.int32)])
     new_lengths = kept_before[stops] - kept_before[starts]
     firsts = np.cumsum([0, *capacities])[:-1].astype(np.int32)[feature]
-    targets = firsts + kept_before[:-1] - kept_before[firsts]
-    targets = jnp.where(is_kept, targets + (id_starts[feature] - firsts), ids.size)
+    place = id_starts[feature] + kept_before[:-1] - kept_before[firsts]
+    targets = jnp.where(is_kept, place, ids.size)
     own = jnp.arange(ids.size, dtype=jnp.int32)
     sources = own.at[targets].set(id_starts[feature] - firsts + positions, mode="drop")
     places = [

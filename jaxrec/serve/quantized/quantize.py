@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import DTypeLike
 
 from jaxrec.embed.collection import Collection
-from jaxrec.embed.config import TableConfig
+from jaxrec.embed.config import TableConfig, find_config
 from jaxrec.embed.formats import RowFormat
 from jaxrec.embed.layout import inference_layout
 from jaxrec.embed.store import TableStore
@@ -60,7 +60,7 @@ def quantize(
         KeyError: ``per_table`` or ``prune`` names a table that the model lacks.
         ValueError: There is no such format; the model has no tables; a table is quantized already,
             has a width that the format cannot pack, or holds a NaN, an infinity or a number that is
-            too large for the format.
+            too large for the format; or ``prune`` names a table with max pooling.
 
     Example:
         >>> import jaxrec
@@ -155,6 +155,12 @@ def _row_maps(stores: Iterable[TableStore], prune: Mapping[str, Pruning]) -> dic
         if not isinstance(rule, Pruning):
             raise TypeError(
                 f"prune[{name!r}] is a rule such as jaxrec.serve.by_norm(share=0.3), got {rule!r}"
+            )
+        # A pruned id reads zeros, which are larger than many an element.
+        if getattr(find_config(owners[name].configs, name), "pooling", None) == "max":
+            raise ValueError(
+                f"table {name!r} has pooling='max', and the zeros of pruned rows would be the "
+                "largest elements of bags; leave it out of prune"
             )
     return {name: RowMap.of_kept(rule.kept(owners[name], name)) for name, rule in prune.items()}
 

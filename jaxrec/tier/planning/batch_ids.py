@@ -40,7 +40,7 @@ class Segment:
         return dataclasses.replace(self, ids=self.ids[is_kept], positions=np.flatnonzero(is_kept))
 
     def put(self, values: np.ndarray, ids: np.ndarray) -> None:
-        """Write new int32 ids, ``[n]``, to the batch's values; padding ids become `PADDING_SLOT`."""
+        """Write int32 ids, ``[n]``, to the batch's values; padding ids become `PADDING_SLOT`."""
         count = self.ids.size if self.positions is None else int(self.lengths.sum())
         place = values[self.start : self.start + count]
         if self.positions is None:
@@ -150,7 +150,9 @@ def _segments_of(number: int, features: KeyedJaggedArray) -> list[Segment]:
     ):
         of_key = lengths[bag : bag + stride]
         ids = np.asarray(features.values[start : start + int(of_key.sum())])
-        segments.append(Segment(number, key, start, ids.astype(np.int64, copy=False), of_key))
+        segment = Segment(number, key, start, ids.astype(np.int64, copy=False), of_key)
+        # Only a batch that has rows already has padding's slot.
+        segments.append(segment.without(PADDING_SLOT) if key in features.slot_keys else segment)
         start, bag = start + capacity, bag + stride
     return segments
 

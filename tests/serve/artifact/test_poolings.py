@@ -27,7 +27,7 @@ class Model(nnx.Module):
         )
 
     def __call__(self, features):
-        return self.bags(features).values, self.single(features)["item"].values
+        return self.bags(features).values, self.single(features)["item"].to_padded_dense(4)
 
 
 def make_batch(samples: int = SAMPLES) -> jaxrec.KeyedJaggedArray:

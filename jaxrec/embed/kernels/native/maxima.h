@@ -1,7 +1,7 @@
 // The largest element of each column over the rows of a bag. Included once per instruction set, after
 // packed.h.
 //
-// The first of equal elements wins. A NaN wins over all numbers. A bag without rows gives zeros, and
+// The first of equal elements wins. A NaN wins over all numbers; which of several does is open. A bag without rows gives zeros, and
 // where all elements are -infinity no element wins.
 
 constexpr float kSmallest = -__builtin_inff();
@@ -17,6 +17,14 @@ JAXREC_INLINE void store_positions(int32_t* to, Mask x, Part part) {
   store(F32{}, reinterpret_cast<float*>(to), reinterpret_cast<Vec>(x), part);
 }
 
+// Whether elements may be NaN. Packed rows hold none.
+struct MayBeNan {
+  static constexpr bool kValue = true;
+};
+struct NeverNan {
+  static constexpr bool kValue = false;
+};
+
 // A vector of the largest elements so far, and of their positions where these are wanted.
 template <bool kWinners>
 struct Largest {
@@ -27,10 +35,28 @@ struct Largest {
     best = splat(kSmallest);
     winner = splat_position(-1);
   }
-  JAXREC_MEMBER void add(Vec x, Mask position) {
-    const Mask wins = (x > best) | (x != x);
+  template <class Nan>
+  JAXREC_MEMBER void add(Vec x, Mask position, Nan) {
+#if JAXREC_VECTOR_BYTES == 64
+    // GCC makes vectors of the masks of the plain form, which takes twice the time.
+    __mmask16 wins = _mm512_cmp_ps_mask((__m512)x, (__m512)best, _CMP_GT_OQ);
+    if (Nan::kValue) wins |= _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
+    best = (Vec)_mm512_mask_mov_ps((__m512)best, wins, (__m512)x);
+    if (kWinners) {
+      winner = (Mask)_mm512_mask_mov_epi32((__m512i)winner, wins, (__m512i)position);
+    }
+#elif JAXREC_VECTOR_BYTES == 32
+    __m256 wins = _mm256_cmp_ps((__m256)x, (__m256)best, _CMP_GT_OQ);
+    if (Nan::kValue) {
+      wins = _mm256_or_ps(wins, _mm256_cmp_ps((__m256)x, (__m256)x, _CMP_UNORD_Q));
+    }
+    best = (Vec)_mm256_blendv_ps((__m256)best, (__m256)x, wins);
+    if (kWinners) winner = (Mask)_mm256_blendv_ps((__m256)winner, (__m256)position, wins);
+#else
+    const Mask wins = Nan::kValue ? (x > best) | (x != x) : (x > best);
     best = select(wins, x, best);
     if (kWinners) winner = choose(wins, position, winner);
+#endif
   }
 };
 
@@ -46,21 +72,27 @@ struct BagResult {
   JAXREC_MEMBER Mask operator()(Mask winner) const { return has_fill ? splat_position(-1) : winner; }
 };
 
-// Largest elements in registers, of `kVectors` whole vectors.
+// Largest elements in registers, of `kVectors` whole vectors. GCC leaves long loops as they are, and
+// the vectors in memory.
 template <int kVectors, bool kWinners>
 struct MaxRegisters {
   Largest<kWinners> columns[kVectors];
 
   JAXREC_MEMBER static int64_t fixed(int64_t) { return kVectors * kWidth; }
   JAXREC_MEMBER void clear(int64_t) {
+#pragma GCC unroll 8
     for (int i = 0; i < kVectors; ++i) columns[i].clear();
   }
   template <class T>
   JAXREC_MEMBER void add(T type, const typename T::Storage* row, int32_t position) {
     const Mask positions = splat_position(position);
-    for (int i = 0; i < kVectors; ++i) columns[i].add(load(type, row + i * kWidth, Whole{}), positions);
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; ++i) {
+      columns[i].add(load(type, row + i * kWidth, Whole{}), positions, MayBeNan{});
+    }
   }
   JAXREC_MEMBER void put(Type type, void* out, int32_t* winners, const BagResult& result) const {
+#pragma GCC unroll 8
     for (int i = 0; i < kVectors; ++i) {
       store_as(type, out, i * kWidth, result(columns[i].best), Whole{});
       if (kWinners) store_positions(winners + i * kWidth, result(columns[i].winner), Whole{});
@@ -81,7 +113,7 @@ struct MaxRegisterPart {
   }
   template <class T>
   JAXREC_MEMBER void add(T type, const typename T::Storage* row, int32_t position) {
-    column.add(load(type, row, part), splat_position(position));
+    column.add(load(type, row, part), splat_position(position), MayBeNan{});
   }
   JAXREC_MEMBER void put(Type type, void* out, int32_t* winners, const BagResult& result) const {
     store_as(type, out, 0, result(column.best), part);
@@ -135,6 +167,16 @@ JAXREC_INLINE void with_max_panels(int64_t dim, const Work& work) {
   return work(Of<MaxInPanels<kWinners>>{});
 }
 
+// The winners of a bag from `column` on. Those of a later bag are asked for.
+template <class Block>
+JAXREC_INLINE int32_t* winners_of(const Block& block, const PooledBag& bag, int64_t column) {
+  const int64_t later = bag.number + kBagsAhead;
+  if (column == 0 && later < block.num_bags) {
+    prefetch_to_write(block.winners + later * block.out_stride, block.table.dim * 4);
+  }
+  return block.winners + bag.number * block.out_stride + column;
+}
+
 template <class Panels, bool kWinners, class RowAt, class T>
 void find_max_of(const MaxBlock& block, T type) {
   const int64_t dim = Panels::fixed(block.table.dim);
@@ -146,7 +188,7 @@ void find_max_of(const MaxBlock& block, T type) {
   const bool into_first_level = prefetching().into_first_level;
   auto ask = [&](uint32_t id) JAXREC_ALWAYS { prefetch(row_at(id), row_bytes, into_first_level); };
   auto put = [&](const auto& columns, const PooledBag& bag, int64_t column, char* out) JAXREC_ALWAYS {
-    int32_t* winners = kWinners ? block.winners + bag.number * block.out_stride + column : nullptr;
+    int32_t* winners = kWinners ? winners_of(block, bag, column) : nullptr;
     columns.put(block.out_type, out, winners, BagResult(bag));
   };
   const uint32_t num_rows = static_cast<uint32_t>(block.table.num_rows);
@@ -175,6 +217,72 @@ void find_max(const MaxBlock& block) {
   }
 }
 
+// Calls store(plane, first column, Whole or Part) for the columns of a vector of bytes, the first of
+// which is number `byte` of the row.
+template <int kPlanes, class Store>
+JAXREC_INLINE void for_each_plane(int64_t byte, int64_t dim, const Store& store) {
+  for (int p = 0; p < kPlanes; ++p) {
+    const int64_t column = byte * kPlanes + p * kWidth;
+    if (column + kWidth <= dim) {
+      store(p, column, Whole{});
+    } else if (column < dim) {
+      store(p, column, Part{static_cast<int>(dim - column)});
+    }
+  }
+}
+
+// Stores the largest elements of the columns of one vector of bytes, and their positions.
+template <int kPlanes, bool kWinners>
+JAXREC_INLINE void put_largest(Type type, void* out, int32_t* winners, int64_t byte, int64_t dim,
+                               const Largest<kWinners> (&planes)[kPlanes], const BagResult& result) {
+  Vec columns[kPlanes];
+  for (int p = 0; p < kPlanes; ++p) columns[p] = result(planes[p].best);
+  interleave_planes(columns);
+  for_each_plane<kPlanes>(byte, dim, [&](int p, int64_t column, auto extent) JAXREC_ALWAYS {
+    store_as(type, out, column, columns[p], extent);
+  });
+  if (!kWinners) return;
+  // The bits of positions, moved as those of floats.
+  for (int p = 0; p < kPlanes; ++p) columns[p] = reinterpret_cast<Vec>(result(planes[p].winner));
+  interleave_planes(columns);
+  for_each_plane<kPlanes>(byte, dim, [&](int p, int64_t column, auto extent) JAXREC_ALWAYS {
+    store_positions(winners + column, reinterpret_cast<Mask>(columns[p]), extent);
+  });
+}
+
+// Largest elements of packed rows in registers, for rows of `kDim` columns.
+template <class Codec, bool kWinners, int kDim>
+struct PackedMaxRegisters {
+  static constexpr int kPlanes = Codec::kPlanes;
+  static constexpr int kBytes = kDim / kPlanes;
+  static constexpr int kVectors = (kBytes + kWidth - 1) / kWidth;
+  Largest<kWinners> columns[kVectors][kPlanes];
+
+  JAXREC_MEMBER static int64_t fixed(int64_t) { return kDim; }
+  JAXREC_MEMBER void clear(int64_t) {
+    for (int v = 0; v < kVectors; ++v) {
+      for (int p = 0; p < kPlanes; ++p) columns[v][p].clear();
+    }
+  }
+  JAXREC_MEMBER void add(const typename Codec::Row& row, int32_t position, int64_t) {
+    const Mask positions = splat_position(position);
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      const Bits bytes = v * kWidth + kWidth <= kBytes
+                             ? load_bytes(row.bytes + v * kWidth, Whole{})
+                             : load_bytes(row.bytes + v * kWidth, Part{kBytes - v * kWidth});
+#pragma GCC unroll 4
+      for (int p = 0; p < kPlanes; ++p) columns[v][p].add(row.value(bytes, p), positions, NeverNan{});
+    }
+  }
+  JAXREC_MEMBER void put(Type type, void* out, int32_t* winners, const BagResult& result,
+                         int64_t) const {
+    for (int v = 0; v < kVectors; ++v) {
+      put_largest<kPlanes>(type, out, winners, v * kWidth, kDim, columns[v], result);
+    }
+  }
+};
+
 // Largest elements of packed rows in the first-level cache, by planes.
 template <class Codec, bool kWinners>
 struct PackedMaxima {
@@ -197,10 +305,8 @@ struct PackedMaxima {
     for_each_vector(num_bytes(dim), [&](int64_t i, auto extent) JAXREC_ALWAYS {
       const Bits bytes = load_bytes(row.bytes + i, extent);
       for (int p = 0; p < kPlanes; ++p) {
-        Largest<kWinners> column;
-        column.best = load(F32{}, best[p] + i, Whole{});
-        if (kWinners) column.winner = winners_at(p, i);
-        column.add(row.value(bytes, p), positions);
+        Largest<kWinners> column = at(p, i);
+        column.add(row.value(bytes, p), positions, NeverNan{});
         store(F32{}, best[p] + i, column.best, Whole{});
         if (kWinners) store_positions(winner[p] + i, column.winner, Whole{});
       }
@@ -209,47 +315,45 @@ struct PackedMaxima {
   JAXREC_MEMBER void put(Type type, void* out, int32_t* winners, const BagResult& result,
                          int64_t dim) const {
     for (int64_t i = 0; i < num_bytes(dim); i += kWidth) {
-      Vec columns[kPlanes];
-      for (int p = 0; p < kPlanes; ++p) columns[p] = result(load(F32{}, best[p] + i, Whole{}));
-      interleave_planes(columns);
-      each_column(i, dim, [&](int p, int64_t column, auto extent) JAXREC_ALWAYS {
-        store_as(type, out, column, columns[p], extent);
-      });
-      if (!kWinners) continue;
-      // The bits of positions, moved as those of floats.
-      for (int p = 0; p < kPlanes; ++p) columns[p] = reinterpret_cast<Vec>(result(winners_at(p, i)));
-      interleave_planes(columns);
-      each_column(i, dim, [&](int p, int64_t column, auto extent) JAXREC_ALWAYS {
-        store_positions(winners + column, reinterpret_cast<Mask>(columns[p]), extent);
-      });
+      Largest<kWinners> planes[kPlanes];
+      for (int p = 0; p < kPlanes; ++p) planes[p] = at(p, i);
+      put_largest<kPlanes>(type, out, winners, i, dim, planes, result);
     }
   }
 
  private:
-  JAXREC_MEMBER Mask winners_at(int plane, int64_t i) const {
-    return reinterpret_cast<Mask>(
-        load(F32{}, reinterpret_cast<const float*>(winner[plane] + i), Whole{}));
-  }
-  // Calls store(vector, first column, Whole or Part) for the columns of the bytes from `i` on.
-  template <class Store>
-  JAXREC_MEMBER static void each_column(int64_t i, int64_t dim, const Store& store) {
-    for (int p = 0; p < kPlanes; ++p) {
-      const int64_t column = i * kPlanes + p * kWidth;
-      if (column + kWidth <= dim) {
-        store(p, column, Whole{});
-      } else if (column < dim) {
-        store(p, column, Part{static_cast<int>(dim - column)});
-      }
+  JAXREC_MEMBER Largest<kWinners> at(int plane, int64_t i) const {
+    Largest<kWinners> columns;
+    columns.best = load(F32{}, best[plane] + i, Whole{});
+    if (kWinners) {
+      columns.winner = reinterpret_cast<Mask>(
+          load(F32{}, reinterpret_cast<const float*>(winner[plane] + i), Whole{}));
     }
+    return columns;
   }
 };
 
-template <class Codec, bool kWinners>
+// Calls work(Of<Maxima>) with the place where packed rows of `dim` columns are compared fastest.
+template <class Codec, bool kWinners, class Work>
+JAXREC_INLINE void with_packed_maxima(int64_t dim, const Work& work) {
+  switch (dim) {
+    case 16: return work(Of<PackedMaxRegisters<Codec, kWinners, 16>>{});
+#if JAXREC_VECTOR_BYTES >= 32
+    case 32: return work(Of<PackedMaxRegisters<Codec, kWinners, 32>>{});
+#endif
+#if JAXREC_VECTOR_BYTES >= 64
+    case 64: return work(Of<PackedMaxRegisters<Codec, kWinners, 64>>{});
+    case 128: return work(Of<PackedMaxRegisters<Codec, kWinners, 128>>{});
+#endif
+    default: return work(Of<PackedMaxima<Codec, kWinners>>{});
+  }
+}
+
+template <class Codec, bool kWinners, class Maxima>
 void find_max_packed_of(const PackedMaxBlock& block) {
-  typedef PackedMaxima<Codec, kWinners> Maxima;
   const PackedTable& table = block.table;
   const uint8_t* rows = table.rows;
-  const int64_t dim = table.dim, row_bytes = packed_row_bytes<Codec>(dim);
+  const int64_t dim = Maxima::fixed(table.dim), row_bytes = packed_row_bytes<Codec>(dim);
   auto address = [=](uint32_t id) JAXREC_ALWAYS { return rows + id * row_bytes; };
   auto add = [&](Maxima& maxima, int64_t, int64_t position, uint32_t id) JAXREC_ALWAYS {
     const int32_t place = block.first_position + static_cast<int32_t>(position);
@@ -257,20 +361,27 @@ void find_max_packed_of(const PackedMaxBlock& block) {
   };
   auto ask = [=](uint32_t id) JAXREC_ALWAYS { prefetch_packed<Codec>(address(id), dim); };
   auto put = [&](const Maxima& maxima, const PooledBag& bag, int64_t, char* out) JAXREC_ALWAYS {
-    int32_t* winners = kWinners ? block.winners + bag.number * block.out_stride : nullptr;
+    int32_t* winners = kWinners ? winners_of(block, bag, 0) : nullptr;
     maxima.put(block.out_type, out, winners, BagResult(bag), dim);
   };
   const uint32_t num_rows = static_cast<uint32_t>(table.num_rows);
   pool_each_bag<AtOnce<Maxima>>(block, num_rows, row_bytes, dim, ask, add, put);
 }
 
-void find_max_packed(const PackedMaxBlock& block) {
+template <bool kWinners>
+JAXREC_INLINE void find_max_packed_with(const PackedMaxBlock& block) {
   with_codec(block.table.code, [&](auto codec) JAXREC_ALWAYS {
     typedef decltype(codec) Codec;
-    if (block.winners == nullptr) {
-      find_max_packed_of<Codec, false>(block);
-    } else {
-      find_max_packed_of<Codec, true>(block);
-    }
+    with_packed_maxima<Codec, kWinners>(block.table.dim, [&](auto maxima) JAXREC_ALWAYS {
+      find_max_packed_of<Codec, kWinners, typename decltype(maxima)::Type>(block);
+    });
   });
+}
+
+void find_max_packed(const PackedMaxBlock& block) {
+  if (block.winners == nullptr) {
+    find_max_packed_with<false>(block);
+  } else {
+    find_max_packed_with<true>(block);
+  }
 }
