@@ -39,7 +39,7 @@ TESTED_BY = {
     "data/test_column_types": ("data/column_values",),
     "data/test_encoder": ("data/statistics",),
     "data/test_files": ("data/parquet",),
-    "data/test_split": ("data/later_rows",),
+    "data/test_split": ("data/last_of_each", "data/later_rows"),
     "embed/kernels/test_extents": ("embed/kernels/mosaic/extents", "embed/kernels/triton/extents"),
     "embed/kernels/test_flat_lookups": (
         "embed/kernels/mosaic/flat_lookups",
