@@ -50,6 +50,7 @@ CHOICES = (
 HOLD_OUTS = (
     "--hold-out 0.2",
     "--hold-out random:0.2",
+    "--hold-out last --user user --time ts",
     "--hold-out-by user --hold-out 0.2",
     "--hold-out-from ts=2024-03-01",
     "--hold-out-data later.parquet",
