@@ -24,7 +24,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 GENERATED = "--data.generated-rows 20000 --data.generated-eval-rows 4000"
-SMALL = "--data.batch-size 104 --data.table-rows 1000 --data.eval-fraction 0.2"
+SMALL = "--data.batch-size 104 --data.table-rows 1000 --hold-out 0.2"
 
 # Options of the commands of docs/choosing_a_model.md.
 _LIKED = "--label liked --exclude rating timestamp loved history"
@@ -45,6 +45,16 @@ CHOICES = (
     f"{_LIKED} --model two_tower --item movie genres year --epochs 10 --patience 3 --output towers",
     f"--model sasrec {_SEQUENCES} --output sasrec",
     f"--model bert4rec {_SEQUENCES} --output bert",
+)
+
+# Hold-outs of docs/your_own_data.md.
+HOLD_OUTS = (
+    "--hold-out 0.2",
+    "--hold-out random:0.2",
+    "--hold-out last --user user --time ts",
+    "--hold-out-by user --hold-out 0.2",
+    "--hold-out-from ts=2024-03-01",
+    "--hold-out-data later.parquet",
 )
 
 # Commands of the docs, and the options that make them small. Each finds the files of those before.
@@ -129,7 +139,26 @@ COMMANDS = (
         "--patience 3 --output early",
         "--data.batch-size 100 --evaluate-every 5",
     ),
+    (
+        "jaxrec train --data clicks.parquet --patience 3 --output sweep --sweep lr=0.002,0.004 "
+        "embedding_dim=8,16",
+        "--data.batch-size 100",
+    ),
     *((f"jaxrec train --data ratings.parquet {options}", SMALL_MODEL) for options in CHOICES),
+    *(
+        (
+            f"jaxrec train --data clicks.parquet --label click {options}",
+            f"--data.batch-size 100 --output held_out_{number}",
+        )
+        for number, options in enumerate(HOLD_OUTS)
+    ),
+    *(
+        (
+            f"jaxrec train --data ratings.parquet --model sasrec {_SEQUENCES} {options}",
+            f"{SMALL_MODEL} --output held_out_{options.split()[0].strip('-')}",
+        )
+        for options in ("--hold-out-by user", "--hold-out-from timestamp=900000000")
+    ),
     ("jaxrec train [CONFIG.yaml] --data LOG --output RUN [--checkpoint.every 1000]", SMALL),
     ("jaxrec train --resume RUN", "--data.epochs 2"),
     ("jaxrec train --resume RUN --devices 8", "--data.epochs 3"),
@@ -243,6 +272,7 @@ LEFT_OUT = {
     "pip install 'jaxrec[retrieval]'": "installs what README does not",
     "pip install 'jax[k8s]'": "installs what README does not",
     "pip install 'jaxrec[cuda12]'": "needs a GPU",
+    "pip install optuna": "is for a recipe",
     "pip install 'jaxrec[rocksdb]'": "installs what README does not",
     "pip install 'jaxrec[redis]'": "installs what README does not",
     "pip install 'jaxrec[kafka]'": "installs what README does not",
@@ -304,7 +334,9 @@ columns = {"click": draw(2, size=1000), "importance": draw(1, 3, 1000)}
 columns |= {"age": draw(90, size=1000) / 2, "price": draw(100, size=1000) / 7}
 columns |= {name: draw(9, size=1000).astype(str) for name in ("city", "user")}
 columns |= {"item": draw(-(2**63), 2**63, 1000), "tags": [["a", "b"], [], ["a"], ["c"]] * 250}
-pq.write_table(pa.table(columns), "clicks.parquet")
+columns["ts"] = np.datetime64("2024-01-01", "s") + 7200 * np.arange(1000)
+for name in ("clicks.parquet", "later.parquet"):
+    pq.write_table(pa.table(columns), name)
 days = {"country": ["DE", "FR"] * 500, "day": [1, 2, 10, 11] * 250}
 pq.write_to_dataset(pa.table(columns | days), "by_day", partition_cols=["country", "day"])
 rows = pa.table({"click": columns["click"], "age": columns["age"], "zip": ["00501"] * 1000})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,12 @@ from jaxtyping import Bool
 from jaxrec.data.column_types import is_string
 from jaxrec.data.encode import Location, joined
 from jaxrec.data.files import DataError
-from jaxrec.data.split import Split
+from jaxrec.data.groups import ColumnGroups
+from jaxrec.data.split import RowSplit
 
 
 @dataclasses.dataclass(frozen=True)
-class LaterRows(Split):
+class LaterRows(RowSplit):
     """Holds out the rows whose number, date or time in a column is at least a given one.
 
     Attributes:
@@ -106,8 +106,10 @@ class LaterRows(Split):
     def _unfit(self, kind: pa.DataType, location: Location, problem: str) -> DataError:
         return DataError(f"{location.path}, column {self.name!r} is of type {kind}: {problem}")
 
-    def advice(self, total: int, held_out: int, column: Iterator[pa.ChunkedArray]) -> str:
-        ends = [pc.min_max(joined(values)) for values in column]
+    def advice(self, total: int, held_out: int, groups: ColumnGroups | None) -> str:
+        assert groups is not None
+        parts = (groups.read(group, [self.name])[self.name] for group in range(len(groups.sizes)))
+        ends = [pc.min_max(joined(values)) for values in parts]
         low, high = (
             choose(x for each in ends if (x := each[end].as_py()) is not None)
             for end, choose in (("min", min), ("max", max))

@@ -27,16 +27,54 @@ _ROWS_AT_ONCE = 1 << 20
 class Split(abc.ABC):
     """Decides for each row of a data set whether it is held out.
 
-    The decision depends only on the row's number, the number of all rows, and the row's value in
-    one column. So it is the same in each epoch, in each process, and after a restart.
+    The decision depends only on the rows' numbers and on their values in some columns. So it is the
+    same in each epoch, in each process, and after a restart.
 
-    Implementors give `is_held_out` and `advice`, and `column` if they read one.
+    Implementors give `decide` and `advice`, and `columns` if they read any. Those that decide about
+    each row by itself derive from `RowSplit`.
     """
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns that decide; (): the numbers of the rows do."""
+        return ()
+
+    @abc.abstractmethod
+    def decide(self, total: int, source: str, groups: ColumnGroups | None) -> RowMask:
+        """Return the held-out rows; arguments and errors are those of `mask`."""
+
+    @abc.abstractmethod
+    def advice(self, total: int, held_out: int, groups: ColumnGroups | None) -> str:
+        """Return why all rows are on one side, and what to do."""
+
+    def mask(self, total: int, source: str, groups: ColumnGroups | None = None) -> RowMask:
+        """Return the held-out rows of a data set.
+
+        Args:
+            total: Number of rows.
+            source: The data's name in errors.
+            groups: The rows, for a split by `columns`. Only these are read.
+
+        Raises:
+            DataError: All rows are on one side, or a value cannot be compared.
+        """
+        mask = self.decide(total, source, groups)
+        if mask.count in (0, total):
+            raise DataError(f"{source}: {self.advice(total, mask.count, groups)}")
+        return mask
+
+
+class RowSplit(Split):
+    """A split that decides about each row by its number, or by its value in one column."""
 
     @property
     def column(self) -> str | None:
         """Name of the column that decides; None: the numbers of the rows do."""
         return None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return () if self.column is None else (self.column,)
 
     @abc.abstractmethod
     def is_held_out(
@@ -54,48 +92,31 @@ class Split(abc.ABC):
             DataError: A value cannot be compared.
         """
 
-    @abc.abstractmethod
-    def advice(self, total: int, held_out: int, column: Iterator[pa.ChunkedArray]) -> str:
-        """Return why all rows are on one side, and what to do; ``column`` has all its values."""
-
-    def mask(self, total: int, source: str, columns: ColumnGroups | None = None) -> RowMask:
-        """Decide about all rows of a data set.
-
-        Args:
-            total: Number of rows.
-            source: The data's name in errors.
-            columns: The rows' groups, for a split with a column. Only that column is read.
-
-        Raises:
-            DataError: All rows are on one side, or a value cannot be compared.
-        """
+    def decide(self, total: int, source: str, groups: ColumnGroups | None) -> RowMask:
         mask = RowMask.empty(total)
         first = 0
-        for values, location in self._parts(total, source, columns):
+        for values, location in self._parts(total, source, groups):
             count = min(_ROWS_AT_ONCE, total - first) if values is None else len(values)
             rows = range(first, first + count)
             mask.add(first, self.is_held_out(rows, total, values, location))
             first += count
-        if mask.count in (0, total):
-            column = (values for values, _ in self._parts(0, source, columns) if values is not None)
-            raise DataError(f"{source}: {self.advice(total, mask.count, column)}")
         return mask
 
     def _parts(
-        self, total: int, source: str, columns: ColumnGroups | None
+        self, total: int, source: str, groups: ColumnGroups | None
     ) -> Iterator[tuple[pa.ChunkedArray | None, Location]]:
         name = self.column
         if name is None:
             for _ in range(0, total, _ROWS_AT_ONCE):
                 yield None, Location(source, 0, "")
-        elif columns is not None:
-            for group in range(len(columns.sizes)):
-                location = Location(*columns.location(group), name)
-                yield columns.read(group, [name])[name], location
+        elif groups is not None:
+            for group in range(len(groups.sizes)):
+                location = Location(*groups.location(group), name)
+                yield groups.read(group, [name])[name], location
 
 
 @dataclasses.dataclass(frozen=True)
-class LastRows(Split):
+class LastRows(RowSplit):
     """Holds out the last rows of the files, at least one.
 
     Attributes:
@@ -109,7 +130,7 @@ class LastRows(Split):
     ) -> Bool[np.ndarray, " rows"]:
         return np.arange(rows.start, rows.stop) >= total - max(1, round(total * self.fraction))
 
-    def advice(self, total: int, held_out: int, column: Iterator[pa.ChunkedArray]) -> str:
+    def advice(self, total: int, held_out: int, groups: ColumnGroups | None) -> str:
         return (
             f"{total} rows are too few to train on some and hold out {self.fraction:.0%}; give "
             "more rows, or others with --hold-out-data"
@@ -120,7 +141,7 @@ class LastRows(Split):
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomRows(Split):
+class RandomRows(RowSplit):
     """Holds out each row with a probability, by a hash of its number.
 
     Attributes:
@@ -137,7 +158,7 @@ class RandomRows(Split):
         hashes = hash_ids(np.arange(rows.start, rows.stop), None, self.seed)
         return _is_low(hashes, self.fraction)
 
-    def advice(self, total: int, held_out: int, column: Iterator[pa.ChunkedArray]) -> str:
+    def advice(self, total: int, held_out: int, groups: ColumnGroups | None) -> str:
         return (
             f"random:{self.fraction:.4g} holds out {held_out} of {total} rows; give more rows, "
             "another fraction, or another --seed"
@@ -148,7 +169,7 @@ class RandomRows(Split):
 
 
 @dataclasses.dataclass(frozen=True)
-class ValuesOf(Split):
+class ValuesOf(RowSplit):
     """Holds out all rows of some values of a column, such as some users, by hashes of the values.
 
     Rows without a value are trained on.
@@ -171,14 +192,14 @@ class ValuesOf(Split):
         self, rows: range, total: int, values: pa.ChunkedArray | None, location: Location
     ) -> Bool[np.ndarray, " rows"]:
         assert values is not None
-        keys = _keys(joined(values), location)
+        keys = row_keys(joined(values), location)
         valid = np.asarray(keys.is_valid())
         result = np.zeros(len(keys), bool)
         hashes = np.asarray(hash_ids(keys.drop_null(), None, self.seed))
         result[valid] = _is_low(hashes, self.fraction)
         return result
 
-    def advice(self, total: int, held_out: int, column: Iterator[pa.ChunkedArray]) -> str:
+    def advice(self, total: int, held_out: int, groups: ColumnGroups | None) -> str:
         return (
             f"{'all' if held_out else 'no'} values of column {self.name!r} are among the "
             f"{self.fraction:.4g} that are held out; name a column with more values, or give "
@@ -195,7 +216,7 @@ def _is_low(hashes: UInt64[np.ndarray, " rows"], fraction: float) -> Bool[np.nda
     return (hashes >> np.uint64(32)) < fraction * 2.0**32
 
 
-def _keys(array: pa.Array, location: Location) -> pa.Array:
+def row_keys(array: pa.Array, location: Location) -> pa.Array:
     """Return values as integers, strings or bytes, for hashing; NaN becomes null.
 
     A value has the same key in all files, whatever the width of its type.

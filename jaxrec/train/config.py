@@ -106,9 +106,9 @@ class DataConfig:
     hold_out: Annotated[
         str | None, tyro.conf.arg(aliases=["--hold-out", "--data.eval-fraction"])
     ] = None
-    """Rows to hold out: a fraction such as 0.2 for the last ones, random, or random:0.2. By default
-    the last tenth; of a generated log data.generated-eval-rows, of sequences the last item of
-    each."""
+    """Rows to hold out: a fraction such as 0.2 for the last ones; random, or random:0.2; or last,
+    the last row of each --user by --time. By default the last tenth; of a generated log
+    data.generated-eval-rows, of sequences the last item of each."""
     hold_out_by: Annotated[str | None, tyro.conf.arg(aliases=["--hold-out-by"])] = None
     """Column, such as user_id, of which a share of the values is held out, each with all of its
     rows; --hold-out has the share."""
@@ -157,7 +157,7 @@ class DataConfig:
             )
         if self.eval_path is not None and self.path is None:
             raise ConfigError("data.eval-path holds out a file, but no file to train on is given")
-        split_of(self.hold_out, self.hold_out_by, self.hold_out_from)
+        split_of(self)
 
     @property
     def hold_out_options(self) -> list[str]:

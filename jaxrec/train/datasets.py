@@ -242,11 +242,11 @@ def split_datasets(
 def _split(config: TrainConfig) -> tuple[LogDataset, LogDataset]:
     data = config.data
     id_bits: Literal[32, 64] = 64 if config.vocabulary.is_dynamic else 32
-    split = split_of(data.hold_out, data.hold_out_by, data.hold_out_from, seed=config.seed)
-    if split.column is not None:
+    split = split_of(data, config.seed)
+    if split.columns:
         what = "generated log" if data.path is None else "text in Criteo's format"
         raise ConfigError(
-            f"the {what} has no column {split.column!r} to hold out rows by; give --hold-out a "
+            f"the {what} has no column {split.columns[0]!r} to hold out rows by; give --hold-out a "
             "fraction or random, or files of columns with --data (`jaxrec data criteo` makes them)"
         )
     if data.path is None:

@@ -238,10 +238,10 @@ def split_groups(data: DataConfig, schema: Schema, seed: int = 0) -> tuple[RowsO
     whole = _all_rows(files, schema)
     if data.eval_path is not None:
         return whole, _all_rows(parquet_data(data.eval_path, data), schema)
-    split = split_of(data.hold_out, data.hold_out_by, data.hold_out_from, seed=seed)
+    split = split_of(data, seed)
     columns = None
-    if split.column is not None:
-        columns = ParquetGroups(files.paths, (split.column,), sources=files.sources)
+    if split.columns:
+        columns = ParquetGroups(files.paths, split.columns, sources=files.sources)
     held_out = split.mask(whole.stop, str(data.path), columns)
     assert isinstance(whole.groups, ParquetGroups)
     return selected_rows(whole.groups, held_out.inverted()), selected_rows(whole.groups, held_out)

@@ -31,6 +31,7 @@ from jaxrec.data import (
 from jaxrec.data.column_types import is_list
 from jaxrec.data.event_tables import request_rows
 from jaxrec.data.groups import ColumnGroups
+from jaxrec.data.later_rows import LaterRows
 from jaxrec.data.movielens import has_ratings
 from jaxrec.data.sequences.batches import SequenceGroups
 from jaxrec.data.sequences.events import ACTION, CANDIDATE
@@ -144,10 +145,10 @@ def split_windows(
     first, last = int(times.min()), int(times.max())
     if config.windows:
         return TimeWindow.split(first, last, config.windows)
-    split = split_of(data.hold_out, data.hold_out_by, data.hold_out_from)
+    split = split_of(data)
     if isinstance(split, LastRows):
         cut = int(np.quantile(times, 1 - split.fraction, method="lower"))
-    elif split.column == time:
+    elif isinstance(split, LaterRows) and split.name == time:
         values = TableGroups(pa.table({time: times}), len(times))
         held_out = split.mask(len(times), str(data.path or "generated log"), values)
         cut = int(times[held_out.part(0, len(times))].min())

@@ -206,7 +206,7 @@ def run_sweep(
     """Make the runs of a sweep that are not finished yet; return the exit code.
 
     The results are written after each run. A run that fails is recorded with its error, and the
-    others go on; the next sweep with the same directory makes it again, and goes on with a run that
+    others go on; the next sweep with the same directory tries it again, and goes on with a run that
     was stopped.
 
     Args:

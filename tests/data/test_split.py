@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 from jaxrec.data import DataError, TableGroups
+from jaxrec.data.last_of_each import LastOfEach
 from jaxrec.data.later_rows import LaterRows
 from jaxrec.data.split import LastRows, RandomRows, ValuesOf
 
@@ -94,6 +95,35 @@ def test_values_that_are_missing_or_unfit():
         held_out(ValuesOf("x", 0.1), pa.array([None, None]))
     with pytest.raises(DataError, match="column 'x' is of type list"):
         held_out(ValuesOf("x"), pa.array([[1]]))
+
+
+LAST_USERS = ["a", "b", None, "a", "c", "b", None, "a"]
+# Numbers of the held-out rows, by the type of times; the only row of "c" is trained on.
+LAST = {
+    "files": (None, [5, 7]),
+    "int": (pa.array([1, 9, 9, 5, 7, 2, 9, 3]), [1, 3]),
+    "equal": (pa.array([1, 2, 9, 5, 7, 2, 9, 5]), [5, 7]),
+    "time": (pa.array([1, 9, 9, 5, 7, 2, 9, 3]).cast(pa.timestamp("s", "UTC")), [1, 3]),
+    "text": (pa.array([*"19957293"]), [1, 3]),
+}
+
+
+@pytest.mark.parametrize(("times", "expected"), LAST.values(), ids=LAST)
+def test_the_last_row_of_each_value(times, expected):
+    columns = {"x": pa.array(LAST_USERS)}
+    if times is not None:
+        columns["t"] = times
+    split = LastOfEach("x", None if times is None else "t")
+    mask = split.mask(8, "data", TableGroups(pa.table(columns), 3)).part(0, 8)
+    assert np.flatnonzero(mask).tolist() == expected
+
+
+def test_times_of_last_rows_are_known():
+    table = pa.table({"x": [1, 1, 2], "t": [1.0, 2.0, np.nan]})
+    with pytest.raises(DataError, match=r"row 2 \(from 0\), column 't': the time is null"):
+        LastOfEach("x", "t").mask(3, "data", TableGroups(table, 2))
+    with pytest.raises(DataError, match="no value of column 'x' has two rows, of which"):
+        LastOfEach("x").mask(2, "data", TableGroups(table[1:], 2))
 
 
 DAYS = [datetime.datetime(2024, 2, 28) + datetime.timedelta(hours=6 * n) for n in range(40)]

@@ -92,6 +92,8 @@ SPLITS = {
     "last": ({"hold_out": "0.25"}, lambda n: n >= 300),
     "random": ({"hold_out": "random:0.25"}, None),
     "by": ({"hold_out_by": "user", "hold_out": "0.3"}, None),
+    "last-of-each": ({"hold_out": "last", "user": "user", "time": "ts"}, "last"),
+    "last-in-files": ({"hold_out": "last", "user": "user"}, "last"),
     "from-time": ({"hold_out_from": "ts=2024-03-01"}, lambda n: n >= LATER),
     "from-number": ({"hold_out_from": "number=223"}, lambda n: n >= 223),
 }
@@ -124,6 +126,11 @@ def test_each_row_is_on_one_side_in_each_format_epoch_and_process(files, options
         assert counts == {user: count for user, count in known if count > 1}
     # All formats hold out the same rows.
     assert len(sides) == 1
+    if expected == "last":
+        # `np.unique` finds first rows: those of the reversed column.
+        expected = {
+            *(ROWS - 1 - np.unique(users[::-1], return_index=True)[1]).tolist()
+        }.__contains__
     if expected is not None:
         np.testing.assert_array_equal(others, [n for n in range(ROWS) if expected(n)])
     if "hold_out_by" in options:
@@ -159,7 +166,7 @@ def test_rows_of_logs(path):
     whole = np.concatenate([*map(dense, split_datasets(TrainConfig(data=data)))])
     config = TrainConfig(data=dataclasses.replace(data, hold_out="random:0.3"))
     training, held_out = split_datasets(config)
-    mask = split_of("random:0.3").mask(50, "").part(0, 50)
+    mask = split_of(DataConfig(hold_out="random:0.3")).mask(50, "").part(0, 50)
     assert (len(training), len(held_out)) == ((~mask).sum(), mask.sum())
     np.testing.assert_array_equal(dense(training), whole[~mask])
     np.testing.assert_array_equal(dense(held_out), whole[mask])
@@ -184,6 +191,7 @@ EVENTS = {
 # Of three users: sequences to train on, and pairs of the items before and the item to predict.
 SEQUENCES = {
     "last-items": ({}, [[1, 3], [2], [5]], [([1, 3], 6), ([2], 4), ([5], 7)]),
+    "last": ({"hold_out": "last"}, [[1, 3], [2], [5]], [([1, 3], 6), ([2], 4), ([5], 7)]),
     "last-sequences": ({"hold_out": "0.3"}, [[1, 3, 6], [2, 4], []], [([5], 7)]),
     "from": ({"hold_out_from": "ts=4"}, [[1, 3], [2], []], [([1, 3], 6), ([2], 4), ([5], 7)]),
     "from-later": ({"hold_out_from": "ts=6"}, [[1, 3], [2, 4], [5]], [([1, 3], 6), ([5], 7)]),
@@ -213,14 +221,12 @@ def test_whole_sequences_of_some_users(tmp_path, form):
         data |= {"history": ("items",)}
     pq.write_table(rows, tmp_path / "x.parquet")
     split = split_sequences(DataConfig(path=tmp_path / "x.parquet", **data), 0)
-    mask = split_of("0.4", "user").mask
     held_out = {row[-1] // 3 for row in split.before.to_pylist()}
     assert 5 < len(held_out) < 20
     trained = [row for row in split.training.to_pylist() if row]
     assert {row[0] // 3 for row in trained} == {*range(30)} - held_out
     assert all(len(row) == 3 for row in trained)
     assert split.last.to_pylist() == [3 * user + 2 for user in sorted(held_out)]
-    assert mask is not None
 
 
 def test_the_newest_candidates_of_a_ranker(tmp_path):
@@ -249,7 +255,9 @@ def test_the_newest_candidates_of_a_ranker(tmp_path):
 
 
 WRONG = {
-    "text": (["--hold-out=some"], "--hold-out takes a fraction, random, or random: .* 'some'"),
+    "text": (["--hold-out=some"], "--hold-out takes a fraction, random, random: .* got 'some'"),
+    "no-user": (["--hold-out=last", "--time=ts"], "name their column with --user"),
+    "last-by": (["--hold-out=last", "--user=u", "--hold-out-by=u"], "leave --hold-out-by out"),
     "half": (["--hold-out=random:"], "--hold-out takes a fraction"),
     "all": (["--hold-out=1"], "must be between 0 and 1, got 1.0"),
     "nan": (["--hold-out=random:nan"], "must be between 0 and 1, got nan"),
@@ -285,8 +293,13 @@ DESCRIBED = {
     "random": ({"hold_out": "random:0.25"}, "random 25 % of the rows, seed 0"),
     "by": ({"hold_out_by": "user"}, "random 10 % of the values of user, seed 0"),
     "from": ({"hold_out_from": "ts=5"}, "rows from ts=5 on"),
+    "last-of-each": ({"hold_out": "last", "user": "u"}, "the last row of each u"),
     "file": ({"eval_path": pathlib.Path("y")}, "the rows of y"),
     "generated": ({"path": None}, "the last 200,000 rows"),
+    "last-items": (
+        {"model": "sasrec", "hold_out": "last", "user": "u"},
+        "the last item of each sequence",
+    ),
     "items": ({"model": "sasrec"}, "the last item of each sequence"),
     "newest": ({"model": "hstu_ranker"}, "the newest 10 % of the candidates"),
 }

@@ -17,7 +17,7 @@ from jaxrec.data.encode import joined
 from jaxrec.data.files import DataFiles
 from jaxrec.train.config import DataConfig
 from jaxrec.train.features import parquet_data
-from jaxrec.train.hold_out import split_of
+from jaxrec.train.hold_out import LAST, split_of
 
 
 def item_column(data: DataConfig) -> str:
@@ -94,9 +94,9 @@ def read_sequences(data: DataConfig, path: pathlib.Path | None) -> Sequences:
 def split_sequences(data: DataConfig, seed: int) -> SequenceSplit:
     """Split the sequences of a run.
 
-    By default the last item of each sequence is held out. With ``hold_out`` whole sequences are,
-    and with ``hold_out_by`` and ``hold_out_from`` rows of the files. Held-out items are not trained
-    on, and the last item of a sequence is to be predicted if it is held out.
+    By default and with "last" the last item of each sequence is held out. With another ``hold_out``
+    whole sequences are, with ``hold_out_by`` and ``hold_out_from`` rows of the files. Held-out
+    items are not trained on, and the last item of a sequence is to be predicted if it is held out.
 
     Raises:
         DataError: All sequences are on one side, or there is no last item to predict.
@@ -107,7 +107,7 @@ def split_sequences(data: DataConfig, seed: int) -> SequenceSplit:
         before, last = split_last(others.items)
         _check_questions(last, data.eval_path)
         return SequenceSplit(whole.items, before, last)
-    if not data.hold_out_options:
+    if not data.hold_out_options or data.hold_out == LAST:
         before, last = split_last(whole.items)
         return SequenceSplit(before, before, last)
     lengths = _lengths(whole.items)
@@ -128,11 +128,11 @@ def _held_out(
     data: DataConfig, seed: int, whole: Sequences, lengths: Int[np.ndarray, " sequences"]
 ) -> Bool[np.ndarray, " items"]:
     """Return which items of all sequences are held out."""
-    split = split_of(data.hold_out, data.hold_out_by, data.hold_out_from, seed=seed)
-    if split.column is None:
+    split = split_of(data, seed)
+    if not split.columns:
         return np.repeat(split.mask(len(lengths), str(data.path)).part(0, len(lengths)), lengths)
     files = parquet_data(data.path, data)
-    columns = ParquetGroups(files.paths, (split.column,), sources=files.sources)
+    columns = ParquetGroups(files.paths, split.columns, sources=files.sources)
     mask = split.mask(whole.num_rows, str(data.path), columns)
     return mask.part(0, whole.num_rows)[whole.rows]
 

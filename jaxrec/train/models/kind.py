@@ -159,8 +159,7 @@ class ModelKind(abc.ABC):
             return f"the rows of {data.eval_path}"
         if data.path is None and data.hold_out is None:
             return f"the last {data.generated_eval_rows:,} rows"
-        seed = self.config.seed
-        return str(split_of(data.hold_out, data.hold_out_by, data.hold_out_from, seed=seed))
+        return str(split_of(data, self.config.seed))
 
     @abc.abstractmethod
     def datasets(self, shard: Shard) -> tuple[Dataset, Dataset]:

@@ -38,6 +38,7 @@ from jaxrec.ragged.capacity import LengthMoments
 from jaxrec.train.config import DataConfig, TrainConfig
 from jaxrec.train.datasets import Dataset
 from jaxrec.train.features import convert_files, is_parquet, saved_encoder
+from jaxrec.train.hold_out import LAST
 from jaxrec.train.models.interactions import item_column, split_sequences
 from jaxrec.train.models.kind import HeldOutBatches
 from jaxrec.train.models.ranking import RankingModel, full_ranks, rank_values
@@ -217,7 +218,7 @@ class SequenceKind(RankingModel):
     @property
     def hold_out(self) -> str:
         data = self.config.data
-        if data.eval_path is None and not data.hold_out_options:
+        if data.eval_path is None and (not data.hold_out_options or data.hold_out == LAST):
             return "the last item of each sequence"
         return super().hold_out
 
