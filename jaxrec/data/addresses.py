@@ -215,7 +215,9 @@ class Address(pathlib.PosixPath):
             raise
         except Exception as error:
             text = " ".join(str(error).split()) or type(error).__name__
-            if isinstance(error, OSError) and error.filename == str(self):
+            if isinstance(error, OSError) and (
+                error.filename == str(self) or error.errno == errno.ENOSPC
+            ):
                 raise
             kind = type(error).__name__
             if isinstance(error, PermissionError) or "redential" in f"{kind} {text}":
