@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import pickle
+import re
 import subprocess
 import sys
 import urllib.request
@@ -247,9 +248,20 @@ def test_a_run_remembers_the_address(tmp_path):
     assert str(config.data.path) == "s3://bucket/parts"
 
 
-def test_outputs_are_files_of_this_machine(tmp_path, capsys):
-    assert main(["predict", str(tmp_path), "x.csv", "-o", "s3://bucket/scores.parquet"]) == 2
-    assert "the output is a file of this machine" in capsys.readouterr().err
+OUTPUTS = {
+    "train": ["train", "--data", "x.csv", "--output", "s3://bucket/run"],
+    "predict": ["predict", "model", "x.csv", "-o", "s3://bucket/run"],
+    "histories": ["data", "histories", "x.csv", "s3://bucket/run"],
+}
+
+
+@pytest.mark.parametrize("command", OUTPUTS.values(), ids=OUTPUTS)
+def test_outputs_are_of_this_machine(tmp_path, capsys, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert re.search("the output is a .* of this machine, got s3://bucket/run", error)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.fixture
