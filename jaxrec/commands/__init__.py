@@ -19,12 +19,12 @@ USAGE_ERROR = 2
 FAILURE = 1
 
 COMMANDS = {
-    "train": "trains a model on Parquet files or click logs",
+    "train": "trains a model on files of columns or click logs",
     "quantize": "makes the tables of a trained model smaller",
     "data": "writes click logs as Parquet files",
     "plan": "finds the best sharding of tables over devices",
     "export": "writes a trained model for prediction",
-    "predict": "predicts the rows of Parquet files",
+    "predict": "predicts the rows of files",
     "serve": "answers requests over HTTP",
     "tune": "times the kernels on your shapes and keeps the fastest",
     "doctor": "says what runs on this machine, and what is missing",

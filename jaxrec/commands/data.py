@@ -19,6 +19,7 @@ from rich.progress import (
 )
 
 from jaxrec.arguments import NOT_GIVEN, ConfigError, parse, required
+from jaxrec.data.addresses import Address, data_path
 from jaxrec.data.criteo.conversion import convert, is_converted
 from jaxrec.data.criteo.exports import Counts, DayFiles, write_multi_hot, write_npy, write_records
 from jaxrec.data.criteo.parts import Conversion
@@ -257,6 +258,8 @@ def _criteo(options: CriteoOptions) -> None:
 def _histories(options: HistoriesOptions) -> None:
     if NOT_GIVEN in (options.input, options.output):
         raise ConfigError("give the log and the directory of the Parquet files: INPUT OUTPUT")
+    if isinstance(output := data_path(options.output), Address):
+        raise ConfigError(f"the output is a directory of this machine, got {output}")
     keys = (options.user, options.time)
     columns = tuple(dict.fromkeys((*keys, *options.columns))) if options.columns else None
     log = ParquetGroups.of_files(table_files(options.input), columns)

@@ -73,8 +73,8 @@ def run(options: Sequence[str]) -> int:
         raise ConfigError("give the model, the rows and the output: MODEL INPUT -o OUTPUT")
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size must be above 0, got {parsed.batch_size}")
-    if isinstance(data_path(parsed.output), Address):
-        raise ConfigError(f"the output is a file of this machine, got {parsed.output}")
+    if isinstance(output := data_path(parsed.output), Address):
+        raise ConfigError(f"the output is a file of this machine, got {output}")
     if parsed.output.is_dir():
         raise ConfigError(f"{parsed.output} is a directory; the output is a Parquet file")
     kind = format_of(parsed.input)

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from jaxrec.arguments import ConfigError
 from jaxrec.data import ClickBatch, DataError, SchemaError, Shard, TableEncoder
+from jaxrec.data.addresses import Address, data_path
 from jaxrec.mesh.agree import on_process_zero
 from jaxrec.mesh.processes import join_processes, losses_first
 from jaxrec.metrics.writers import BackgroundWriter, JSONLinesWriter, Values
@@ -437,6 +438,8 @@ def _output(config: TrainConfig) -> pathlib.Path:
 
 def _why_taken(output: pathlib.Path) -> str | None:
     """Return why a new run cannot use a directory; None if it can."""
+    if isinstance(data_path(output), Address):
+        return f"the output is a directory of this machine, got {data_path(output)}"
     # It can use one without files of a run, and that of a run that failed before its first
     # checkpoint.
     if not (output / CONFIG_FILE).exists():

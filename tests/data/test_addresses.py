@@ -9,6 +9,8 @@ import json
 import os
 import pathlib
 import pickle
+import re
+import subprocess
 import sys
 import urllib.request
 from typing import ClassVar
@@ -26,6 +28,7 @@ from jaxrec.data import DataError, ParquetGroups
 from jaxrec.data.addresses import Address, data_path
 from jaxrec.data.formats import conversion
 from jaxrec.data.formats.conversion import table_files
+from tests.data.hub import serve_hub
 
 pytestmark = pytest.mark.every_case
 
@@ -245,9 +248,20 @@ def test_a_run_remembers_the_address(tmp_path):
     assert str(config.data.path) == "s3://bucket/parts"
 
 
-def test_outputs_are_files_of_this_machine(tmp_path, capsys):
-    assert main(["predict", str(tmp_path), "x.csv", "-o", "s3://bucket/scores.parquet"]) == 2
-    assert "the output is a file of this machine" in capsys.readouterr().err
+OUTPUTS = {
+    "train": ["train", "--data", "x.csv", "--output", "s3://bucket/run"],
+    "predict": ["predict", "model", "x.csv", "-o", "s3://bucket/run"],
+    "histories": ["data", "histories", "x.csv", "s3://bucket/run"],
+}
+
+
+@pytest.mark.parametrize("command", OUTPUTS.values(), ids=OUTPUTS)
+def test_outputs_are_of_this_machine(tmp_path, capsys, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert re.search("the output is a .* of this machine, got s3://bucket/run", error)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.fixture
@@ -318,3 +332,39 @@ def test_s3(s3, tmp_path, capsys, monkeypatch):
     message = capsys.readouterr().err
     assert message.startswith("jaxrec train: s3://bucket/csv: access is denied (")
     assert message.endswith("give credentials that may read it, see docs/your_own_data.md\n")
+
+
+@pytest.mark.slow
+def test_hub(monkeypatch, tmp_path):
+    """Data sets of Hugging Face's hub, whose package reads its address when it is imported."""
+    pytest.importorskip("huggingface_hub", reason="needs pip install 'jaxrec[hf]'")
+    table = {"x": [1, 2, 3], "y": ["a", "b", "c"]}
+    files = {
+        "README.md": b"",
+        "data/train-00000-of-00001.parquet": parquet(table, row_group_size=2),
+        "data/test-00000-of-00001.parquet": parquet(table),
+        "text/rows.csv": b"x,y\n1,a\n2,b\n3,c\n",
+    }
+    with serve_hub(files) as endpoint:
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        code = """
+import sys
+import pyarrow as pa
+from jaxrec.data import ParquetGroups
+from jaxrec.data.formats.conversion import table_files
+for name in sys.argv[1:]:
+    try:
+        groups = ParquetGroups.of_files(table_files(f"hf://datasets/owner/{name}"))
+        parts = [groups.read(group) for group in range(len(groups.sizes))]
+        print(pa.concat_tables(parts).to_pydict())
+    except (OSError, ValueError) as error:
+        print(error)
+"""
+        names = ["name/data/train-*.parquet", "name/text", "name/data", "other/x.csv"]
+        command = [sys.executable, "-P", "-c", code, *names]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+    parts, text, splits, missing = run.stdout.splitlines()
+    assert parts == text == str(table)
+    assert "has the splits test, train" in splits
+    assert "there is no such file or directory: 'hf://datasets/owner/other/x.csv'" in missing

@@ -11,6 +11,7 @@ import sys
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.orc
 import pyarrow.parquet as pq
 import pytest
 
@@ -56,6 +57,17 @@ FILES = {
     "x.feather": (feather(), "is an Arrow .Feather. file"),
     "x.pkl": (pickle.dumps([1, 2]), "is a pickle"),
     "x.bz2": (b"BZh91AY", "is a file compressed by bzip2; unpack it"),
+    "x.orc": (
+        b"ORC\x08",
+        r"is an ORC file; .*pyarrow.orc.read_table\(\".*x.orc\"\), \".*x.parquet",
+    ),
+    "x.avro": (b"Obj\x01\x04", r"is an Avro file; .*polars.read_avro\(.*x.avro\"\).write_parquet"),
+    "x.h5": (b"\x89HDF\r\n", r"is an HDF5 file; .*pandas.read_hdf"),
+    "x.xlsx": (b"PK\x03\x04rest", r"is an Excel file; .*pandas.read_excel"),
+    "x.xls": (b"\xd0\xcf\x11\xe0rest", r"is an Excel file; .*pandas.read_excel"),
+    "x.db": (b"SQLite format 3\0", r"is an SQLite database; .*sqlite3.connect\(\".*x.db\"\)"),
+    "x.xz": (b"\xfd7zXZ\0", "is a file compressed by xz; unpack it"),
+    "x.crypt": (b"PAREetc", "is an encrypted Parquet file; write it without encryption"),
     "x.bin": (np.arange(400, dtype=np.int32).tobytes(), "is not text; "),
 }
 
@@ -89,9 +101,13 @@ def test_what_may_be_criteos_text(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_the_command_that_is_named_writes_parquet(tmp_path):
-    np.savez(tmp_path / "x.npz", x=np.arange(3))
-    said = foreign_format(tmp_path / "x.npz")
+@pytest.mark.parametrize("name", ["x.npz", "x.orc"])
+def test_the_command_that_is_named_writes_parquet(tmp_path, name):
+    if name == "x.npz":
+        np.savez(tmp_path / name, x=np.arange(3))
+    else:
+        pyarrow.orc.write_table(pa.table({"x": [0, 1, 2]}), tmp_path / name)
+    said = foreign_format(tmp_path / name)
     (code,) = re.findall(r"python -c '(.*)'", said)
     code = code.replace("{name: array, ...}", "{'x': [0, 1, 2]}")
     subprocess.run([sys.executable, "-P", "-c", code], check=True)

@@ -19,15 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jaxrec.data.addresses import Address, data_path
+from jaxrec.data.addresses import Address
 from jaxrec.data.column_types import is_dense, is_list
 from jaxrec.data.files import (
     DataError,
     DataFiles,
     data_files,
-    has_pattern,
     is_parquet_name,
-    parquet_files,
 )
 from jaxrec.data.foreign import foreign_format
 from jaxrec.data.formats.arrow import Arrow
@@ -70,21 +68,25 @@ def format_of(path: str | os.PathLike[str]) -> Format | None:
     Raises:
         DataError: The directory or the pattern has files of several formats, Parquet among them.
     """
-    path = data_path(path)
-    files: tuple[pathlib.Path, ...] = (path,)
-    if path.is_dir() or has_pattern(path):
-        files = without_descriptions(data_files(path, _any_name, "Parquet").paths)
-    found = {_named(file) for file in files}
+    return _found(path)[0]
+
+
+def _found(path: str | os.PathLike[str]) -> tuple[Format | None, DataFiles]:
+    """Return the format of a path's files, and the files; a directory is listed once."""
+    files = data_files(path, _any_name, "Parquet")
+    files = files._replace(paths=without_descriptions(files.paths))
+    found = {_named(file) for file in files.paths}
     if len(found) > 1:
         kinds = sorted("Parquet" if kind is None else kind.name for kind in found)
         raise DataError(
             f"{path} has files of several formats, {' and '.join(kinds)}; name those of one "
             "format by a pattern in quotes, such as 'DIRECTORY/*.csv'"
         )
+    first = files.paths[0]
     # Criteo's text is often named train.tsv: it has no line of names.
-    if _MAY_BE_CRITEOS.search(files[0].name) and foreign_format(files[0]) is None:
-        return None
-    return found.pop()
+    if _MAY_BE_CRITEOS.search(first.name) and foreign_format(first) is None:
+        return None, files
+    return found.pop(), files
 
 
 def table_files(path: str | os.PathLike[str], types: Types | None = None) -> DataFiles:
@@ -99,10 +101,9 @@ def table_files(path: str | os.PathLike[str], types: Types | None = None) -> Dat
         DataError: A file is malformed, or has a format that is not read; the message says how to
             convert it.
     """
-    path = data_path(path)
-    if format_of(path) is not None:
-        return as_parquet(path, types)
-    files = parquet_files(path)
+    kind, files = _found(path)
+    if kind is not None:
+        return _converted(kind, files, types)
     first = files.paths[0]
     if not is_parquet_name(first.name):
         with first.open("rb") as file:
@@ -132,9 +133,18 @@ def as_parquet(
         OSError: A file cannot be read, or the cache directory has no space.
         DataError: A file is malformed.
     """
-    kind = format_of(path)
+    kind, files = _found(path)
     assert kind is not None, path
-    files = kind.files(path)
+    return _converted(kind, files, types, progress)
+
+
+def _converted(
+    kind: Format,
+    files: DataFiles,
+    types: Types | None,
+    progress: Callable[[int], None] = lambda size: None,
+) -> DataFiles:
+    """Return the Parquet files that files become, and convert them unless that was done."""
     types = dict(types or {})
     converted = cache_directory() / "tables" / _key(files, types)
     paths = tuple(converted / _target(name) for name in _relative_names(files))

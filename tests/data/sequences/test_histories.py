@@ -2,6 +2,7 @@
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
@@ -155,13 +156,18 @@ def test_other_files_are_not_replaced(tmp_path):
     assert groups.sizes == (5,)
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAXREC_CACHE_DIR", str(tmp_path / "cache"))
     pq.write_table(log(50, 3), tmp_path / "log.parquet")
     files = [str(tmp_path / name) for name in ("log.parquet", "out")]
     assert main(["data", "histories", *files, "--columns", "item_id"]) == 0
     assert "50 events of 3 users in" in capsys.readouterr().out
     names = pq.read_table(tmp_path / "out").column_names
     assert names == ["uid", "timestamp", "item_id"]
+    pyarrow.csv.write_csv(log(50, 3).select(names), tmp_path / "log.csv")
+    text = [str(tmp_path / name) for name in ("log.csv", "of_text")]
+    assert main(["data", "histories", *text]) == 0
+    assert "50 events of 3 users in" in capsys.readouterr().out
     assert main(["data", "histories", *files]) == 1
     assert "is there already" in capsys.readouterr().err
     assert main(["data", "histories", files[0]]) == 2
