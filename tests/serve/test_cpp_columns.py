@@ -267,7 +267,7 @@ BAD_REQUESTS = {
     ),
     "a short vector": (
         {"vector": [None, [1, 2]]},
-        "the request, row 1 (from 0), column 'vector': the vector has 2 numbers, and others have 3;",
+        "the request, row 1 (from 0), column 'vector': the vector has 2 numbers, and others have 3",
     ),
     "a large number of a vector": (
         {"vector": [[1, 2, 1e39], None]},
@@ -448,7 +448,7 @@ def test_time_zones_are_refused(tmp_path):
     hour = {"part": "hour", "zone": "Europe/Berlin"}
     encoder = encoder_of({}, {"ts.hour": hour, "word": {}})
     path = write(tmp_path / "model", Mirror(encoder.table_rows), None, encoder=encoder)
-    reason = "C++ encodes parts of times in UTC alone, and ts.hour are in Europe/Berlin; serve"
+    reason = "C++ encodes parts of times in UTC alone, not ts.hour (Europe/Berlin); serve the"
     assert refuse_columns(encoder.schema).startswith(reason)
     assert refuse_columns(Schema.from_dict({"label": [], "categorical": ["word"]})) is None
     batch = {"ts": ["2024-07-01T22:30:00Z"], "word": ["Ulm"]}

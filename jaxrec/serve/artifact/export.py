@@ -230,9 +230,9 @@ def refuse_columns(schema: Schema) -> str | None:
     zones = {name: x.zone for name, _, x in schema.parts if x.zone not in (None, "UTC")}
     if not zones:
         return None
+    named = ", ".join(f"{name} ({zone})" for name, zone in zones.items())
     return (
-        f"C++ encodes parts of times in UTC alone, and {', '.join(zones)} are in "
-        f"{', '.join(dict.fromkeys(map(str, zones.values())))}; serve the model by jaxrec serve, "
+        f"C++ encodes parts of times in UTC alone, not {named}; serve the model by jaxrec serve, "
         "send encoded features to C++, or train with zone: UTC or without these columns"
     )
 
