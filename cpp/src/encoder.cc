@@ -16,6 +16,7 @@
 #include "json_columns.h"
 #include "npy.h"
 #include "npy_vector.h"
+#include "times.h"
 #include "vocabulary.h"
 
 namespace jaxrec::serving {
@@ -46,15 +47,67 @@ struct Moments {
   double scale;
 };
 
+// Reads the time of a sample in a column of a request; nothing for null.
+std::optional<int64_t> read_time(const Json& value, const std::string& column, int64_t sample) {
+  if (value.is_null()) return std::nullopt;
+  if (!value.is_string()) {
+    throw RequestError(in_column(column, sample) + "expected text or null, got " + excerpt(value));
+  }
+  const auto& text = value.get_ref<const std::string&>();
+  const std::optional<int64_t> time = parse_time(text);
+  if (!time) {
+    throw RequestError(in_row(column, sample) + excerpt(value) +
+                       " is no time; write it as 2024-03-01T10:00:00Z, 2024-03-01 10:00:00 or "
+                       "2024-03-01");
+  }
+  if (!is_in_range(*time)) {
+    throw RequestError(in_row(column, sample) +
+                       "the time is outside of the years 1 to 9999; make it null");
+  }
+  return time;
+}
+
 class DenseEncoder {
  public:
   DenseEncoder(const DenseColumn& column, Moments moments) : column_(column), moments_(moments) {}
 
   const std::string& name() const { return column_.name; }
+  size_t size() const { return column_.size(); }
 
-  // Returns the feature of a sample.
-  float encode(const Json& value, int64_t sample) const {
-    const double number = read(value, sample);
+  // Columns of the request: that of the values, and for some ages that of the times before them.
+  std::vector<std::string> inputs() const {
+    if (!column_.part) return {name()};
+    if (!column_.since) return {time_of(name())};
+    return {time_of(name()), *column_.since};
+  }
+
+  // Writes the features of a sample, whose values are those of `inputs`.
+  void encode(const std::vector<const Json*>& values, int64_t sample, float* features) const {
+    const Json& value = (*values[0])[static_cast<size_t>(sample)];
+    if (column_.width) return encode_vector(value, sample, features);
+    if (!column_.part) {
+      *features = encode_number(read(value, sample), sample);
+      return;
+    }
+    const std::optional<int64_t> time = read_time(value, time_of(name()), sample);
+    // Without `since` an age counts from 1970 here, and from the origin in `transform`.
+    std::optional<int64_t> start = 0;
+    if (column_.since) {
+      start = read_time((*values[1])[static_cast<size_t>(sample)], *column_.since, sample);
+    }
+    double number;
+    if (!time || !start) {
+      number = missing(sample);
+    } else if (*column_.part == TimePart::kAge) {
+      number = days(*time) - days(*start);
+    } else {
+      number = static_cast<double>(part_of(*time, *column_.part));
+    }
+    *features = encode_number(number, sample);
+  }
+
+ private:
+  float encode_number(double number, int64_t sample) const {
     const auto encoded = static_cast<float>(transform(number, sample));
     if (!std::isfinite(encoded)) {
       throw RequestError(in_row(name(), sample) + "the number " + short_number(number) +
@@ -63,7 +116,48 @@ class DenseEncoder {
     return encoded;
   }
 
- private:
+  void encode_vector(const Json& value, int64_t sample, float* features) const {
+    if (value.is_null()) {
+      if (column_.missing == DenseColumn::Missing::kError) {
+        throw RequestError(in_row(name(), sample) +
+                           "the vector is null; fill it, or give missing: zero in the schema");
+      }
+      std::fill_n(features, size(), 0.0f);
+      return;
+    }
+    if (!value.is_array()) {
+      throw RequestError(in_column(name(), sample) + "expected a list of numbers or null, got " +
+                         excerpt(value));
+    }
+    if (value.size() != size()) {
+      throw RequestError(in_row(name(), sample) + "the vector has " +
+                         std::to_string(value.size()) + " numbers, and others have " +
+                         std::to_string(size()) + "; make it null");
+    }
+    for (size_t i = 0; i < size(); ++i) {
+      if (!value[i].is_number()) {
+        throw RequestError(in_column(name(), sample) + "expected a number, got " +
+                           excerpt(value[i]));
+      }
+      const auto number = value[i].get<double>();
+      if (!(std::fabs(number) <= static_cast<double>(std::numeric_limits<float>::max()))) {
+        throw RequestError(in_row(name(), sample) + "the vector has the number " +
+                           short_number(number) +
+                           ", which float32 does not hold; make it null");
+      }
+      features[i] = static_cast<float>(transform_of_vector(number));
+      if (!std::isfinite(features[i])) {
+        throw RequestError(in_row(name(), sample) +
+                           "a number of the vector does not fit float32; scale the vectors");
+      }
+    }
+  }
+
+  double transform_of_vector(double number) const {
+    if (column_.transform != DenseColumn::Transform::kLogCounts) return transform(number, 0);
+    return std::log(std::max(std::trunc(number), -2.0) + 3.0);
+  }
+
   double read(const Json& value, int64_t sample) const {
     if (column_.is_boolean && value.is_boolean()) return value.get<bool>() ? 1.0 : 0.0;
     if (!column_.is_boolean && value.is_number()) return value.get<double>();
@@ -72,14 +166,21 @@ class DenseEncoder {
       throw RequestError(in_column(name(), sample) + "expected " + wanted + " or null, got " +
                          excerpt(value));
     }
+    return missing(sample);
+  }
+
+  // Returns the number that stands for a null.
+  double missing(int64_t sample) const {
     if (column_.missing == DenseColumn::Missing::kError) {
       throw RequestError(in_row(name(), sample) +
                          "the number is null; fill it, or give missing: zero in the schema");
     }
-    return column_.missing == DenseColumn::Missing::kMean ? moments_.mean : 0.0;
+    return column_.missing == DenseColumn::Missing::kMean ? moments_.mean : days(column_.origin);
   }
 
   double transform(double number, int64_t sample) const {
+    // A mean takes its origin with it.
+    if (column_.transform != DenseColumn::Transform::kStandardize) number -= days(column_.origin);
     switch (column_.transform) {
       case DenseColumn::Transform::kStandardize:
         return (number - moments_.mean) / moments_.scale;
@@ -112,13 +213,19 @@ class CategoricalEncoder {
 
   const std::string& name() const { return column_.name; }
 
+  // Column of the request.
+  std::string input() const { return column_.part ? time_of(name()) : name(); }
+
   // Returns the rows of all samples.
   Column encode(const Json& samples) const {
     Column out;
     Kind kind = Kind::kUnknown;
     int64_t sample = 0;
-    for (const Json& value : list_of_samples(samples, "column " + in_quotes(name()))) {
-      if (!column_.is_list) {
+    for (const Json& value : list_of_samples(samples, "column " + in_quotes(input()))) {
+      if (column_.part) {
+        const std::optional<int64_t> time = read_time(value, input(), sample);
+        encode_one(time ? Json(part_of(*time, *column_.part)) : Json(), sample, kind, out);
+      } else if (!column_.is_list) {
         encode_one(value, sample, kind, out);
       } else if (value.is_array()) {
         for (const Json& each : value) out.ids.push_back(row(each, sample, kind));
@@ -348,7 +455,7 @@ struct Encoder::State {
     const RaggedSpec* ragged = nullptr;
     for (const InputSpec& input : manifest.batch.inputs) {
       if (const auto* array = std::get_if<ArraySpec>(&input)) {
-        const std::vector<int64_t> shape = {static_cast<int64_t>(dense.size())};
+        const std::vector<int64_t> shape = {static_cast<int64_t>(num_dense())};
         if (array->dtype != DType::kFloat32 || array->shape != shape) refuse(directory);
       } else if (ragged == nullptr && !std::get<RaggedSpec>(input).is_weighted) {
         ragged = &std::get<RaggedSpec>(input);
@@ -374,17 +481,30 @@ struct Encoder::State {
                         " has an encoding of other columns than its inputs are");
   }
 
+  // Number of dense features.
+  size_t num_dense() const {
+    size_t sum = 0;
+    for (const DenseEncoder& each : dense) sum += each.size();
+    return sum;
+  }
+
   ArrayValues encode_dense(const Json& columns, SampleCount& count) const {
     std::vector<float> values;
-    for (size_t k = 0; k < dense.size(); ++k) {
-      const std::string& name = dense[k].name();
-      const Json& samples =
-          list_of_samples(column_of(columns, name), "column " + in_quotes(name));
-      count.add(name, static_cast<int64_t>(samples.size()));
-      if (k == 0) values.resize(samples.size() * dense.size());
-      for (size_t i = 0; i < samples.size(); ++i) {
-        values[i * dense.size() + k] = dense[k].encode(samples[i], static_cast<int64_t>(i));
+    const size_t width = num_dense();
+    size_t place = 0;
+    for (const DenseEncoder& each : dense) {
+      std::vector<const Json*> inputs;
+      for (const std::string& name : each.inputs()) {
+        inputs.push_back(
+            &list_of_samples(column_of(columns, name), "column " + in_quotes(name)));
+        count.add(name, static_cast<int64_t>(inputs.back()->size()));
       }
+      const size_t samples = inputs[0]->size();
+      if (place == 0) values.resize(samples * width);
+      for (size_t i = 0; i < samples; ++i) {
+        each.encode(inputs, static_cast<int64_t>(i), &values[i * width + place]);
+      }
+      place += each.size();
     }
     ArrayValues bytes(values.size() * sizeof(float));
     if (!bytes.empty()) std::memcpy(bytes.data(), values.data(), bytes.size());
@@ -394,8 +514,8 @@ struct Encoder::State {
   std::vector<Column> encode_categorical(const Json& columns, SampleCount& count) const {
     std::vector<Column> encoded;
     for (const CategoricalEncoder& each : categorical) {
-      encoded.push_back(each.encode(column_of(columns, each.name())));
-      count.add(each.name(), static_cast<int64_t>(encoded.back().offsets.size()) - 1);
+      encoded.push_back(each.encode(column_of(columns, each.input())));
+      count.add(each.input(), static_cast<int64_t>(encoded.back().offsets.size()) - 1);
     }
     return encoded;
   }

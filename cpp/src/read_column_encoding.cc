@@ -1,6 +1,7 @@
 #include "read_column_encoding.h"
 
 #include <initializer_list>
+#include <limits>
 #include <set>
 #include <stdexcept>
 #include <utility>
@@ -27,6 +28,15 @@ bool read_is_boolean(Fields& fields) {
   return fields.has("is_boolean") && fields.boolean("is_boolean");
 }
 
+std::optional<TimePart> read_part(Fields& fields) {
+  if (!fields.has("part")) return std::nullopt;
+  return choice<TimePart>(fields, "part",
+                          {{"age", TimePart::kAge},
+                           {"hour", TimePart::kHour},
+                           {"weekday", TimePart::kWeekday},
+                           {"month", TimePart::kMonth}});
+}
+
 DenseColumn read_dense(const Json& value) {
   using Transform = DenseColumn::Transform;
   using Missing = DenseColumn::Missing;
@@ -42,6 +52,12 @@ DenseColumn read_dense(const Json& value) {
       fields, "missing",
       {{"mean", Missing::kMean}, {"zero", Missing::kZero}, {"error", Missing::kError}});
   column.is_boolean = read_is_boolean(fields);
+  if (fields.has("width")) column.width = fields.number("width", 1, kMostRows);
+  column.part = read_part(fields);
+  if (fields.has("since")) column.since = fields.string("since");
+  if (fields.has("origin")) {
+    column.origin = fields.number("origin", std::numeric_limits<int64_t>::min());
+  }
   fields.finish();
   return column;
 }
@@ -83,7 +99,11 @@ CategoricalColumn read_categorical(const Json& value) {
   if (fields.has("ids")) column.ids = fields.string("ids");
   column.is_boolean = read_is_boolean(fields);
   if (fields.has("is_text")) column.is_text = fields.boolean("is_text");
+  column.part = read_part(fields);
   fields.finish();
+  if (column.part == TimePart::kAge) {
+    throw std::invalid_argument("column " + in_quotes(column.name) + " has ages for categories");
+  }
   if (column.ids.has_value() != (column.encoding == Encoding::kFrozen)) {
     throw std::invalid_argument("column " + in_quotes(column.name) +
                                 " has frozen ids and another encoding, or the reverse");
@@ -96,6 +116,10 @@ CategoricalColumn read_categorical(const Json& value) {
 }
 
 }  // namespace
+
+std::string time_of(const std::string& feature) {
+  return feature.substr(0, feature.find_last_of('.'));
+}
 
 std::vector<std::string> ColumnEncoding::files() const {
   std::vector<std::string> files = {moments};

@@ -296,7 +296,7 @@ class TableEncoder:
             OSError: The directory cannot be written.
         """
         statistics = {
-            "moments": {name: dataclasses.asdict(x) for name, x in self.moments.items()},
+            "moments": {name: self._saved_moments(name) for name in self.moments},
             "lengths": {
                 name: {"lengths": x.lengths.tolist(), "counts": x.counts.tolist()}
                 for name, x in self.lengths.items()
@@ -310,6 +310,13 @@ class TableEncoder:
             (unfinished / STATISTICS_FILE).write_text(json.dumps(statistics) + "\n")
             if self.example is not None:
                 pq.write_table(self.example, unfinished / EXAMPLE_FILE)
+
+    def _saved_moments(self, name: str) -> dict[str, Any]:
+        moments = dataclasses.asdict(self.moments[name])
+        # Earlier versions, which know no ages, read encoders without them.
+        if name not in self.schema.dense or not self.schema.dense[name].is_from_earliest:
+            del moments["smallest"]
+        return moments
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> TableEncoder:

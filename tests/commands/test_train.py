@@ -231,7 +231,7 @@ def test_sharded_dense_layers_agree(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("jaxrec.mesh.dense.MIN_SHARDED_SIZE", 16)
     output = tmp_path / "many"
     assert main(["train", f"--output={output}", *SMALL, "--devices=4", "--dense-layers=fsdp"]) == 0
-    assert "dense: fsdp\n" in (output / "config.yaml").read_text()
+    assert "dense_layers: fsdp\n" in (output / "config.yaml").read_text()
     one, many = (dense_variables(load_model(path)) for path in (trained[0], output))
     for name, variable in one.items():
         np.testing.assert_allclose(variable[...], many[name][...], rtol=1e-4, atol=1e-5)

@@ -15,6 +15,7 @@ import jaxrec
 from jaxrec.data import DataError, Schema, learn_encoder
 from jaxrec.data.encoder import bags_of
 from jaxrec.data.vocabulary import FrozenVocabulary
+from jaxrec.serve.artifact.export import refuse_columns
 from jaxrec.serve.exported_run import with_vocabularies
 from jaxrec.serve.http.bodies import JsonDecoder
 from jaxrec.serve.http.predictor import Predictor, RequestError
@@ -32,6 +33,12 @@ DENSE = {
     "clicks": {"transform": "log_counts"},
     "plain": {"transform": "none", "missing": "error"},
     "flag": {},
+    "vector": {"width": 3},
+    "raw": {"width": 2, "transform": "none", "missing": "error"},
+    "ts.age": {"part": "age", "transform": "log1p"},
+    "ts.hour": {"part": "hour", "missing": "zero"},
+    "ts.month": {"part": "month"},
+    "seen.age": {"part": "age", "since": "ts", "transform": "none"},
 }
 CATEGORICAL = {
     "word": {"num_unknown": 3},
@@ -46,6 +53,9 @@ CATEGORICAL = {
     "rows": {"encoding": "ids", "num_embeddings": 20},
     "open": {"encoding": "dynamic", "num_embeddings": 1},
     "opens": {"encoding": "dynamic", "num_embeddings": 1},
+    "ts.weekday": {"part": "weekday"},
+    "seen.hour": {"part": "hour", "min_count": 1},
+    "seen.month": {"part": "month", "encoding": "hash", "num_embeddings": 99},
 }
 
 
@@ -80,7 +90,22 @@ def raw_rows(rows: int, seed: int = 0) -> dict[str, list]:
         "flag": some((rng.random(rows) < 0.5).tolist()),
         "open": some(words),
         "opens": some(bags([0, 2**63 - 1, *wide])),
+        "vector": some(rng.standard_normal((rows, 3)).tolist()),
+        "raw": rng.integers(-9, 9, (rows, 2)).tolist(),
+        "ts": some(times(rows, rng)),
+        "seen": some(times(rows, rng)),
     }
+
+
+def times(rows: int, rng: np.random.Generator) -> list[str]:
+    """Return moments of the years 1 to 9999 as text in all forms."""
+    seconds = rng.integers(-62_135_500_000, 253_402_200_000, rows)
+    seconds[::2] = rng.integers(1_700_000_000, 1_800_000_000, len(seconds[::2]))
+    seconds[::5] = -1  # the last second of 1969
+    forms = ("{}", "{}Z", "{}.25+05:30", "{}.123456789-0100", "{}+13", "{}.9")
+    texts = seconds.astype("datetime64[s]").astype(str)
+    texts = [forms[n % len(forms)].format(text) for n, text in enumerate(texts)]
+    return [text[:10] if n % 7 == 0 else text.replace("T", " ") for n, text in enumerate(texts)]
 
 
 class Mirror(nnx.Module):
@@ -228,6 +253,31 @@ BAD_REQUESTS = {
         {"row": [-1, 0]},
         "the request, row 0 (from 0), column 'row': id -1 is outside of its table of 20 rows",
     ),
+    "no time": (
+        {"ts": ["2024-02-29", "2023-02-29"]},
+        "the request, row 1 (from 0), column 'ts': \"2023-02-29\" is no time; write it as 2024-03",
+    ),
+    "a far time": (
+        {"seen": [None, "0000-12-31"]},
+        "the request, row 1 (from 0), column 'seen': the time is outside of the years 1 to 9999",
+    ),
+    "a number for a time": (
+        {"ts": ["2024-02-29", 5]},
+        "column 'ts', sample 1: expected text or nu",
+    ),
+    "a short vector": (
+        {"vector": [None, [1, 2]]},
+        "the request, row 1 (from 0), column 'vector': the vector has 2 numbers, and others have 3",
+    ),
+    "a large number of a vector": (
+        {"vector": [[1, 2, 1e39], None]},
+        "the request, row 0 (from 0), column 'vector': the vector has the number 1e+39, which floa",
+    ),
+    "a null vector": (
+        {"raw": [[1, 2], None]},
+        "the request, row 1 (from 0), column 'raw': the vector is null; fill it, or give missing: ",
+    ),
+    "text in a vector": ({"raw": [[1, 2], [1, "a"]]}, "column 'raw', sample 1: expected a number,"),
     "other numbers of samples": (
         {"word": ["a"]},
         "column 'word' has 1 samples, but column 'age' has 2; give one value or list for each",
@@ -270,7 +320,12 @@ def test_python_refuses_the_same_requests(exported):
 VALUES = (
     0, -1, 2, 19, 20, 1.5, 2.0, -0.0, 1e300, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30, True, None,
     "", "Ulm", "ä", "\u0000", [], {}, [None], [1, "x"], [[1]], ["Ulm"], [-1], [1, None],
-    [None, "a"],
+    [None, "a"], [1, 2.5], [1, 2, 3], [1, 2, 1e39], [1, 2, None], [0.1, 0.2, True],
+    "2024-02-29", "2023-02-29", "1900-02-29", "2000-02-29T23:59:59.999999999Z", "2024-13-01",
+    "2024-01-01T24:00", "2024-01-01 10:00+24", "2024-01-01T10:00:60", "0000-01-01", "0001-01-01",
+    "9999-12-31T23:59:59-01", "2024-01-01T10", "2024-01-01T10:00:00.", "2024-01-01t10:00:00z",
+    "2024-01-01T10:00+0160", "2024-01-01 10:00:00 Z", " 2024-01-01", "20240101",
+    "2024-01-01T10:00Z",
 )  # fmt: skip
 
 
@@ -385,6 +440,21 @@ def test_encoders_of_earlier_versions(exported, tmp_path):
     assert jaxrec.serve.load(tmp_path / "model").encoder is not None
     (line,) = cpp.predict(tmp_path / "model", [changed({})]).lines
     assert "an earlier jaxrec exported the model; export it again" in line["error"]
+
+
+@needs_runtime
+def test_time_zones_are_refused(tmp_path):
+    """By the error of each request; `jaxrec export` says so, too."""
+    hour = {"part": "hour", "zone": "Europe/Berlin"}
+    encoder = encoder_of({}, {"ts.hour": hour, "word": {}})
+    path = write(tmp_path / "model", Mirror(encoder.table_rows), None, encoder=encoder)
+    reason = "C++ encodes parts of times in UTC alone, not ts.hour (Europe/Berlin); serve the"
+    assert refuse_columns(encoder.schema).startswith(reason)
+    assert refuse_columns(Schema.from_dict({"label": [], "categorical": ["word"]})) is None
+    batch = {"ts": ["2024-07-01T22:30:00Z"], "word": ["Ulm"]}
+    assert jaxrec.serve.load(path).encoder.encode(pa.table(batch))["ts.hour"].to_pylist() != [0]
+    (line,) = cpp.predict(path, [json.dumps(batch)]).lines
+    assert f"has no encoding of columns for C++: {reason}" in line["error"]
 
 
 @needs_compiler

@@ -16,6 +16,7 @@ from jax.export import Exported
 
 from jaxrec.data import Schema, TableEncoder, Vocabulary
 from jaxrec.data.encode import Moments, is_boolean
+from jaxrec.data.times import microseconds
 from jaxrec.data.vocabulary import FrozenVocabulary
 from jaxrec.files.atomic import write_atomically
 from jaxrec.files.manifest import describe_files
@@ -226,17 +227,13 @@ def write_rows(
 
 def refuse_columns(schema: Schema) -> str | None:
     """Return why a C++ server cannot encode the raw columns of a schema; None: it can."""
-    parts = [name for name, *_ in schema.parts]
-    vectors = [name for name, column in schema.dense.items() if column.width is not None]
-    problems = [
-        *([f"parts of times ({', '.join(parts)})"] if parts else []),
-        *([f"vectors ({', '.join(vectors)})"] if vectors else []),
-    ]
-    if not problems:
+    zones = {name: x.zone for name, _, x in schema.parts if x.zone not in (None, "UTC")}
+    if not zones:
         return None
+    named = ", ".join(f"{name} ({zone})" for name, zone in zones.items())
     return (
-        f"C++ does not encode {' and '.join(problems)}; serve the model by jaxrec serve, send "
-        "encoded features to C++, or train without them"
+        f"C++ encodes parts of times in UTC alone, not {named}; serve the model by jaxrec serve, "
+        "send encoded features to C++, or train with zone: UTC or without these columns"
     )
 
 
@@ -265,12 +262,22 @@ def write_columns(directory: pathlib.Path, encoder: TableEncoder) -> ColumnEncod
             else None,
             is_boolean=is_boolean(encoder.example, name),
             is_text=encoder.is_text.get(name),
+            part=options.part,
         )
         for number, (name, options) in enumerate(encoder.schema.categorical.items())
     ]
     dense = [
-        DenseEncoding(name, options.transform, options.missing, is_boolean(encoder.example, name))
-        for name, options in encoder.schema.dense.items()
+        DenseEncoding(
+            name,
+            options.transform,
+            options.missing,
+            is_boolean(encoder.example, name),
+            options.width,
+            options.part,
+            options.since,
+            microseconds(each.smallest or 0.0) if options.is_from_earliest else 0,
+        )
+        for (name, options), each in zip(encoder.schema.dense.items(), moments, strict=True)
     ]
     return ColumnEncoding(tuple(dense), tuple(categorical), file)
 

@@ -118,19 +118,27 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DenseEncoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Encoding of a column of numbers.
+    """Encoding of a column of numbers, of vectors, or of a part of times.
 
     Attributes:
         name: Name of the column.
         transform: As in `jaxrec.data.DenseColumn`.
         missing: As in `jaxrec.data.DenseColumn`.
         is_boolean: Whether the values are true and false.
+        width: As in `jaxrec.data.DenseColumn`.
+        part: As in `jaxrec.data.DenseColumn`, in UTC.
+        since: As in `jaxrec.data.DenseColumn`.
+        origin: Time in microseconds since 1970 from which an age without ``since`` counts.
     """
 
     name: str
     transform: str
     missing: str
     is_boolean: bool = False
+    width: int | None = None
+    part: str | None = None
+    since: str | None = None
+    origin: int = 0
 
 
 class VocabularyFiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -173,6 +181,7 @@ class CategoricalEncoding(
         is_boolean: Whether the values are true and false.
         is_text: Whether the values of encodings "hash" and "frozen" are text, else integers; None:
             not known, as in models that earlier versions exported.
+        part: As in `jaxrec.data.CategoricalColumn`, in UTC.
     """
 
     name: str
@@ -184,6 +193,7 @@ class CategoricalEncoding(
     ids: str | None = None
     is_boolean: bool = False
     is_text: bool | None = None
+    part: str | None = None
 
 
 class ColumnEncoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

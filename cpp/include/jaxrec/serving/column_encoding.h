@@ -9,14 +9,24 @@
 
 namespace jaxrec::serving {
 
-// A column of numbers; see jaxrec.data.DenseColumn.
+// A part of times, in UTC; an age counts in days.
+enum class TimePart { kAge, kHour, kWeekday, kMonth };
+
+// A column of numbers or vectors, or a part of times; see jaxrec.data.DenseColumn.
 struct DenseColumn {
   enum class Transform { kStandardize, kLog1p, kLogCounts, kNone };
   enum class Missing { kMean, kZero, kError };
   std::string name;
   Transform transform = Transform::kNone;
   Missing missing = Missing::kError;
-  bool is_boolean = false;  // values are true and false
+  bool is_boolean = false;           // values are true and false
+  std::optional<int64_t> width;      // numbers of each vector
+  std::optional<TimePart> part;
+  std::optional<std::string> since;  // column of times from which an age counts; else `origin`
+  int64_t origin = 0;                // microseconds since 1970
+
+  // Number of dense features.
+  size_t size() const { return static_cast<size_t>(width.value_or(1)); }
 };
 
 // The npy files of a vocabulary of `size` values; see jaxrec.data.Vocabulary.
@@ -45,7 +55,11 @@ struct CategoricalColumn {
   // Whether values of kHash and kFrozen are text, else integers; models of earlier versions do not
   // say so, and take either.
   std::optional<bool> is_text;
+  std::optional<TimePart> part;
 };
+
+// Column of times of a feature that is named after it and a part: "ts" of "ts.hour".
+std::string time_of(const std::string& feature);
 
 struct ColumnEncoding {
   std::vector<DenseColumn> dense;
