@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20_000_000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=8192)
-    parser.add_argument("--readers", nargs="+", default=["files", "ray"])
+    parser.add_argument("--readers", nargs="*", default=["files", "ray"])
     parser.add_argument("--kill", nargs="*", default=[], choices=["worker", "trainer"])
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)  # in a process of its own
     options = parser.parse_args()
@@ -94,11 +94,12 @@ class Reader(NamedTuple):
     batches: Any
 
 
-def files_reader(paths: list[pathlib.Path], options: argparse.Namespace, schema: Any) -> Reader:
+def files_reader(directory: pathlib.Path, options: argparse.Namespace, schema: Any) -> Reader:
     from jaxrec.data import BatchSource, ParquetGroups, learn_encoder
     from jaxrec.data.encoder import EncodedGroups
 
-    groups = ParquetGroups(tuple(paths), schema.columns, dictionaries=True)
+    paths = tuple(sorted(directory.iterdir()))
+    groups = ParquetGroups(paths, schema.columns, dictionaries=True)
     encoder = learn_encoder(schema, groups)
     size = options.batch_size
     source = BatchSource(
@@ -122,7 +123,7 @@ class DiesOnce:
 
 
 def ray_reader(
-    paths: list[pathlib.Path], options: argparse.Namespace, schema: Any, mark: pathlib.Path | None
+    directory: pathlib.Path, options: argparse.Namespace, schema: Any, mark: pathlib.Path | None
 ) -> Reader:
     import ray.data
 
@@ -131,7 +132,7 @@ def ray_reader(
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
-    rows = ray.data.read_parquet([str(path) for path in paths], columns=list(schema.columns))
+    rows = ray.data.read_parquet(str(directory), columns=list(schema.columns))
     learner = EncoderLearner(schema)
     parts = rows.map_batches(
         learner, batch_format="pyarrow", batch_size=None, concurrency=options.workers
@@ -158,7 +159,7 @@ def run(options: argparse.Namespace, directory: str, reader: str, kill: str) -> 
     from jaxrec.train import CheckpointManager, SaveCheckpoints, Trainer
 
     root = pathlib.Path(directory)
-    paths = sorted((root / "training").iterdir())
+    training = root / "training"
     schema = Schema.from_dict(
         {
             "label": "label",
@@ -176,10 +177,10 @@ def run(options: argparse.Namespace, directory: str, reader: str, kill: str) -> 
         mark = root / f"{kill}.killed"
         if reader == "ray":
             encoder, batches = ray_reader(
-                paths, options, schema, mark if kill == "worker" else None
+                training, options, schema, mark if kill == "worker" else None
             )
         else:
-            encoder, batches = files_reader(paths, options, schema)
+            encoder, batches = files_reader(training, options, schema)
         learned = time.perf_counter() - started
 
         class Model(nnx.Module):
