@@ -38,6 +38,7 @@ TESTED_BY = {
     "data/test_column_types": ("data/column_values",),
     "data/test_encoder": ("data/statistics",),
     "data/test_files": ("data/parquet",),
+    "data/test_vocabulary": ("data/distinct",),
     "embed/kernels/test_extents": ("embed/kernels/mosaic/extents", "embed/kernels/triton/extents"),
     "embed/kernels/test_flat_lookups": (
         "embed/kernels/mosaic/flat_lookups",
