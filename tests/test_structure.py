@@ -42,6 +42,7 @@ TESTED_BY = {
     "data/test_times": ("data/feature_table",),
     "data/test_files": ("data/parquet", "data/partitions", "data/views"),
     "data/test_split": ("data/last_of_each", "data/later_rows"),
+    "data/test_vocabulary": ("data/distinct",),
     "embed/kernels/test_extents": ("embed/kernels/mosaic/extents", "embed/kernels/triton/extents"),
     "embed/kernels/test_flat_lookups": (
         "embed/kernels/mosaic/flat_lookups",

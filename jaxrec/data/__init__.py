@@ -37,6 +37,7 @@ from jaxrec.data.padding import empty_batch as empty_batch
 from jaxrec.data.padding import pad_batch as pad_batch
 from jaxrec.data.parquet import ParquetGroups as ParquetGroups
 from jaxrec.data.pipeline import Pipeline as Pipeline
+from jaxrec.data.ray import ray_batches as ray_batches
 from jaxrec.data.schema import CategoricalColumn as CategoricalColumn
 from jaxrec.data.schema import DenseColumn as DenseColumn
 from jaxrec.data.schema import LabelColumn as LabelColumn

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from jaxtyping import Bool, Int, UInt64
 
-from jaxrec.data.column_types import is_bytes, is_string
+from jaxrec.data.distinct import DistinctValues, as_arrow
 from jaxrec.data.files import DataError
 from jaxrec.data.parquet import read_checked, write_checked
 from jaxrec.ragged import hash_ids
@@ -63,7 +63,7 @@ class ValueCounts:
             pieces.append(_count(values))
             return np.zeros(len(values), bool)
 
-        map_values(_as_arrow(column), count, accepts_nulls=True)
+        map_values(as_arrow(column), count, accepts_nulls=True)
         return sum((cls((piece,)) for piece in pieces if len(piece)), cls())
 
     def __add__(self, other: ValueCounts) -> ValueCounts:
@@ -101,7 +101,7 @@ class ValueCounts:
 
 def _count(values: pa.Array) -> pa.Table:
     """Count the values of an array without nulls: a table of values and their counts."""
-    distinct = _Distinct.of(values)
+    distinct = DistinctValues.of(values)
     return pa.table({"value": distinct.values, "count": distinct.counts})
 
 
@@ -114,62 +114,6 @@ def _added_up(pieces: tuple[pa.Table, ...]) -> pa.Table:
     # Sums of whole numbers below 2**53 are exact in float64.
     counts = np.bincount(encoded.indices.to_numpy(), table["count"].to_numpy())
     return pa.table({"value": encoded.dictionary, "count": counts.astype(np.int64)})
-
-
-class _Distinct(NamedTuple):
-    """The distinct values of an array, in some order.
-
-    Attributes:
-        values: ``[distinct]`` large_string, large_binary or int64, without nulls. Values of an
-            array that came as a dictionary may repeat.
-        counts: ``[distinct]`` int64, number of rows of each value.
-        places: ``[distinct]`` places of the values in a dictionary of ``size`` values.
-        codes: ``[rows]`` place of each row's value in the dictionary; ``size`` for a null.
-        size: Number of values of the dictionary.
-    """
-
-    values: pa.Array
-    counts: Int[np.ndarray, " distinct"]
-    places: Int[np.ndarray, " distinct"]
-    codes: Int[np.ndarray, " rows"]
-    size: int
-
-    @classmethod
-    def of(cls, values: pa.Array) -> _Distinct:
-        encoded = _encoded(values)
-        dictionary, size = encoded.dictionary, len(encoded.dictionary)
-        codes = encoded.indices.cast(pa.int64())
-        codes = (codes.fill_null(size) if codes.null_count else codes).to_numpy()
-        counts = np.bincount(codes, minlength=size)[:size]
-        is_used = counts > 0
-        if dictionary.null_count:
-            is_used &= np.asarray(dictionary.is_valid())
-        places = np.flatnonzero(is_used)
-        if len(places) < size:
-            dictionary = dictionary.take(pa.array(places))
-        # Only the distinct values are converted.
-        return cls(_plain(dictionary), counts[places], places, codes, size)
-
-
-def _encoded(values: pa.Array) -> pa.DictionaryArray:
-    """Encode an array as a dictionary, some of whose values may be unused."""
-    if isinstance(values, pa.DictionaryArray):
-        # A few rows of a large dictionary use little of it.
-        if len(values.dictionary) <= 2 * len(values):
-            return values
-        values = values.cast(values.type.value_type)
-    kind = values.type
-    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
-        values = _plain(values)
-    if pa.types.is_integer(kind) and len(values) > values.null_count:
-        values = values if kind == pa.uint64() else values.cast(pa.int64())
-        low, high = pc.min_max(values).as_py().values()
-        # Subtracting the smallest value is much faster than hashing.
-        if high - low < 2 * len(values):
-            codes = pc.subtract(values, pa.scalar(low, values.type))
-            dictionary = np.arange(low, high + 1, dtype=values.type.to_pandas_dtype())
-            return pa.DictionaryArray.from_arrays(codes, dictionary)
-    return values.dictionary_encode()
 
 
 class ValueIndex(NamedTuple):
@@ -268,14 +212,14 @@ class Vocabulary:
         """
         if nulls not in ("unknown", "error"):
             raise ValueError(f"nulls must be 'unknown' or 'error', got {nulls!r}")
-        rows = map_values(_as_arrow(column), self._rows, accepts_nulls=nulls == "unknown")
+        rows = map_values(as_arrow(column), self._rows, accepts_nulls=nulls == "unknown")
         if isinstance(column, pa.Array | pa.ChunkedArray):
             return rows
         return rows.to_numpy().reshape(np.shape(column))
 
     def _rows(self, values: pa.Array) -> Int[np.ndarray, " values"]:
         # Columns repeat their values: each distinct one is looked up once.
-        distinct = _Distinct.of(values)
+        distinct = DistinctValues.of(values)
         if distinct.values.type != self.values.type and len(distinct.values):
             raise TypeError(
                 f"the values are of Arrow type {values.type}, but the vocabulary was made of "
@@ -408,35 +352,3 @@ class FrozenVocabulary:
         if table["id"].null_count or not (ids[1:] > ids[:-1]).all():
             raise DataError(f"{path} holds ids that do not ascend")
         return cls(ids)
-
-
-def _as_arrow(column: Any) -> pa.Array | pa.ChunkedArray:
-    if isinstance(column, pa.Array | pa.ChunkedArray):
-        return column
-    try:
-        # None and NaN are nulls, as in columns of pandas.
-        return pa.array(np.asarray(column).reshape(-1), from_pandas=True)
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise TypeError(f"the values are of several kinds ({error}); expected one kind") from None
-
-
-def _plain(values: pa.Array) -> pa.Array:
-    """Convert values to large_string, large_binary or int64; uint64 keeps its bits."""
-    kind = values.type
-    if isinstance(kind, pa.DictionaryType):
-        return _plain(values.cast(kind.value_type))
-    if is_string(kind):
-        return values.cast(pa.large_string())
-    if is_bytes(kind):
-        # Arrow has no cast from bytes of a fixed size to large_binary.
-        fixed = pa.types.is_fixed_size_binary(kind)
-        return (values.cast(pa.binary()) if fixed else values).cast(pa.large_binary())
-    if pa.types.is_integer(kind):
-        # An unsafe cast wraps large uint64 ids to negative int64, one to one.
-        return values.cast(pa.int64(), safe=False)
-    if pa.types.is_null(kind):
-        return values
-    raise TypeError(
-        f"the values are of Arrow type {kind}; expected strings, binary values or integers, or "
-        "dictionaries or lists of them"
-    )

@@ -16,7 +16,7 @@ from jaxrec import optim
 from jaxrec.embed.batch_checks import TracedCapacities, check_ids
 from jaxrec.embed.config import EmbeddingBagConfig, EmbeddingConfig, TableConfig
 from jaxrec.embed.functional import init_tables
-from jaxrec.embed.outputs import warn_of_unused_weights
+from jaxrec.embed.outputs import refuse_weighted_max, warn_of_unused_weights
 from jaxrec.embed.padding import zero_padding_rows
 from jaxrec.embed.store import StoreFactory, TableStore, check_state
 from jaxrec.embed.taps import (

@@ -140,7 +140,7 @@ def _make_trainer(
     """Make the model on its devices, and load the checkpoint of a resumed run."""
     config = kind.config
     devices = plan_devices(config.devices, table_configs(kind), config.data.batch_size)
-    devices = dataclasses.replace(devices, encoder=encoder, dense=config.dense)
+    devices = dataclasses.replace(devices, encoder=encoder, dense=config.dense_layers)
     model, optimizer = make_kind(kind, _ENDLESS, devices)
     trainer = Trainer(
         model=model,

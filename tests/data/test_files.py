@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxrec.data import DataError, ParquetGroups
+from jaxrec.data import DataError, ParquetGroups, Schema, learn_encoder
 from jaxrec.data.criteo.conversion import source_files
 from jaxrec.data.files import parquet_files
 from jaxrec.data.partitions import key_types, keys_of
@@ -208,3 +208,25 @@ def test_types_of_keys():
     assert key_types(paths) == {"a": pa.int64(), "b": pa.string(), "c": pa.string()}
     assert keys_of(paths[0]) == {"a": "1", "b": "x", "c": "1=2"}
     assert key_types([f"a={10**18}/x"]) == {"a": pa.string()}
+
+
+def test_columns_of_strings_are_read_as_dictionaries(tmp_path):
+    rows = {"city": ["Rome", None, "Oslo", "Rome"], "tags": [["a"], [], None, ["b"]]}
+    rows |= {"item": [7, 8, 7, 7], "name": pa.array(["x", "y"] * 2, pa.large_string())}
+    path = tmp_path / "day=a" / "x.parquet"
+    path.parent.mkdir()
+    pq.write_table(pa.table(rows), path, row_group_size=3)
+    plain, groups = (ParquetGroups((path,), dictionaries=x) for x in (False, True))
+    assert groups.schemas == plain.schemas
+    found = [groups.read(group) for group in range(2)]
+    assert pa.types.is_dictionary(found[0]["city"].type)
+    assert pa.types.is_dictionary(found[0]["name"].type)
+    assert found[0]["tags"].type == pa.list_(pa.string())
+    assert [table.to_pydict() for table in found] == [plain.read(n).to_pydict() for n in range(2)]
+    options = {name: {"min_count": 1} for name in ("city", "tags", "item", "name")}
+    schema = Schema.from_dict({"label": [], "categorical": options})
+    wanted = learn_encoder(schema, plain)
+    encoder = learn_encoder(schema, groups)
+    assert encoder.example.to_pydict() == wanted.example.to_pydict()
+    for group, table in enumerate(found):
+        assert encoder(table).equals(wanted(plain.read(group)))

@@ -170,6 +170,27 @@ def test_a_type_that_fits_all_values(tmp_path, name):
     assert read(write(tmp_path, "x.csv", text))["x"].to_pylist() == expected
 
 
+CODES = {
+    "first": "007,b,1\n",
+    "last": "1,b,007\n",
+    "signed": "1,b,-07\n",
+    "quoted": '1,b,"007"\n',
+    "after a line end": "1,b,1\r007,b,1\r",
+    "no code": "0,2024-01-05 00:01 a00,-0\n",
+    "no code: numbers": "1,3.07,10\n",
+    "no code: dates": "1,-a-07,10\n",
+}
+
+
+@pytest.mark.parametrize("separator", delimited.SEPARATORS)
+@pytest.mark.parametrize("name", CODES)
+def test_codes_are_found_wherever_a_part_ends(tmp_path, monkeypatch, name, separator):
+    path = write(tmp_path, "x.csv", "a,b,c\n" + CODES[name].replace(",", separator))
+    for size in range(1, 12):
+        monkeypatch.setattr(delimited, "_SCAN_BYTES", size)
+        assert delimited._may_have_zeros(path, separator) == ("no code" not in name)
+
+
 def test_fields_that_come_late(tmp_path):
     text = '{"x": 1}\n' * 40 + '{"x": 1.5, "tags": ["a", "b"]}\n' + '{"x": null}'
     table = read(write(tmp_path, "x.jsonl", text))
@@ -209,6 +230,16 @@ def test_nested_objects(tmp_path):
     assert table["x.a"].to_pylist() == [1] * 9 + [None]
     assert table["x.c"].to_pylist() == [None] * 9 + [[2]]
     assert table["y"].null_count == table["z"].null_count == 10
+
+
+def test_strings_are_stored_as_dictionaries_and_numbers_are_not(tmp_path):
+    rows = {"a": [1, 2], "b": [0.5, 1.5], "c": ["x", "y"], "d": [["x"], []], "e": [{"f": 1}, {}]}
+    text = "".join(json.dumps(row) + "\n" for row in pa.table(rows).to_pylist())
+    (file,) = as_parquet(write(tmp_path, "x.jsonl", text)).paths
+    group = pq.ParquetFile(file).metadata.row_group(0)
+    columns = [group.column(number) for number in range(group.num_columns)]
+    found = {x.path_in_schema: x.has_dictionary_page for x in columns}
+    assert found == {"a": False, "b": False, "c": True, "d.list.element": True, "e.f": False}
 
 
 def test_long_rows_make_small_groups(tmp_path, monkeypatch):

@@ -8,12 +8,16 @@ import itertools
 import json
 import multiprocessing
 import operator
+import os
 import pickle
 import random
+import shutil
+import sys
 
 import cloudpickle
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from jaxrec.data import DataError, EncoderLearner, Schema, TableEncoder, learn_encoder
@@ -202,3 +206,42 @@ def test_a_pickled_encoder_is_the_same():
 def test_a_started_process_encodes_the_same():
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(ENCODER, (TABLE,)).equals(ENCODER(TABLE))
+
+
+@pytest.fixture(scope="module")
+def spark():
+    pyspark = pytest.importorskip(
+        "pyspark.sql", reason="needs the extra `spark`: pip install 'jaxrec[spark]'"
+    )
+    if shutil.which("java") is None:
+        pytest.skip("Spark needs Java: apt-get install openjdk-17-jre-headless")
+    builder = pyspark.SparkSession.builder.master("local[2]")
+    options = {
+        "spark.ui.enabled": "false",
+        "spark.sql.execution.arrow.maxRecordsPerBatch": "90",
+        "spark.executorEnv.PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    for name, value in options.items():
+        builder = builder.config(name, value)
+    session = builder.getOrCreate()
+    yield session
+    session.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_spark_learns_and_encodes(monkeypatch, request, tmp_path):
+    # Its workers are processes of this Python.
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
+    session = request.getfixturevalue("spark")
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    pq.write_table(TABLE, tmp_path / "rows.parquet", row_group_size=200)
+    frame = session.read.parquet(str(tmp_path / "rows.parquet"))
+    learner = EncoderLearner(SCHEMA)
+    parts = frame.repartition(3).mapInArrow(learner, "statistics binary").toArrow()
+    assert len(parts) == 3
+    encoder = learner.encoder([parts])
+    assert saved(encoder, tmp_path / "spark") == saved(ENCODER, tmp_path / "one")
+    encoded = frame.mapInArrow(encoder, from_arrow_schema(encoder.encoded_columns)).toArrow()
+    assert encoded.to_pydict() == ENCODER(TABLE).to_pydict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -100,6 +101,34 @@ def test_every_kind_of_column_keeps_its_form(column):
         assert rows.shape == column.shape
 
 
+@pytest.mark.parametrize("kind", [pa.uint64(), pa.int64(), pa.int8()], ids=str)
+def test_integers_at_the_ends_of_their_type(kind):
+    """Close ones, which are not hashed, and far ones; with nulls and in a slice."""
+    bits, signed = kind.bit_width, pa.types.is_signed_integer(kind)
+    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+    for values in ([high] * 3 + [high - 1], [low + 1, low, low], [low, high, low]):
+        column = pa.array([7, None, *values, None], kind)[1:]
+        known = Vocabulary.build(column)
+        wrapped = [x - 2**64 if x >= 2**63 else x for x in values]
+        wanted = ordered(Counter(wrapped))
+        assert list(zip(known.values.to_pylist(), known.counts.tolist(), strict=True)) == wanted
+        rows = {value: row for row, (value, _) in enumerate(wanted, 1)}
+        assert known(column).to_pylist() == [0, *(rows[x] for x in wrapped), 0]
+
+
+def test_a_dictionary_may_have_nulls_repeated_and_unused_values():
+    codes = pa.array([0, 2, None, 1, 3, 0], pa.int8())
+    column = pa.DictionaryArray.from_arrays(codes, pa.array(["a", None, "b", "a", "unused"]))
+    known = Vocabulary.build(column, num_unknown=1)
+    assert known.values.to_pylist() == ["a", "b"]
+    assert known.counts.tolist() == [3, 1]
+    assert known(column).to_pylist() == [1, 2, 0, 0, 1, 1]
+    sure = Vocabulary.build(column, num_unknown=0)
+    assert sure(column[:2]).to_pylist() == [0, 1]  # the value that no row has is not missed
+    with pytest.raises(ValueError, match="a value is null"):
+        sure(column)
+
+
 def test_nulls_are_unknown_or_an_error():
     column = pa.array(["a", None, "x"])
     names = Vocabulary.build(column, num_unknown=3)
@@ -155,7 +184,9 @@ def test_values_whose_hashes_collide_have_rows_of_their_own(monkeypatch):
     )
     known = Vocabulary.build(np.arange(10))
     assert known.index.seed > 0
-    assert known(np.arange(12)).tolist() == [*range(1, 11), 0, 0]
+    # Many values are looked up in a table of Arrow's, few by their hashes.
+    few = [known(np.arange(n, n + 2)).tolist() for n in range(0, 12, 2)]
+    assert known(np.arange(12)).tolist() == [*itertools.chain(*few)] == [*range(1, 11), 0, 0]
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -238,7 +238,8 @@ def _may_have_zeros(path: pathlib.Path, separator: str) -> bool:
             is_code &= (before < zero) | (before == starts[0])
             places = np.flatnonzero(is_code)
             has_sign = np.isin(before[places], _SIGNS)
-            if np.isin(data[places - has_sign], starts).any():
+            # A sign in the first place was looked at before, with the byte before it.
+            if np.isin(data[np.maximum(places - has_sign, 0)], starts).any():
                 return True
     return False
 
