@@ -20,6 +20,7 @@ from jaxrec.data.criteo.log import CriteoFile as CriteoFile
 from jaxrec.data.encoder import TableEncoder as TableEncoder
 from jaxrec.data.event_tables import write_events as write_events
 from jaxrec.data.files import DataError as DataError
+from jaxrec.data.formats.conversion import table_files as table_files
 from jaxrec.data.generated import GeneratedLog as GeneratedLog
 from jaxrec.data.generated import RandomBatches as RandomBatches
 from jaxrec.data.generated_events import GeneratedEvents as GeneratedEvents

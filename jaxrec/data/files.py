@@ -195,8 +195,11 @@ def _is_hidden(name: str) -> bool:
     return name.startswith((".", "_")) and "=" not in name
 
 
-def _below(directory: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield the files in a directory and in its directories, without hidden ones."""
+def _below(directory: pathlib.Path, root: pathlib.Path | None = None) -> Iterator[pathlib.Path]:
+    """Yield the files in a directory and in its directories, without hidden ones.
+
+    ``root`` is the directory that the user named; None: it is this one.
+    """
     if isinstance(directory, Address):
         for file in directory.below():
             parts = file.relative_to(directory).parts
@@ -205,14 +208,27 @@ def _below(directory: pathlib.Path) -> Iterator[pathlib.Path]:
             if not any(map(_is_hidden, parts)):
                 yield file
         return
+    root = root or directory
     for path in directory.iterdir():
         _check_table(directory, path.name)
         if _is_hidden(path.name):
             continue
         if path.is_dir():
-            yield from _below(path)
+            _check_link(path, root)
+            yield from _below(path, root)
         else:
             yield path
+
+
+def _check_link(path: pathlib.Path, root: pathlib.Path) -> None:
+    """Refuse a link to a directory that is read anyway: its rows would count twice."""
+    if path.is_symlink():
+        target, top = path.resolve(), root.resolve()
+        if target.is_relative_to(top) or top.is_relative_to(target):
+            raise DataError(
+                f"{path} is a link to {target}, whose files would be read twice; remove the link, "
+                "or name the files by a pattern"
+            )
 
 
 def _check_table(directory: pathlib.Path, name: str) -> None:

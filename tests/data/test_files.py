@@ -193,6 +193,18 @@ def test_plain_directories_of_any_depth(tmp_path):
     assert names(tmp_path / "2024/_temp*") == ["_temporary/1/x.parquet"]
 
 
+@pytest.mark.parametrize("target", [".", "..", "../other"])
+def test_links_to_directories(tmp_path, target):
+    write(tmp_path / "rows/a/x.parquet")
+    write(tmp_path / "other/y.parquet")
+    (tmp_path / "rows/link").symlink_to(target, target_is_directory=True)
+    if target == "../other":
+        assert names(tmp_path / "rows") == ["a/x.parquet", "link/y.parquet"]
+    else:
+        with pytest.raises(DataError, match=r"rows/link is a link to .* would be read twice"):
+            parquet_files(tmp_path / "rows")
+
+
 def test_a_saved_data_set_has_the_files_that_its_state_names(tmp_path):
     for name in ("data-00000-of-00002.parquet", "data-00001-of-00002.parquet"):
         write(tmp_path / name)

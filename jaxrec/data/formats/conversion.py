@@ -100,6 +100,13 @@ def table_files(path: str | os.PathLike[str], types: Types | None = None) -> Dat
         OSError: A file cannot be read.
         DataError: A file is malformed, or has a format that is not read; the message says how to
             convert it.
+
+    Example:
+        >>> import tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "clicks.csv")
+        >>> _ = path.write_text("item,click\\n7,1\\n8,0\\n")
+        >>> pq.read_table(table_files(path).paths[0])["item"].to_pylist()
+        [7, 8]
     """
     kind, files = _found(path)
     if kind is not None:
