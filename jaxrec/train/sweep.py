@@ -7,6 +7,7 @@ import itertools
 import json
 import pathlib
 import re
+import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -233,7 +234,10 @@ def run_sweep(
             try:
                 train(config, console, interrupt, learn)
             except Exception as error:
-                name = "" if isinstance(error, sentences) else f"{type(error).__name__}: "
+                name = ""
+                if not isinstance(error, sentences):
+                    name = f"{type(error).__name__}: "
+                    console.print(traceback.format_exc())
                 errors[run.output.name] = name + " ".join(f"{error}".split())
                 console.print(f"the run failed: {errors[run.output.name]}")
             _report(runs, errors, output, console, is_last=False)

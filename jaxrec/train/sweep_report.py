@@ -153,9 +153,9 @@ def draw_sweep(rows: Sequence[RunRow], measure: Measure, path: pathlib.Path) -> 
         places = _places(texts)
         others: dict[tuple[str, ...], list[RunRow]] = {}
         for row in done:
-            rest = tuple(value for name, value in row.values.items() if name != option)
+            rest = tuple(f"{name}={x}" for name, x in row.values.items() if name != option)
             others.setdefault(rest, []).append(row)
-        for rest, group in others.items():
+        for rest, group in sorted(others.items()):
             group = sorted(group, key=lambda row: places[row.values[option]])
             x = [places[row.values[option]] for row in group]
             y = [row.results[measure.name] for row in group]

@@ -203,23 +203,21 @@ def test_patience_of_a_run(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saved", [False, True], ids=["copy", "checkpoint"])
-def test_two_processes_stop_at_the_same_step(pair, tmp_path, saved):
+def test_two_processes_stop_at_the_same_step(pair, tmp_path):
     """The values of process 0 decide, also where those of the other process differ."""
-    scenario = "tests.train.uneven:stop_early"
-    for found in pair.run(scenario, directory=tmp_path / "run", saved=saved):
+    for found in pair.run("tests.train.uneven:stop_early", directory=tmp_path / "run"):
         assert found == (1, 1, 3, 1.0)
 
 
 @pytest.mark.slow
 def test_patience_of_a_run_of_two_processes(tmp_path, forks):
-    """They stop together, at the best step of one split of the rows."""
+    """They stop together, at the best step of one split of the rows; the run is one of a sweep."""
     from tests.commands.test_train import SMALL
 
-    output = tmp_path / "model"
-    options = ["train", *SMALL, "--lr=0.3", "--epochs=9", "--evaluate-every=2", "--patience=2"]
-    options += ["--hold-out=random:0.2", "--checkpoint.best-by=log_loss", f"--output={output}"]
-    options += [f"--coordinator=localhost:{free_port()}", "--num-processes=2"]
+    output = tmp_path / "lr=0.3"
+    options = ["train", *SMALL, "--epochs=9", "--evaluate-every=2", "--patience=2"]
+    options += ["--hold-out=random:0.2", "--checkpoint.best-by=log_loss", f"--output={tmp_path}"]
+    options += ["--sweep", "lr=0.3", f"--coordinator=localhost:{free_port()}", "--num-processes=2"]
     running = [
         forks.run("jaxrec", *options, f"--process-id={process}", environ={"JAX_PLATFORMS": "cpu"})
         for process in range(2)
@@ -237,3 +235,4 @@ def test_patience_of_a_run_of_two_processes(tmp_path, forks):
     assert best < results["steps"] < 90
     assert f"stopped after step {results['steps']} of" in running[0].output
     assert all_steps(output) == [best]
+    assert json.loads((tmp_path / "sweep.json").read_text())["runs"][0]["results"] == results

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import jax
 import numpy as np
 import optax
@@ -102,14 +100,12 @@ class PatienceOfProcess(EarlyStopping):
         return {"loss": 1.0 + step * (1 if jax.process_index() == 0 else -1) * (step > 1)}
 
 
-def stop_early(directory, saved):
-    """Train with early stopping; return the steps at which this process stopped and is."""
+def stop_early(directory):
+    """Train with early stopping; return the steps at which this process is, was best and stopped,
+    and the best value."""
     model = sharded()
-    with contextlib.ExitStack() as stack:
-        manager = None
-        if saved:
-            policy = PreservationPolicy(best=1, metric="loss", mode="min")
-            manager = stack.enter_context(CheckpointManager(directory, policy))
+    policy = PreservationPolicy(best=1, metric="loss", mode="min")
+    with CheckpointManager(directory, policy) as manager:
         stopping = PatienceOfProcess("loss", 2, every=1, manager=manager)
         trainer = Trainer(
             model=model,
