@@ -88,6 +88,7 @@ PROBLEMS = {
     "no data": ([], "--follow needs --data kafka://HOST:PORT/TOPIC, or a folder"),
     "no folder": (["--data", "missing"], "missing is no folder"),
     "a file": (["--data", "file.csv"], "file.csv is a file"),
+    "elsewhere": (["--data", "s3://bucket/clicks"], "is elsewhere"),
     "no topic": (["--data", "kafka://host:9092"], "give kafka://HOST:PORT/TOPIC"),
     "no rows": (["--data", "empty"], "empty has no rows yet"),
     "sample": (["--stream.sample-rows", "0"], "stream.sample-rows must be 1 or more"),
