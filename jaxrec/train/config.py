@@ -389,6 +389,8 @@ class TrainConfig:
                 "the windows of a run have different rows, so that their values do not say which "
                 "step is the best; leave --patience and --checkpoint.keep-best out, or --windows"
             )
+        if topic_address(self.data.path) is not None and not self.stream.follow:
+            raise ConfigError(f"--data {topic_address(self.data.path)} is read with --follow")
         if self.seed < 0:
             raise ConfigError(f"seed must be 0 or more, got {self.seed}")
 

@@ -53,7 +53,7 @@ class StreamConfig:
             )
 
 
-def topic_address(path: pathlib.Path) -> str | None:
+def topic_address(path: pathlib.Path | None) -> str | None:
     """Return the address of topics as it was given; None if the path is another."""
     text = str(path)
     # A path has lost a slash of its address.

@@ -108,6 +108,8 @@ def test_problems(options, problem, tmp_path, monkeypatch, capsys):
 def test_options_without_follow():
     with pytest.raises(ConfigError, match=r"stream\.until is for --follow"):
         parse_options(["--until", "caught_up"])
+    with pytest.raises(ConfigError, match=r"--data kafka://h:1/x is read with --follow"):
+        parse_options(["--data", "kafka://h:1/x"])
 
 
 def test_sources(tmp_path):
