@@ -20,6 +20,7 @@ import logging
 import pathlib
 import random
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -34,6 +35,9 @@ BATCH, EVERY, CHUNK = 512, 10, 10_000
 
 # Seconds for which a run that trains goes on before it is killed, at most.
 LONGEST = 4.0
+
+# Seconds that a run has for its first step.
+LONGEST_WAIT = 60.0
 
 
 def main() -> None:
@@ -168,7 +172,8 @@ def measure(options: argparse.Namespace, output: pathlib.Path) -> dict:
             if number % 5 == 0:
                 time.sleep(moments.uniform(0, LONGEST))
             else:
-                process.stdout.readline()
+                # A run that has all messages that were sent so far makes no step.
+                select.select([process.stdout], [], [], LONGEST_WAIT)
                 time.sleep(moments.uniform(0, LONGEST))
             if process.poll() is not None:
                 raise RuntimeError(f"a run ended by itself, with exit code {process.returncode}")

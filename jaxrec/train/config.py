@@ -323,6 +323,8 @@ class TrainConfig:
                 "--hold-out-data holds out the rows of other files; leave "
                 f"--{options[0].replace('_', '-')} out"
             )
+        if topic_address(self.data.path) is not None and not self.stream.follow:
+            raise ConfigError(f"--data {topic_address(self.data.path)} is read with --follow")
         if self.seed < 0:
             raise ConfigError(f"seed must be 0 or more, got {self.seed}")
 

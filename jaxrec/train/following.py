@@ -237,6 +237,8 @@ def _report(
 ) -> int:
     reason = "no more rows" if interrupt.signal is None else f"stopped by {interrupt.signal.name}"
     shown = shown_values((*kind.measures, LOSS), values, 2)
-    console.print(f"{reason}: {steps:,} steps made" + (f"; {shown} of the last" if shown else ""))
+    console.print(
+        f"{reason}: {steps:,} steps made" + (f"; {shown} over the last steps" if shown else "")
+    )
     console.print(f"model saved in {output}, go on with: jaxrec train --resume {output}")
     return interrupt.exit_code

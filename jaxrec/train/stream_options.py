@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 from typing import Annotated, Literal
 
 import pyarrow as pa
@@ -52,7 +53,7 @@ class StreamConfig:
             )
 
 
-def topic_address(path: pathlib.Path) -> str | None:
+def topic_address(path: pathlib.Path | None) -> str | None:
     """Return the address of topics as it was given; None if the path is another."""
     text = str(path)
     # A path has lost a slash of its address.
@@ -70,6 +71,10 @@ def open_source(
     ``schema`` has the columns and types of the rows; None: of a new run they are not known yet.
     """
     if (address := topic_address(path)) is None:
+        if re.match(r"[\w+.-]+:/", str(path)):
+            raise ConfigError(
+                f"--follow reads topics and folders of this machine, and {path} is elsewhere"
+            )
         if path.is_file():
             raise ConfigError(f"--follow reads topics and folders, and {path} is a file")
         return FolderSource(directory=path, schema=schema, deleted=options.deleted)

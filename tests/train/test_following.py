@@ -88,6 +88,7 @@ PROBLEMS = {
     "no data": ([], "--follow needs --data kafka://HOST:PORT/TOPIC, or a folder"),
     "no folder": (["--data", "missing"], "missing is no folder"),
     "a file": (["--data", "file.csv"], "file.csv is a file"),
+    "elsewhere": (["--data", "s3://bucket/clicks"], "is elsewhere"),
     "no topic": (["--data", "kafka://host:9092"], "give kafka://HOST:PORT/TOPIC"),
     "no rows": (["--data", "empty"], "empty has no rows yet"),
     "sample": (["--stream.sample-rows", "0"], "stream.sample-rows must be 1 or more"),
@@ -107,6 +108,8 @@ def test_problems(options, problem, tmp_path, monkeypatch, capsys):
 def test_options_without_follow():
     with pytest.raises(ConfigError, match=r"stream\.until is for --follow"):
         parse_options(["--until", "caught_up"])
+    with pytest.raises(ConfigError, match=r"--data kafka://h:1/x is read with --follow"):
+        parse_options(["--data", "kafka://h:1/x"])
 
 
 def test_sources(tmp_path):

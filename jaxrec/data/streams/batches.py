@@ -93,8 +93,9 @@ class StreamBatches:
             also end after the rows that are there when the iteration begins.
         num_batches: Largest number of batches of an iteration; None: any number.
         seconds: Seconds after which an iteration ends; None: never.
-        event_time: Column with the time of each row, for `event_time`: of an Arrow time type, or
-            numbers since 1970 in ``event_time_unit``. None: the time of the message, if it has one.
+        event_time: Column with the time of each row, for `newest_seconds` and `clock`: of an Arrow
+            time type, or numbers since 1970 in ``event_time_unit``. None: the time of the message,
+            if it has one.
         event_time_unit: "s", "ms", "us" or "ns".
         stop: Function that says whether to end now, such as
             ``lambda: bool(interrupt)``; called every tenth of a second.

@@ -67,6 +67,10 @@ class KafkaSource(Source):
             training.
         options: Other settings of librdkafka, such as ``{"security.protocol": "SASL_SSL"}``.
 
+    Raises:
+        ValueError: An argument has another value, or librdkafka does not know one of ``options``;
+            the latter is raised when reading begins.
+
     Example:
         >>> KafkaSource(brokers="localhost:9092", topics="clicks").topics
         'clicks'
@@ -121,7 +125,10 @@ class KafkaReader(SourceReader):
         # Last offsets that were seen, and when they were asked for.
         self._last: dict[str, int] = {}
         self._asked = -np.inf
-        self._consumer = self._kafka.Consumer(self._settings(), logger=logger)
+        try:
+            self._consumer = self._kafka.Consumer(self._settings(), logger=logger)
+        except self._kafka.KafkaException as error:
+            raise ValueError(f"options of KafkaSource: {error.args[0].str()}") from None
         try:
             # Of all partitions in order, so that the shares of the processes are whole.
             names = self._partitions()
@@ -202,8 +209,9 @@ class KafkaReader(SourceReader):
             self._ends[index] = high
         start = positions.get(name)
         if start is None:
-            is_new = bool(positions) or source.start == "earliest"
-            start = Position(low if is_new else high)
+            # A part without a position among others was added since they were saved.
+            from_first = bool(positions) or source.start == "earliest"
+            start = Position(low if from_first else high)
         if start.offset > high:
             raise DataError(
                 f"{self.describe(name, start.offset, 0)}: reading was to go on there, but the "

@@ -278,6 +278,12 @@ def test_unknown_topic(broker):
         read(topics(broker, "clikcs"))
 
 
+def test_unknown_option(broker):
+    source = topics(broker, "clicks", options={"security.protocl": "SSL"})
+    with pytest.raises(ValueError, match=r"options of KafkaSource: No such .*security\.protocl"):
+        read(source)
+
+
 def test_no_broker():
     pytest.importorskip("confluent_kafka", reason=MISSING)
     source = KafkaSource(brokers="127.0.0.1:1", topics="clicks", timeout=0.3)
