@@ -60,12 +60,9 @@ def batches():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(Cached(24, "memory://"), id="cached"),
-        pytest.param(Dynamic(), id="dynamic", marks=pytest.mark.slow),
-    ],
+    "settings", [Cached(24, "memory://"), Dynamic()], ids=["cached", "dynamic"]
 )
 def test_training_equals_whole_tables(settings):
     names = ("mean", "max", "single")

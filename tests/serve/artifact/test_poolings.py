@@ -42,6 +42,7 @@ def make_batch(samples: int = SAMPLES) -> jaxrec.KeyedJaggedArray:
     return jaxrec.KeyedJaggedArray.from_lists(lists, capacities=dict.fromkeys(lists, 4 * samples))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int4", "float8"])
 def test_quantized_models(dtype):
     """As a float model with the quantized rows; pruned rows are zeros."""
