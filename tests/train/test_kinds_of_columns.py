@@ -134,7 +134,7 @@ def test_columns_by_pattern(file):
     schema = learn_features(config(file, **patterns)).schema
     assert [*schema.dense] == ["ts.age", "ts.hour", "member", "vector", "user.age"]
     assert [*schema.categorical] == ["ts.month", "user.home.city", "item"]
-    with pytest.raises(SchemaError, match="no column is 'x"):
+    with pytest.raises(SchemaError, match="no column matches 'x"):
         learn_features(config(file, categorical=("x*",)))
     with pytest.raises(ConfigError, match=r"names the features; leave data.dense out"):
         DataConfig(path=file, schema=file, dense=("x",))
