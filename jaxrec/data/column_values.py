@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection, Iterable, Iterator
 
@@ -12,6 +13,7 @@ import pyarrow.compute as pc
 from jaxrec.data.column_types import is_dense, is_list
 from jaxrec.data.encode import are_whole, joined, numbers
 from jaxrec.data.feature_table import feature_table
+from jaxrec.data.files import DataError
 from jaxrec.data.groups import FileGroups, RowGroups
 from jaxrec.data.infer import LABEL_NAMES
 from jaxrec.data.schema import Schema
@@ -42,11 +44,16 @@ def suspects(schema: Schema, rows: RowGroups, *, by_name: bool = True) -> Iterat
 
     Some rows are read. ``by_name=False`` ignores the names of columns: the user chose the columns.
     """
-    table = feature_table(schema, _sample(rows))
+    table = _sample(rows)
+    # Without the features of times if a text is none: the pass over all rows names the file.
+    with contextlib.suppress(DataError):
+        table = feature_table(schema, table)
     labels = {
         name: numbers(table[name])[0] for name, x in schema.labels.items() if x.kind == "binary"
     }
     for name in (*schema.dense, *schema.categorical):
+        if name not in table.column_names:
+            continue
         advice = f"--exclude {name}" if by_name else "leave it out of the schema"
         column = joined(table[name])
         if is_list(column.type):

@@ -382,7 +382,10 @@ def as_batch(table: pa.Table) -> pa.RecordBatch:
 
 
 def as_table(table: pa.Table | Mapping[str, Any]) -> pa.Table:
-    """Convert arrays by name to a table; in arrays of objects None and NaN become nulls."""
+    """Convert arrays by name to a table; in arrays of objects None and NaN become nulls.
+
+    An array ``[rows, width]`` becomes a column of vectors.
+    """
     if isinstance(table, pa.Table):
         return table
     if not isinstance(table, Mapping):
@@ -394,6 +397,10 @@ def as_table(table: pa.Table | Mapping[str, Any]) -> pa.Table:
         is_object = isinstance(values, np.ndarray) and values.dtype == object
         try:
             given = isinstance(values, pa.Array | pa.ChunkedArray)
+            if isinstance(values, np.ndarray) and values.ndim == 2 and not is_object:
+                flat = pa.array(values.reshape(-1))
+                columns[name] = pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
+                continue
             columns[name] = values if given else pa.array(values, from_pandas=is_object or None)
         except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
             raise DataError(

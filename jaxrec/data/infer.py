@@ -139,13 +139,15 @@ class _Feature:
         return dataclasses.replace(self, column=column)
 
     def _refusal(self, role: str, what: str) -> SchemaError:
-        of_time = f" of {self.source!r}" if self.source != self.name else ""
+        if self.column is not None and self.column.part is not None:
+            return SchemaError(
+                f"--{role}: {self.name!r} is a number of days, {what}; name other parts of "
+                f"{self.source!r}"
+            )
         advice = f"; {how_to_flatten(self.name, self.kind)}" if holds_structs(self.kind) else ""
         if is_list(self.kind) and is_dense(self.kind.value_type) and role == "dense":
             advice = "; lists of one length are vectors, whose width a --schema gives: {width: 64}"
-        return SchemaError(
-            f"--{role}: column {self.name!r}{of_time} is of type {self.kind}, {what}{advice}"
-        )
+        return SchemaError(f"--{role}: column {self.name!r} is of type {self.kind}, {what}{advice}")
 
 
 def _features(

@@ -54,7 +54,9 @@ def named_by(patterns: Iterable[str], features: Mapping[str, str]) -> dict[str, 
         names = matching(pattern, features)
         if not names:
             is_name = not any(each in pattern for each in _WILDCARDS)
-            problem = f"there is no column {pattern!r}" if is_name else f"no column is {pattern!r}"
+            problem = (
+                f"there is no column {pattern!r}" if is_name else f"no column matches {pattern!r}"
+            )
             columns = ", ".join(dict.fromkeys(features.values()))
             raise SchemaError(f"{problem}; the columns are {columns}")
         for name in names:

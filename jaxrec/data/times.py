@@ -100,8 +100,8 @@ def _parsed(texts: pa.Array) -> pa.Array:
 def part_of(times: pa.Array, part: str, zone: str | None) -> pa.Array:
     """Return the int64 hours, weekdays or months of `instants`, in a time zone; None: UTC.
 
-    They are those of pandas' ``dt.hour``, ``dt.weekday`` and ``dt.month``. Arrow knows changes to
-    summer time up to 2037; later times of a zone have its standard time.
+    They are those of pandas' ``dt.hour``, ``dt.day_of_week`` and ``dt.month``. Arrow knows changes
+    to summer time up to 2037; later times of a zone have its standard time.
     """
     if zone is not None:
         times = pc.local_timestamp(times.cast(pa.timestamp("us", zone)))

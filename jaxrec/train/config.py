@@ -138,6 +138,11 @@ class DataConfig:
         )
         if self.types and self.path is None:
             raise ConfigError("data.types is for the files of --data")
+        # Earlier versions named the option of dense layers so.
+        if layers := {"replicated", "fsdp"} & {*self.dense}:
+            raise ConfigError(
+                f"--dense names columns; where dense layers lie is --dense-layers {layers.pop()}"
+            )
         names = ("label", "weight", "exclude", "dense", "categorical")
         given = [name for name in names if getattr(self, name)]
         given += ["label_kind"] if self.label_kind != "auto" else []
@@ -150,11 +155,7 @@ class DataConfig:
             )
         if (self.schema is not None or given) and self.path is None:
             name = "schema" if self.schema is not None else given[0]
-            layers = {"replicated", "fsdp"}
-            advice = "; where dense layers lie is --dense-layers" if layers & {*self.dense} else ""
-            raise ConfigError(
-                f"{option_name('data', name)} is for the Parquet files of --data{advice}"
-            )
+            raise ConfigError(f"{option_name('data', name)} is for the Parquet files of --data")
         if self.eval_path is not None and self.path is None:
             raise ConfigError("data.eval-path holds out a file, but no file to train on is given")
         split_of(self)

@@ -137,7 +137,10 @@ def test_columns_by_pattern():
 
 
 WRONG = {
-    "nothing": ({"dense": ["pr*", "x*"]}, "no column is 'x*'; the columns are id, click, price"),
+    "nothing": (
+        {"dense": ["pr*", "x*"]},
+        "no column matches 'x*'; the columns are id, click, price",
+    ),
     "no-name": ({"categorical": ["prise"]}, "there is no column 'prise'; the columns are id"),
     "case": ({"exclude": ["ID"]}, "there is no column 'ID'"),
     "two-roles": (
@@ -153,7 +156,7 @@ WRONG = {
     "vector": ({"categorical": ["vector"]}, "[4], no category"),
     "age": (
         {"categorical": ["when"]},
-        "--categorical: column 'when.age' of 'when' is of type time",
+        "--categorical: 'when.age' is a number of days, no category",
     ),
     "structs": ({"categorical": ["items"]}, ">, no category; write a list for each field, such as"),
     "span": ({"dense": ["span"]}, "column 'span' is of type duration[s], no number"),

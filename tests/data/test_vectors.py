@@ -69,6 +69,9 @@ def test_saved_and_without_values(tmp_path):
     encoder.save(tmp_path / "features")
     loaded = TableEncoder.load(tmp_path / "features")
     assert loaded.encode(rows).equals(encoder.encode(rows))
+    arrays = {"a": np.arange(4.0), "b": np.zeros(4), "c": ["x"] * 4, "v": np.ones((4, 3), np.int8)}
+    wanted = table([[1.0, 1.0, 1.0]] * 4)
+    np.testing.assert_allclose(loaded.batch(arrays).dense[:, :4], loaded.batch(wanted).dense[:, :4])
     nothing = rows.set_column(2, "v", pa.nulls(4))
     assert not loaded.batch(nothing).dense[:, 1:4].any()
     assert loaded.batch(rows[:0], 2).dense.shape == (2, 5)

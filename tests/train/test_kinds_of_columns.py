@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
+import pathlib
 import zoneinfo
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from jaxrec.arguments import ConfigError
 from jaxrec.commands import main
-from jaxrec.data import SchemaError, TableEncoder
+from jaxrec.data import DataError, SchemaError, TableEncoder
 from jaxrec.data.structs import flat_table
 from jaxrec.serve import load
 from jaxrec.serve.http.bodies import ArrowDecoder, JsonDecoder
 from jaxrec.serve.http.predictor import Predictor
 from jaxrec.train.config import DataConfig, TrainConfig, load_config
 from jaxrec.train.datasets import ParquetDataset, split_datasets
-from jaxrec.train.features import learn_features
+from jaxrec.train.features import learn_features, run_encoder
 from jaxrec.train.open_vocabularies import with_dynamic_columns
 
 ROWS = 400
+RUN = pathlib.Path("run")
 BERLIN = zoneinfo.ZoneInfo("Europe/Berlin")
 START = datetime.datetime(1969, 12, 1, tzinfo=datetime.UTC)
 SMALL = [
@@ -130,11 +134,11 @@ def test_columns_by_pattern(file):
     schema = learn_features(config(file, **patterns)).schema
     assert [*schema.dense] == ["ts.age", "ts.hour", "member", "vector", "user.age"]
     assert [*schema.categorical] == ["ts.month", "user.home.city", "item"]
-    with pytest.raises(SchemaError, match="no column is 'x"):
+    with pytest.raises(SchemaError, match="no column matches 'x"):
         learn_features(config(file, categorical=("x*",)))
     with pytest.raises(ConfigError, match=r"names the features; leave data.dense out"):
         DataConfig(path=file, schema=file, dense=("x",))
-    with pytest.raises(ConfigError, match=r"Parquet files of --data; where dense layers lie is"):
+    with pytest.raises(ConfigError, match=r"where dense layers lie is --dense-layers fsdp"):
         DataConfig(dense=("fsdp",))
 
 
@@ -175,6 +179,18 @@ def test_times_of_text_files(tmp_path):
         np.testing.assert_allclose(encoded["ts.age"].to_numpy(), wanted, rtol=1e-6)
 
 
+def test_text_that_is_no_time_is_named(tmp_path):
+    texts = ["2024-03-01", "2024-03-02"] * 50
+    texts[7] = "soon"
+    columns = {"label": [0, 1] * 50, "ts": texts, "c": ["a", "b"] * 50}
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
+    text = "label: label\ncategorical: {c: {}, ts.month: {part: month}}\n"
+    (tmp_path / "schema.yaml").write_text(text)
+    data = DataConfig(path=tmp_path / "x.parquet", schema=tmp_path / "schema.yaml")
+    with pytest.raises(DataError, match=r"x.parquet, row 7 .*'ts': \"soon\" is no time; write it"):
+        learn_features(data)
+
+
 def test_earlier_runs_load(tmp_path, file):
     """Options and statistics as earlier versions wrote them."""
     (tmp_path / "config.yaml").write_text("devices: 2\ndense: fsdp\n")
@@ -195,7 +211,11 @@ def test_trained_exported_and_served(file, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "vector: vectors of 3 numbers; 40 rows have none, and zeros stand for it" in said
     assert "parts of times, which --exclude leaves out: ts.age, born.age, ts.hour" in said
-    assert main(["train", "--resume=run"]) == 0
+    resumed = dataclasses.replace(load_config(RUN / "config.yaml"), resume=RUN)
+    assert run_encoder(resumed, Console(quiet=True)).schema.num_dense == 5
+    data = dataclasses.replace(resumed.data, exclude=("ts",))
+    with pytest.raises(ConfigError, match="the run has a schema of its own"):
+        run_encoder(dataclasses.replace(resumed, data=data), Console(quiet=True))
     assert main(["export", "run", "model", "--platforms=cpu", "--batch-sizes=16"]) == 0
     said = capsys.readouterr().out
     assert (
