@@ -143,7 +143,8 @@ def ray_reader(
         function, batch_format="pyarrow", batch_size=1 << 16, concurrency=options.workers
     )
     size = options.batch_size
-    return Reader(encoder, ray_batches(encoded, size, lambda rows: encoder.pack(rows, size)))
+    batches = ray_batches(encoded, size, lambda rows: encoder.pack(rows, size), rows=rows.count())
+    return Reader(encoder, batches)
 
 
 def run(options: argparse.Namespace, directory: str, reader: str, kill: str) -> None:

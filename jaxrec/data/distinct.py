@@ -11,6 +11,9 @@ from jaxtyping import Int
 
 from jaxrec.data.column_types import is_bytes, is_string
 
+# Number of integers up to which hashing them takes less time than finding their range.
+_FEW = 1000
+
 
 class DistinctValues(NamedTuple):
     """The distinct values of an array without lists, in some order.
@@ -56,7 +59,7 @@ def _encoded(values: pa.Array) -> pa.DictionaryArray:
         values = values.cast(values.type.value_type)
     if pa.types.is_string_view(values.type) or pa.types.is_binary_view(values.type):
         values = plain_values(values)
-    if pa.types.is_integer(values.type) and len(values) > values.null_count:
+    if pa.types.is_integer(values.type) and len(values) - values.null_count > _FEW:
         values = values if values.type == pa.uint64() else values.cast(pa.int64())
         low, high = pc.min_max(values).as_py().values()
         # Subtracting the smallest value is much faster than hashing.

@@ -172,8 +172,11 @@ class ColumnStatistics:
         for name, options in self.schema.categorical.items():
             if options.table in vocabularies:
                 vocabularies[name] = vocabularies[options.table]
-        moments = {name: sums.moments() for name, sums in self.sums.items()}
-        return TableEncoder(self.schema, vocabularies, moments, self.lengths, self.example)
+        # In the schema's order, not in that of the parts.
+        columns = self.schema.columns
+        moments = {name: self.sums[name].moments() for name in columns if name in self.sums}
+        lengths = {name: self.lengths[name] for name in columns if name in self.lengths}
+        return TableEncoder(self.schema, vocabularies, moments, lengths, self.example)
 
 
 def _sum(one: Mapping[str, Statistic], other: Mapping[str, Statistic]) -> dict[str, Statistic]:

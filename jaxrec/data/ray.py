@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -23,7 +24,8 @@ class RayBatches(Generic[Batch]):
             ``streaming_split``.
         batch_size: Number of rows of a batch. The last batch of an epoch may have fewer.
         transform: Function that makes a batch of a table of its rows.
-        rows: Number of rows of an epoch.
+        rows: Number of rows of an epoch; None: Ray counts those of a ``Dataset`` where the number
+            is needed.
         seed: Seed of the order; None: the order of the data set.
         epochs: Number of epochs.
         shuffle_rows: Number of rows that are shuffled together.
@@ -32,7 +34,7 @@ class RayBatches(Generic[Batch]):
     dataset: Any
     batch_size: int
     transform: Callable[[pa.Table], Batch]
-    rows: int
+    rows: int | None = None
     seed: int | None = None
     epochs: int = 1
     shuffle_rows: int = 1 << 17
@@ -43,10 +45,19 @@ class RayBatches(Generic[Batch]):
     @property
     def batches_per_epoch(self) -> int:
         """Number of batches of an epoch."""
-        return -(-self.rows // self.batch_size)
+        return -(-self.rows_per_epoch // self.batch_size)
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self.from_batch()
+    @functools.cached_property
+    def rows_per_epoch(self) -> int:
+        """Number of rows of an epoch; computed if ``rows`` is None, for which Ray encodes them."""
+        if self.rows is not None:
+            return self.rows
+        if not self._is_whole:
+            raise ValueError(
+                "a DataIterator does not know its number of rows; give rows, such as "
+                "dataset.count() // processes for a split with equal=True"
+            )
+        return self.dataset.count()
 
     def from_batch(self, start: int = 0, *, prefetch: int = 4) -> Iterator[Batch]:
         """Yield the batches from ``start`` on, in order; Ray makes them ahead.
@@ -57,10 +68,11 @@ class RayBatches(Generic[Batch]):
 
         Raises:
             ValueError: ``start`` is in the middle of an epoch, and Ray does not keep the order of
-                the rows.
+                the rows; or ``start`` is above 0, and the number of rows is not known.
             RuntimeError: An epoch has other rows than ``rows``.
         """
-        epoch, first = divmod(start, self.batches_per_epoch)
+        # A new run need not know the number of rows.
+        epoch, first = divmod(start, self.batches_per_epoch) if start else (0, 0)
         if first and not self._keeps_order:
             before = start - first
             raise ValueError(
@@ -80,7 +92,7 @@ class RayBatches(Generic[Batch]):
         if not self._is_whole:
             raise TypeError("a split cannot be split again; split the Dataset")
         parts = self.dataset.streaming_split(processes, equal=True)
-        rows = self.rows // processes
+        rows = self.rows_per_epoch // processes
         return [dataclasses.replace(self, dataset=part, rows=rows) for part in parts]
 
     @property
@@ -99,7 +111,7 @@ class RayBatches(Generic[Batch]):
                 if number > epoch or place >= first:
                     yield self.transform(table)
             # A wrong number would move the batches of all later epochs.
-            if count != self.rows:
+            if self.rows not in (None, count):
                 raise RuntimeError(
                     f"epoch {number} had {count:,} rows; expected {self.rows:,}: give ray_batches "
                     "the number of rows of this process"
@@ -140,20 +152,25 @@ def ray_batches(
         batch_size: Number of rows of a batch. The last batch of an epoch may have fewer.
         transform: Function that makes a batch of a table of its rows, such as
             ``lambda rows: encoder.pack(rows, batch_size)``, which fills up the last batch.
-        rows: Number of rows of an epoch of this process; None: those of the ``Dataset``.
+        rows: Number of rows of an epoch of this process, such as the ``count()`` of the ``Dataset``
+            before it is encoded, which costs little. None: Ray counts the rows of the ``Dataset``
+            where the number is needed, for which it encodes them.
         seed: Seed of the order; None: the order of the data set.
         epochs: Number of epochs.
         shuffle_rows: Number of rows that are shuffled together.
 
     Raises:
         TypeError: ``dataset`` is no data set of Ray.
-        ValueError: A number is below 1, or ``rows`` is missing for a ``DataIterator``.
+        ValueError: A number is below 1.
 
     Example:
         Ray's workers encode, and the training process goes on at a batch::
 
-            encoded = ray.data.read_parquet("clicks/").map_batches(encoder, batch_format="pyarrow")
-            batches = ray_batches(encoded, 4096, lambda rows: encoder.pack(rows, 4096), epochs=3)
+            clicks = ray.data.read_parquet("clicks/")
+            encoded = clicks.map_batches(encoder, batch_format="pyarrow")
+            batches = ray_batches(
+                encoded, 4096, lambda rows: encoder.pack(rows, 4096), rows=clicks.count(), epochs=3
+            )
             trainer.train(batches.from_batch(start))
     """
     if not hasattr(dataset, "iter_batches"):
@@ -161,16 +178,9 @@ def ray_batches(
             "dataset must be a ray.data.Dataset or a ray.data.DataIterator, got a "
             f"{type(dataset).__name__}"
         )
-    if rows is None:
-        if not hasattr(dataset, "count"):
-            raise ValueError(
-                "a DataIterator does not know its number of rows; give rows, such as "
-                "dataset.count() // processes for a split with equal=True"
-            )
-        rows = dataset.count()
     numbers = {
         "batch_size": batch_size,
-        "rows": rows,
+        "rows": 1 if rows is None else rows,
         "epochs": epochs,
         "shuffle_rows": shuffle_rows,
     }

@@ -70,7 +70,7 @@ def numbers(batches):
 def test_batches_go_on_where_a_run_stopped(seed):
     batches = ray_batches(Dataset(TABLE), 300, seed=seed, epochs=3)
     assert (len(batches), batches.batches_per_epoch) == (12, 4)
-    everything = numbers(batches)
+    everything = numbers(batches.from_batch())
     assert [len(batch) for batch in everything] == [300, 300, 300, 100] * 3
     for start in range(13):
         assert numbers(batches.from_batch(start)) == everything[start:]
@@ -94,7 +94,7 @@ def test_each_process_has_a_part():
     whole = ray_batches(dataset, 100, lambda rows: encoder.pack(rows, 100), epochs=2)
     parts = whole.split(3)
     assert [len(part) for part in parts] == [8, 8, 8]  # 333 rows an epoch
-    batches = [*parts[1]]
+    batches = [*parts[1].from_batch()]
     assert [batch.weights.sum() for batch in batches] == [100, 100, 100, 33] * 2
     np.testing.assert_array_equal(batches[4].dense, encoder.batch(TABLE[333:433]).dense)
     with pytest.raises(TypeError, match="a split cannot be split again"):
@@ -106,12 +106,15 @@ def test_each_process_has_a_part():
 def test_wrong_arguments_are_named():
     with pytest.raises(TypeError, match=r"must be a ray.data.Dataset or .* got a Table"):
         ray_batches(TABLE, 10)
+    assert len([*ray_batches(Iterator(TABLE), 10).from_batch()]) == 100
     with pytest.raises(ValueError, match="does not know its number of rows; give rows"):
-        ray_batches(Iterator(TABLE), 10)
+        ray_batches(Iterator(TABLE), 10).from_batch(100)
     with pytest.raises(ValueError, match="batch_size is 1 or more, got 0"):
         ray_batches(Dataset(TABLE), 0)
+    with pytest.raises(ValueError, match="rows is 1 or more, got 0"):
+        ray_batches(Dataset(TABLE), 10, rows=0)
     with pytest.raises(RuntimeError, match="epoch 0 had 1,000 rows; expected 999"):
-        [*ray_batches(Iterator(TABLE), 10, rows=999)]
+        [*ray_batches(Iterator(TABLE), 10, rows=999).from_batch()]
 
 
 class DiesOnce:
@@ -157,18 +160,22 @@ def test_a_cluster_learns_encodes_and_feeds_two_processes(cluster, tmp_path):
     # A worker that is killed while it encodes is replaced, and no row is lost or repeated.
     mark = pathlib.Path(tmp_path, "killed")
     encoded = rows.map_batches(DiesOnce(encoder, mark), batch_format="pyarrow", batch_size=100)
-    batches = ray_batches(encoded, 300, lambda rows: encoder.pack(rows, 300), epochs=2)
-    dense = [batch.dense for batch in batches]
+    batches = ray_batches(
+        encoded, 300, lambda rows: encoder.pack(rows, 300), rows=rows.count(), epochs=2
+    )
+    assert not mark.exists()  # the worker is killed while it encodes, not while it counts
+    dense = [batch.dense for batch in batches.from_batch()]
     assert mark.exists()
     np.testing.assert_array_equal(np.concatenate(dense[:4])[:1000], encoder.batch(TABLE).dense)
     assert all((x.dense == y).all() for x, y in zip(batches.from_batch(3), dense[3:], strict=True))
 
     @ray.remote(num_cpus=0)
     def train(part):
-        return np.concatenate([batch.labels for batch in part]), sum(1 for _ in part)
+        return np.concatenate([batch.labels for batch in part.from_batch()]), len(part)
 
     plain = rows.map_batches(encoder, batch_format="pyarrow")
-    halves = ray_batches(plain, 100, lambda rows: encoder.pack(rows, 100), epochs=2).split(2)
+    batches = ray_batches(plain, 100, lambda rows: encoder.pack(rows, 100), rows=1000, epochs=2)
+    halves = batches.split(2)
     assert len(pickle.dumps(halves[0].dataset)) > 0
     results = ray.get([train.remote(half) for half in halves])
     assert [len(labels) for labels, _ in results] == [1000, 1000]

@@ -102,14 +102,15 @@ def test_every_kind_of_column_keeps_its_form(column):
 
 
 @pytest.mark.parametrize("kind", [pa.uint64(), pa.int64(), pa.int8()], ids=str)
-def test_integers_at_the_ends_of_their_type(kind):
-    """Close ones, which are not hashed, and far ones; with nulls and in a slice."""
+@pytest.mark.parametrize("times", [1, 500])
+def test_integers_at_the_ends_of_their_type(kind, times):
+    """Many close ones, which are not hashed, and others; with nulls and in a slice."""
     bits, signed = kind.bit_width, pa.types.is_signed_integer(kind)
     low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
     for values in ([high] * 3 + [high - 1], [low + 1, low, low], [low, high, low]):
-        column = pa.array([7, None, *values, None], kind)[1:]
+        column = pa.array([7, None, *values * times, None], kind)[1:]
         known = Vocabulary.build(column)
-        wrapped = [x - 2**64 if x >= 2**63 else x for x in values]
+        wrapped = [x - 2**64 if x >= 2**63 else x for x in values * times]
         wanted = ordered(Counter(wrapped))
         assert list(zip(known.values.to_pylist(), known.counts.tolist(), strict=True)) == wanted
         rows = {value: row for row, (value, _) in enumerate(wanted, 1)}

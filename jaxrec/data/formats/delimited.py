@@ -79,8 +79,7 @@ class Delimited(Format):
                     yield _without_empty_texts(path, part)
             if part is not None:
                 _check_last_quote(path, part)
-                if _may_have_zeros(path, separator):
-                    _check_zeros(path, part.schema, separator, types)
+                _check_zeros(path, part.schema, separator, types)
         except (pa.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
@@ -202,7 +201,7 @@ def _check_zeros(
     most files of codes, which then need not be read to their end in vain.
     """
     names = [x.name for x in columns if x.name not in types and pa.types.is_integer(x.type)]
-    if not names:
+    if not names or not (sample or _may_have_zeros(path, separator)):
         return
     options: dict[str, Any] = {
         "include_columns": names,
