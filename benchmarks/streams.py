@@ -173,6 +173,7 @@ def measure(options: argparse.Namespace, output: pathlib.Path) -> dict:
                 time.sleep(moments.uniform(0, LONGEST))
             else:
                 # A run that has all messages that were sent so far makes no step.
+                assert process.stdout is not None
                 select.select([process.stdout], [], [], LONGEST_WAIT)
                 time.sleep(moments.uniform(0, LONGEST))
             if process.poll() is not None:
