@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +61,9 @@ def follow(
     held-out rows.
     """
     _check(config)
-    with lock_directory(output):
+    with lock_directory(output), warnings.catch_warnings():
+        # Python's own format, with a path and a line of code, would cut the progress bar.
+        warnings.showwarning = lambda message, *_, **__: console.print(f"warning: {message}")
         sample = _sample(config, output, console)
         learned = dataclasses.replace(config.data, path=sample)
         encoder = KINDS[config.model.name].learn(dataclasses.replace(config, data=learned), console)
