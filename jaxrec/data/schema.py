@@ -21,19 +21,28 @@ class DenseColumn:
 
     Attributes:
         transform: "standardize" subtracts the mean of the training rows and divides by their
-            standard deviation. "log1p" is ``sign(x) * log(1 + abs(x))``. "log_counts" is
-            ``log(x + 3)``, MLPerf's transform of Criteo's counts. "none" keeps the numbers.
+            standard deviation. "log1p" is ``sign(x) * log(1 + abs(x))``. "log_standardize" is
+            "standardize" after "log1p", for numbers of which a few are much larger than the rest.
+            "log_counts" is ``log(x + 3)``, MLPerf's transform of Criteo's counts. "none" keeps the
+            numbers.
         missing: Value of a null before the transform. "mean": the mean of the training rows.
             "zero": 0. "error": nulls are refused.
     """
 
-    transform: Literal["standardize", "log1p", "log_counts", "none"] = "standardize"
+    transform: Literal["standardize", "log1p", "log_standardize", "log_counts", "none"] = (
+        "standardize"
+    )
     missing: Literal["mean", "zero", "error"] = "mean"
 
     @property
     def is_learned(self) -> bool:
         """Whether the encoding needs the mean of the training rows."""
-        return self.transform == "standardize" or self.missing == "mean"
+        return self.is_standardized or self.missing == "mean"
+
+    @property
+    def is_standardized(self) -> bool:
+        """Whether the encoding ends with the mean and the deviation of the training rows."""
+        return self.transform in ("standardize", "log_standardize")
 
 
 @dataclasses.dataclass(frozen=True)

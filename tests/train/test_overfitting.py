@@ -37,7 +37,9 @@ def test_the_step_where_curves_part_is_named():
 
 def test_a_difference_at_the_end_is_reported_without_evaluations_before():
     text = sentence([0.90, 0.70], [], last=0.80)
-    assert text.startswith("NE is 0.7000 on the training rows of the last steps and 0.8000 on held-out")
+    assert text.startswith(
+        "NE is 0.7000 on the training rows of the last steps and 0.8000 on held-out"
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,4 +57,6 @@ def test_other_curves_say_nothing(training, held_out, epochs):
 
 
 def test_models_without_a_common_value_say_nothing():
-    assert describe_overfitting(curves([0.9], [0.9]), (), {"ndcg@10": 0.1}, step=1, epochs=5) is None
+    assert (
+        describe_overfitting(curves([0.9], [0.9]), (), {"ndcg@10": 0.1}, step=1, epochs=5) is None
+    )
