@@ -106,7 +106,7 @@ def beauty(path: pathlib.Path) -> tuple[pa.Table, int]:
     places = np.arange(len(users))
     position = places - np.maximum.accumulate(np.where(is_first, places, 0))
     rng = np.random.default_rng(0)
-    random = rng.choice(np.unique(items[~is_last]), len(items))
+    random = rng.choice(np.unique(items), len(items))
     parts = []
     for mask in (~is_last, is_last):
         count = int(mask.sum())
@@ -158,10 +158,8 @@ def train(options: Options, folder: pathlib.Path, model: str, seed: int) -> dict
     shutil.rmtree(output, ignore_errors=True)
     paths = ["--data", folder / "train.parquet", "--data.eval-path", folder / "test.parquet"]
     more = [*options.train, *(["--model", model] if model else [])]
-    _, seconds = run(
-        [sys.executable, "-m", "jaxrec", "train", *paths, "--label", LABEL, "--seed", seed]
-        + ["--output", output, *more]
-    )
+    common = [*paths, "--label", LABEL, "--seed", seed, "--output", output]
+    _, seconds = run([sys.executable, "-m", "jaxrec", "train", *common, *more])
     results = json.loads((output / "results.json").read_text())
     return {
         "model": f"jaxrec {results['model']}",

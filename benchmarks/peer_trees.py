@@ -22,7 +22,7 @@ LABEL = "label"
 
 
 def read(folder):
-    """Return numbers and codes ``[rows, columns]`` and labels of both files, and which are codes."""
+    """Return the columns ``[rows, columns]`` and labels of both files, and which are codes."""
     training, test = (pq.read_table(folder / f"{name}.parquet") for name in ("train", "test"))
     columns = []
     categories = []

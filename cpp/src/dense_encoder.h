@@ -59,9 +59,9 @@ class DenseEncoder {
     if (!time || !start) {
       number = missing(sample);
     } else if (*column_.part == TimePart::kAge) {
-      number = days(*time) - days(*start);
+      number = present(days(*time) - days(*start));
     } else {
-      number = static_cast<double>(part_of(*time, *column_.part));
+      number = present(static_cast<double>(part_of(*time, *column_.part)));
     }
     *features = encode_number(number, sample);
   }
@@ -105,7 +105,7 @@ class DenseEncoder {
                            short_number(number) +
                            ", which float32 does not hold; make it null");
       }
-      features[i] = static_cast<float>(transform_of_vector(number));
+      features[i] = static_cast<float>(transform_of_vector(present(number)));
       if (!std::isfinite(features[i])) {
         throw RequestError(in_row(name(), sample) +
                            "a number of the vector does not fit float32; scale the vectors");
@@ -119,8 +119,10 @@ class DenseEncoder {
   }
 
   double read(const Json& value, int64_t sample) const {
-    if (column_.is_boolean && value.is_boolean()) return value.get<bool>() ? 1.0 : 0.0;
-    if (!column_.is_boolean && value.is_number()) return value.get<double>();
+    if (column_.is_boolean && value.is_boolean()) {
+      return present(value.get<bool>() ? 1.0 : 0.0);
+    }
+    if (!column_.is_boolean && value.is_number()) return present(value.get<double>());
     if (!value.is_null()) {
       const char* wanted = column_.is_boolean ? "true, false" : "a number";
       throw RequestError(in_column(name(), sample) + "expected " + wanted + " or null, got " +
@@ -138,15 +140,28 @@ class DenseEncoder {
     return column_.missing == DenseColumn::Missing::kMean ? moments_.mean : days(column_.origin);
   }
 
+  // Returns the logarithm of a number that is there if the mean is one of logarithms.
+  double present(double number) const {
+    if (column_.transform != DenseColumn::Transform::kLogStandardize) return number;
+    return signed_log1p(number);
+  }
+
+  static double signed_log1p(double number) {
+    return std::copysign(std::log1p(std::fabs(number)), number);
+  }
+
   double transform(double number, int64_t sample) const {
+    using Transform = DenseColumn::Transform;
+    const bool is_standardized = column_.transform == Transform::kStandardize ||
+                                 column_.transform == Transform::kLogStandardize;
     // A mean takes its origin with it.
-    if (column_.transform != DenseColumn::Transform::kStandardize) number -= days(column_.origin);
+    if (!is_standardized) number -= days(column_.origin);
     switch (column_.transform) {
-      case DenseColumn::Transform::kStandardize:
+      case Transform::kStandardize:
+      case Transform::kLogStandardize:
         return (number - moments_.mean) / moments_.scale;
-      case DenseColumn::Transform::kLog1p:
-        return std::copysign(std::log1p(std::fabs(number)), number);
-      case DenseColumn::Transform::kLogCounts: {
+      case Transform::kLog1p: return signed_log1p(number);
+      case Transform::kLogCounts: {
         constexpr double kMost = 9223372036854775808.0;  // 2**63
         if (number < -kMost || number >= kMost) {
           throw RequestError(in_row(name(), sample) + "the number " + short_number(number) +

@@ -46,6 +46,7 @@ DenseColumn read_dense(const Json& value) {
   column.transform = choice<Transform>(fields, "transform",
                                        {{"standardize", Transform::kStandardize},
                                         {"log1p", Transform::kLog1p},
+                                        {"log_standardize", Transform::kLogStandardize},
                                         {"log_counts", Transform::kLogCounts},
                                         {"none", Transform::kNone}});
   column.missing = choice<Missing>(

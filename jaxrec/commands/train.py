@@ -67,6 +67,7 @@ from jaxrec.train.run_callbacks import (
     RunStopping,
     shown_values,
 )
+from jaxrec.train.run_size import with_sizes
 from jaxrec.train.sweep import Learn, combinations, read_axes, run_sweep
 from jaxrec.train.trainer import NotFiniteError, Trainer
 
@@ -167,7 +168,16 @@ def _train(
     encoder = learn(config, console) if is_parquet(config.data.path) else None
     kind = model_kind(config, encoder)
     kind.check(config, kind.encoder.schema)
-    rows, held_out = kind.datasets(Shard(jax.process_index(), jax.process_count()))
+    for name in ("batch_size", "epochs"):
+        if not getattr(config.data, name) and (own := kind.defaults.get(f"data.{name}")):
+            raise ConfigError(
+                f"data.{name.replace('_', '-')} of model.name {kind.name} does not follow from the "
+                f"rows; give a number above 0, or leave it out for {own}"
+            )
+    shard = Shard(jax.process_index(), jax.process_count())
+    rows, held_out = kind.datasets(shard)
+    config = with_sizes(config, kind.encoder, len(rows), config.devices * shard.count)
+    kind = model_kind(config, encoder)
     if not config.eval_only:
         kind.check_held_out(held_out)
     # Two runs must not write to one directory. Evaluating only reads it, also beside a run.

@@ -1,4 +1,4 @@
-"""Roles of columns that their values reveal: hidden labels, weights, and ids stored as floats."""
+"""What values of columns reveal: hidden labels, weights, ids stored as floats, skewed numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jaxrec.data.column_types import is_dense, is_list
-from jaxrec.data.encode import are_whole, joined, numbers
+from jaxrec.data.encode import are_whole, joined, numbers, signed_log1p
 from jaxrec.data.feature_table import feature_table
 from jaxrec.data.files import DataError
 from jaxrec.data.groups import FileGroups, RowGroups
@@ -35,6 +35,9 @@ _DIFFERENT = 0.005
 # Fewest rows of each label, and fewest rows of the missing label that a value would have by chance,
 # for a conclusion.
 _MIN_ROWS, _MIN_CHANCE = 5, 10
+# Skewness from which numbers are taken by their logarithm: that of an exponential distribution. And
+# fewest numbers to tell.
+_SKEWED, _MIN_NUMBERS = 2.0, 20
 # Fewest rows of a value, on average: values of one row each tell any label.
 _MIN_REPEATS = 10
 
@@ -107,6 +110,36 @@ def _tells(column: pa.Array, labels: np.ndarray) -> str | None:
                     value = encoded.dictionary[code].as_py()
                     return f"all {totals[code]:,} rows where it is {value!r} have label {1 - label}"
     return None
+
+
+def skewed_numbers(schema: Schema, rows: RowGroups) -> list[str]:
+    """Return the names of columns to standardize that have a few much larger numbers than the rest.
+
+    Some rows are read. The logarithm of such numbers must be less skewed than they are.
+    """
+    names = [name for name, x in schema.dense.items() if x.transform == "standardize"]
+    table = _sample(rows) if names else pa.table({})
+    found = []
+    for name in names:
+        if name not in table.column_names or not is_dense(table[name].type):
+            continue
+        values, is_null = numbers(table[name])
+        values = values[~is_null & np.isfinite(values)]
+        skew = _skewness(values)
+        if skew > _SKEWED and abs(_skewness(signed_log1p(values))) < skew:
+            found.append(name)
+    return found
+
+
+def _skewness(values: np.ndarray) -> float:
+    """Return the third moment of standardized values; 0 if they do not differ."""
+    if len(values) < _MIN_NUMBERS:
+        return 0.0
+    # Scaled first: the cube of a large number overflows.
+    values = values / max(np.abs(values).max(), np.finfo(float).tiny)
+    values = values - values.mean()
+    deviation = values.std()
+    return float(((values / deviation) ** 3).mean()) if deviation > 1e-12 else 0.0
 
 
 def _is_label(name: str, column: pa.Array) -> bool:

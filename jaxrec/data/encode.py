@@ -121,7 +121,8 @@ def present_numbers(
 ) -> tuple[Float[np.ndarray, " rows"], Bool[np.ndarray, " rows"]]:
     """Return a dense column's numbers as float64, with 0 for nulls, and whether each is null.
 
-    A number that the column's transform cannot take is an error.
+    Numbers to standardize after a logarithm are returned as logarithms, of which `Moments` are
+    learned. A number that the column's transform cannot take is an error.
     """
     values, is_null = numbers(column)
     if options.missing == "error":
@@ -136,10 +137,17 @@ def present_numbers(
     if options.transform == "log_counts":
         is_large = (values < -(2.0**63)) | (values >= 2.0**63)
         _check(is_large, location.error, "the number {:g} is not a count of 64 bits", values)
-    elif options.transform != "log1p":
-        # log1p makes any float64 fit float32.
+    elif options.transform not in ("log1p", "log_standardize"):
+        # The logarithm of any float64 fits float32.
         _check(np.abs(values) > np.finfo(np.float32).max, location.error, _TOO_LARGE, values)
+    if options.transform == "log_standardize":
+        values = signed_log1p(values)
     return values, is_null
+
+
+def signed_log1p(values: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
+    """Compute ``sign(x) * log(1 + abs(x))``."""
+    return np.copysign(np.log1p(np.abs(values)), values)
 
 
 def encode_dense(
@@ -150,12 +158,12 @@ def encode_dense(
     origin = (moments.smallest or 0.0) if options.is_from_earliest else 0.0
     if is_null.any():
         values = np.where(is_null, moments.mean if options.missing == "mean" else origin, values)
-    if origin and options.transform != "standardize":
+    if origin and not options.is_standardized:
         values = values - origin
-    if options.transform == "standardize":
+    if options.is_standardized:
         encoded = (values - moments.mean) / moments.scale
     elif options.transform == "log1p":
-        encoded = np.copysign(np.log1p(np.abs(values)), values)
+        encoded = signed_log1p(values)
     elif options.transform == "log_counts":
         encoded = log_counts(values.astype(np.int64))
     else:

@@ -30,8 +30,10 @@ class DenseColumn:
 
     Attributes:
         transform: "standardize" subtracts the mean of the training rows and divides by their
-            standard deviation. "log1p" is ``sign(x) * log(1 + abs(x))``. "log_counts" is
-            ``log(x + 3)``, MLPerf's transform of Criteo's counts. "none" keeps the numbers.
+            standard deviation. "log1p" is ``sign(x) * log(1 + abs(x))``. "log_standardize" is
+            "standardize" after "log1p", for numbers of which a few are much larger than the rest.
+            "log_counts" is ``log(x + 3)``, MLPerf's transform of Criteo's counts. "none" keeps the
+            numbers.
         missing: Value of a null before the transform. "mean": the mean of the training rows.
             "zero": 0. "error": nulls are refused. A null vector becomes zeros after the transform.
         width: Number of floats of each list in a column of vectors, such as pretrained embeddings;
@@ -47,7 +49,9 @@ class DenseColumn:
         SchemaError: Options contradict each other, or a number is out of range.
     """
 
-    transform: Literal["standardize", "log1p", "log_counts", "none"] = "standardize"
+    transform: Literal["standardize", "log1p", "log_standardize", "log_counts", "none"] = (
+        "standardize"
+    )
     missing: Literal["mean", "zero", "error"] = "mean"
     width: int | None = None
     part: Part | None = None
@@ -63,11 +67,21 @@ class DenseColumn:
             raise SchemaError("since is for part: age; leave it out")
         if self.zone is not None and self.part in (None, "age"):
             raise SchemaError("zone is for part: hour, weekday or month; leave it out")
+        # The logarithm would be that of the days since 1970.
+        if self.transform == "log_standardize" and self.is_from_earliest:
+            raise SchemaError(
+                "an age from the earliest time has no transform: log_standardize; give log1p, or since"
+            )
 
     @property
     def is_learned(self) -> bool:
         """Whether the encoding needs the mean or the smallest number of the training rows."""
-        return self.transform == "standardize" or self.missing == "mean" or self.is_from_earliest
+        return self.is_standardized or self.missing == "mean" or self.is_from_earliest
+
+    @property
+    def is_standardized(self) -> bool:
+        """Whether the encoding ends with the mean and the deviation of the training rows."""
+        return self.transform in ("standardize", "log_standardize")
 
     @property
     def is_from_earliest(self) -> bool:

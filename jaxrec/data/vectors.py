@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from jaxtyping import Bool, Float, Float32
 
 from jaxrec.data.column_types import is_list, is_vector
-from jaxrec.data.encode import Location, joined
+from jaxrec.data.encode import Location, joined, signed_log1p
 from jaxrec.data.groups import ColumnGroups
 from jaxrec.data.schema import DenseColumn
 from jaxrec.data.statistics import Moments
@@ -21,6 +21,8 @@ def vectors_of(
     column: Any, options: DenseColumn, location: Location
 ) -> tuple[Float[np.ndarray, "rows width"], Bool[np.ndarray, " rows"]]:
     """Return a column's vectors as float32 or float64, zeros for nulls, and whether each is null.
+
+    Numbers to standardize after a logarithm are returned as logarithms.
 
     Raises:
         DataError: A list has another length than ``options.width``, a number of it is null or not
@@ -61,6 +63,8 @@ def vectors_of(
         value = next(x for x in numbers[first] if not abs(x) <= np.finfo(np.float32).max)
         problem = f"the vector has the number {value:g}, which float32 does not hold; make it null"
         raise location.error(rows[first], problem)
+    if options.transform == "log_standardize":
+        numbers = signed_log1p(numbers)
     if len(rows) == len(is_null):
         return numbers, is_null
     vectors = np.zeros((len(is_null), width), numbers.dtype)
@@ -73,11 +77,11 @@ def encode_vectors(
 ) -> pa.FixedSizeListArray:
     """Return a column's vectors as lists of float32 after the transform; nulls become zeros."""
     vectors, is_null = vectors_of(column, options, location)
-    if options.transform == "standardize":
+    if options.is_standardized:
         # One mean and one deviation for all numbers: directions of embeddings keep their meaning.
         encoded = (vectors - moments.mean) / moments.scale
     elif options.transform == "log1p":
-        encoded = np.copysign(np.log1p(np.abs(vectors)), vectors)
+        encoded = signed_log1p(vectors)
     elif options.transform == "log_counts":
         encoded = np.log(np.maximum(np.trunc(vectors), -2) + 3)
     else:

@@ -167,12 +167,11 @@ class DeepFM(ClickModel):
         self.linear = LinearPart(
             linear, num_dense=num_dense, dtype=logit_dtype, param_dtype=param_dtype, rngs=rngs
         )
-        # With this standard deviation an embedding's squared norm is 1 on average.
+        # Small, since the products of all pairs of dense features add up: with a squared norm of 1,
+        # standardized features would begin with log-odds of -10 to 10.
         self.dense_embeddings = nnx.data(
             nnx.Param(
-                nnx.initializers.normal(self.dim**-0.5)(
-                    rngs.params(), (num_dense, self.dim), param_dtype
-                )
+                nnx.initializers.normal(0.01)(rngs.params(), (num_dense, self.dim), param_dtype)
             )
             if num_dense
             else None

@@ -123,19 +123,21 @@ class DataConfig:
     table_rows: int = 100_000
     """Number of rows of each table, for text and for raw ids, which are taken modulo this number;
     with --vocabulary dynamic, the rows that ids are given."""
-    batch_size: Annotated[int, tyro.conf.arg(aliases=["--batch-size"])] = 2048
-    """Number of samples of a step."""
-    epochs: Annotated[int, tyro.conf.arg(aliases=["--epochs"])] = 1
-    """Number of epochs."""
+    batch_size: Annotated[int, tyro.conf.arg(aliases=["--batch-size"])] = 0
+    """Number of samples of a step; 0: about the root of the number of training rows, a power of two
+    from 16 to 2048."""
+    epochs: Annotated[int, tyro.conf.arg(aliases=["--epochs"])] = 0
+    """Number of epochs; 0: two for at most 100,000 rows with frequent ids, else one."""
     generated_rows: int = 5_000_000
     """Number of training rows of the generated log."""
     generated_eval_rows: int = 200_000
     """Number of held-out rows of the generated log."""
 
     def __post_init__(self) -> None:
-        check_positive(
-            self, "table_rows", "batch_size", "epochs", "generated_rows", "generated_eval_rows"
-        )
+        check_positive(self, "table_rows", "generated_rows", "generated_eval_rows")
+        for name in ("batch_size", "epochs"):
+            if (value := getattr(self, name)) < 0:
+                raise ConfigError(f"{option_name('data', name)} must be 0 or more, got {value}")
         if self.types and self.path is None:
             raise ConfigError("data.types is for the files of --data")
         # Earlier versions named the option of dense layers so.
@@ -171,7 +173,7 @@ class DataConfig:
 class ModelConfig:
     """The model."""
 
-    name: Annotated[ModelName, tyro.conf.arg(aliases=["--model"])] = "dlrm"
+    name: Annotated[ModelName, tyro.conf.arg(aliases=["--model"])] = "dcn_v2"
     """Kind of model, see docs/choosing_a_model.md."""
     embedding_dim: int = 16
     """Number of columns of each table, unless the schema has another."""
@@ -206,9 +208,9 @@ class ModelConfig:
 class OptimizerConfig:
     """Adam for dense layers, row-wise Adagrad for tables; both rates decay linearly to 0."""
 
-    learning_rate: Annotated[float, tyro.conf.arg(aliases=["--lr"])] = 0.004
+    learning_rate: Annotated[float, tyro.conf.arg(aliases=["--lr"])] = 0.002
     """Initial learning rate of Adam."""
-    table_learning_rate: float = 0.1
+    table_learning_rate: float = 0.5
     """Initial learning rate of row-wise Adagrad."""
 
     def __post_init__(self) -> None:

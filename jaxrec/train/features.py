@@ -24,7 +24,7 @@ from jaxrec.data import (
     read_schema,
 )
 from jaxrec.data.column_types import CommonTypes, check_columns
-from jaxrec.data.column_values import are_ids, number_labels, suspects, whole_floats
+from jaxrec.data.column_values import are_ids, number_labels, skewed_numbers, suspects, whole_floats
 from jaxrec.data.criteo.conversion import SUMMARY_FILE, read_summary
 from jaxrec.data.criteo.log import criteo_schema
 from jaxrec.data.criteo.parts import is_part
@@ -198,6 +198,10 @@ def learn_features(
     encoder = TableEncoder(schema, {}, {}, {})
     if is_converted:
         return encoder  # `jaxrec data criteo` has checked the values
+    if data.schema is None and (skewed := skewed_numbers(schema, training)):
+        schema = _with_logarithms(schema, skewed)
+        encoder = TableEncoder(schema, {}, {}, {})
+        console.print(f"numbers of which a few are large, taken by logarithm: {', '.join(skewed)}")
     # Before the pass over all rows, so that a user sees the warnings while it runs.
     for suspect in suspects(schema, training, by_name=data.schema is None):
         console.print(f"warning: {suspect}")
@@ -223,6 +227,15 @@ def learn_features(
                 + (f"; {missing:,} rows have none, and zeros stand for it" if missing else "")
             )
     return encoder
+
+
+def _with_logarithms(schema: Schema, names: Sequence[str]) -> Schema:
+    """Return a schema whose named dense columns are standardized after a logarithm."""
+    dense = {
+        name: dataclasses.replace(column, transform="log_standardize") if name in names else column
+        for name, column in schema.dense.items()
+    }
+    return dataclasses.replace(schema, dense=dense)
 
 
 def check_rows(encoder: TableEncoder, rows: LocatedGroups) -> None:

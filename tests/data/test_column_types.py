@@ -12,7 +12,7 @@ import pytest
 
 from jaxrec.data import DataError, ParquetGroups, Schema
 from jaxrec.data.column_types import CommonTypes, index_columns
-from jaxrec.data.column_values import are_ids, suspects, whole_floats
+from jaxrec.data.column_values import are_ids, skewed_numbers, suspects, whole_floats
 from jaxrec.data.groups import GroupRange
 
 pytestmark = pytest.mark.every_case
@@ -177,3 +177,33 @@ def test_features_are_no_suspects(tmp_path):
     (sentence,) = said(tmp_path, names, by_name=False)
     assert "'liked' may come from the label" in sentence
     assert "leave it out of the schema" in sentence
+
+
+def test_skewed_numbers(tmp_path):
+    """Counts of a power law are skewed, and their logarithms less; others stay as they are."""
+    rng = np.random.default_rng(0)
+    normal = rng.standard_normal(1000)
+    counts = np.floor(np.exp(3 + 1.5 * normal))
+    columns = {
+        "counts": pa.array(np.where(normal > 2, np.nan, counts), from_pandas=True),
+        "normal": normal,
+        "one": np.ones(1000),
+        "negative": -counts,
+        "given": counts,
+        "large": 1e300 * np.exp(2 * normal),
+        "id": ["a", "b"] * 500,
+        "label": [0, 1] * 500,
+    }
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table(columns), path)
+    dense = {name: {} for name in ("counts", "normal", "one", "negative", "large")}
+    schema = Schema.from_dict(
+        {
+            "label": "label",
+            "dense": dense | {"given": {"transform": "none"}},
+            "categorical": ["id"],
+        }
+    )
+    groups = ParquetGroups([path])
+    assert skewed_numbers(schema, GroupRange(groups, 0, 1000)) == ["counts", "large"]
+    assert skewed_numbers(schema, GroupRange(groups, 0, 10)) == []

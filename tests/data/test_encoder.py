@@ -315,3 +315,15 @@ def test_longer_lists_than_those_of_training_make_few_shapes():
     assert [batch["tags"].lengths[0] for batch in long] == list(range(10, 90, 4))
     assert len({batch.capacities for batch in long}) <= 4
     assert encoder.batch(table[:50], 64).features.capacities == usual
+
+
+def test_standardized_logarithms():
+    """The mean and the deviation are those of the logarithms, and a null is their mean."""
+    values = [0, 3, None, -7, 1000]
+    table = pa.table({"label": [0, 1, 0, 1, 0], "x": values, "id": ["a"] * 5})
+    dense = {"x": {"transform": "log_standardize"}}
+    schema = Schema.from_dict({"label": "label", "dense": dense, "categorical": ["id"]})
+    encoded = learn_encoder(schema, [table]).batch(table).dense[:, 0]
+    logarithms = np.log([1, 4, 8, 1001]) * [1, 1, -1, 1]
+    wanted = (logarithms - logarithms.mean()) / logarithms.std()
+    np.testing.assert_allclose(encoded, np.insert(wanted, 2, 0), rtol=1e-6, atol=1e-7)

@@ -89,7 +89,7 @@ WRONG_OPTIONS = {
     "no-number": (["--seed", "x"], "--seed.*invalid literal.*'x'"),
     "no-value": (["--seed"], "--seed"),
     "choice": (["--model.table-dtype", "int8"], "invalid choice 'int8'"),
-    "negative": (["--data.batch-size", "0"], "^data.batch-size must be above 0, got 0$"),
+    "negative": (["--data.batch-size", "-1"], "^data.batch-size must be 0 or more, got -1$"),
     "fraction": (["--data", "x", "--data.eval-fraction", "1"], "must be between 0 and 1, got 1.0"),
     "nan": (["--optimizer.learning-rate", "nan"], "learning-rate must be above 0, got nan"),
     "layers": (["--model.top-layer-sizes", "8", "0"], "sizes must be 1 or more, got .8, 0"),

@@ -355,7 +355,7 @@ def test_masks_of_bert4rec(runs):
 
 
 WRONG = {
-    "two-labels": (["--label", "click", "buy"], "dlrm predicts one label, and there are 2"),
+    "two-labels": (["--label", "click", "buy"], "dcn_v2 predicts one label, and there are 2"),
     "din": (["--model=din", "--label=click"], "and for each a column of the row's item; name them"),
     "din-dense": (
         ["--model=din", "--label=click", "--history=history", "--item=price"],
@@ -376,6 +376,10 @@ WRONG = {
     "sequences-label": (
         ["--model=sasrec", "--history=history", "--label=click"],
         "leave data.label out",
+    ),
+    "sequences-size": (
+        ["--model=sasrec", "--history=history", "--batch-size=0"],
+        "data.batch-size of model.name sasrec does not follow from the rows; give a number above 0",
     ),
     "best-by": (
         ["--label=click", "--model=dcn_v2", "--checkpoint.best-by=rmse"],

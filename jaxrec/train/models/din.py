@@ -59,6 +59,7 @@ class DINKind(RowModel):
                 table.embedding_dim,
                 feature_names=table.feature_names,
                 dtype=table.dtype,
+                initializer=table.initializer,
             )
             for table in tables
         ]

@@ -57,6 +57,7 @@ class HSTURankerKind(RowModel):
     needs_label = False
     defaults: ClassVar[Mapping[str, Any]] = {
         "data.batch_size": 128,
+        "data.epochs": 1,
         "data.generated_rows": 80_000,
         "data.generated_eval_rows": 8_000,
         "model.embedding_dim": 32,

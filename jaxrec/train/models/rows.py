@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxrec.arguments import ConfigError
@@ -15,6 +16,7 @@ from jaxrec.data import Schema, Shard
 from jaxrec.embed import EmbeddingBagConfig
 from jaxrec.mesh.agree import of_all_processes
 from jaxrec.metrics import auc
+from jaxrec.optim import RowOptimizer, rowwise_adagrad
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.datasets import (
     Dataset,
@@ -25,6 +27,16 @@ from jaxrec.train.datasets import (
 )
 from jaxrec.train.models.kind import LOSS, HeldOutBatches, Measure, ModelKind
 from jaxrec.train.models.labels import LabelTask, label_loss, label_tasks, task_sums
+from jaxrec.train.run_size import MAX_BATCH_SIZE
+
+# First values of rows, so small that a row that few samples have trained adds little to an output.
+FIRST_VALUES = nnx.initializers.normal(0.01)
+
+# Row-wise Adagrad divides a row's gradient by the root of the sum of its squares so far. Without a
+# first value of this sum, the first sample of a rare id would move its row as far as a hundred
+# samples move that of a frequent one, and the row would repeat that sample's label. The first value
+# is in squares of the gradient of one sample's loss; docs/choosing_a_model.md has what it gains.
+FIRST_SQUARES = 10.0
 
 # End of the names of the tables of width 1 that a linear part has beside the others.
 LINEAR = " (linear)"
@@ -85,6 +97,18 @@ class RowModel(ModelKind):
 
     def tables(self) -> list[EmbeddingBagConfig]:
         return self.tables_of([*self.encoder.schema.categorical])
+
+    def tables_of(self, columns: Sequence[str]) -> list[EmbeddingBagConfig]:
+        return [
+            dataclasses.replace(table, initializer=FIRST_VALUES)
+            for table in super().tables_of(columns)
+        ]
+
+    def row_optimizer(self, num_steps: int) -> RowOptimizer:
+        # The loss of a step is a mean over its samples, and so is each gradient.
+        samples = self.config.data.batch_size or MAX_BATCH_SIZE
+        rate = super().row_optimizer(num_steps).learning_rate
+        return rowwise_adagrad(rate, initial_accumulator_value=FIRST_SQUARES / samples**2)
 
     def linear_tables(self) -> list[EmbeddingBagConfig]:
         """Return tables of width 1 that read the same features as the others."""

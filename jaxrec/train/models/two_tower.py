@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -131,6 +131,13 @@ class TwoTowerKind(RankingModel):
 
     name = "two_tower"
     needs_label = False
+    # The other items of a batch are the negatives, of which there must be enough.
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "data.batch_size": 2048,
+        "data.epochs": 1,
+        "optimizer.learning_rate": 0.004,
+        "optimizer.table_learning_rate": 0.1,
+    }
 
     @classmethod
     def check(cls, config: TrainConfig, schema: Schema) -> None:

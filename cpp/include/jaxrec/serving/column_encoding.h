@@ -14,7 +14,7 @@ enum class TimePart { kAge, kHour, kWeekday, kMonth };
 
 // A column of numbers or vectors, or a part of times; see jaxrec.data.DenseColumn.
 struct DenseColumn {
-  enum class Transform { kStandardize, kLog1p, kLogCounts, kNone };
+  enum class Transform { kStandardize, kLog1p, kLogStandardize, kLogCounts, kNone };
   enum class Missing { kMean, kZero, kError };
   std::string name;
   Transform transform = Transform::kNone;

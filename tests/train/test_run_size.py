@@ -1,0 +1,54 @@
+"""The default batch size and number of epochs of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxrec.train.config import DataConfig, TrainConfig
+from jaxrec.train.features import text_encoder
+from jaxrec.train.models.dcn_v2 import DCNv2Kind
+from jaxrec.train.run_size import with_sizes
+
+
+@pytest.mark.parametrize(
+    ("rows", "devices", "size"),
+    [
+        (0, 1, 16),
+        (160, 1, 16),
+        (1_600, 1, 32),
+        (90_000, 1, 256),
+        (10**9, 1, 2048),
+        (90_000, 6, 258),
+    ],
+)
+def test_the_batch_size_is_about_the_root_of_the_rows(rows, devices, size):
+    encoder = text_encoder(TrainConfig())
+    assert with_sizes(TrainConfig(), encoder, rows, devices).data.batch_size == size
+
+
+@pytest.mark.parametrize(
+    ("rows", "epochs"),
+    [
+        pytest.param(3_000, 1, id="rare ids"),
+        pytest.param(5_000, 2, id="frequent ids"),
+        pytest.param(100_001, 1, id="many rows"),
+    ],
+)
+def test_small_files_with_frequent_ids_are_read_twice(rows, epochs):
+    """The generated log has 26 ids a row, of 4,315 in all."""
+    encoder = text_encoder(TrainConfig())
+    assert with_sizes(TrainConfig(), encoder, rows, 1).data.epochs == epochs
+
+
+def test_given_numbers_stay():
+    config = TrainConfig(data=DataConfig(batch_size=7, epochs=3))
+    assert with_sizes(config, text_encoder(config), 90_000, 2) == config
+
+
+@pytest.mark.parametrize("batch_size", [16, 512])
+def test_rates_of_tables_do_not_depend_on_it(batch_size):
+    """The first sum of squares is in squares of one sample's gradient, a share of the mean's."""
+    config = TrainConfig(data=DataConfig(batch_size=batch_size))
+    kind = DCNv2Kind(config, text_encoder(config))
+    optimizer = kind.row_optimizer(10)
+    assert optimizer.initial_accumulator_value * batch_size**2 == pytest.approx(10)
