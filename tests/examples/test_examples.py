@@ -111,13 +111,12 @@ def test_dlrm_v4(example, monkeypatch):
     assert sum(tables.values()) * module.DIM * 4 == pytest.approx(600.2e9, rel=1e-3)
     monkeypatch.setattr(module, "DIM", 32)
     settings = module.Settings(
-        scale=1e-6, length=12, batch_size=64, steps=40, learning_rate=0.01, devices=1
-    )
+        scale=1e-6, length=12, batch_size=64, steps=30, learning_rate=0.01, devices=2, remat=True,
+        bfloat16=True,
+    )  # fmt: skip
     losses = module.main(settings)
     assert losses[0] == pytest.approx(0.2 * 0.693, abs=0.08)
     assert np.mean(losses[-10:]) < 0.9 * np.mean(losses[:10])
-    losses = module.main(module.Settings(scale=1e-6, length=12, steps=2, remat=True, bfloat16=True))
-    assert np.isfinite(losses).all()
 
 
 def test_deepfm_movielens(example, tmp_path):
