@@ -70,7 +70,8 @@ class DenseColumn:
         # The logarithm would be that of the days since 1970.
         if self.transform == "log_standardize" and self.is_from_earliest:
             raise SchemaError(
-                "an age from the earliest time has no transform: log_standardize; give log1p, or since"
+                "an age from the earliest time has no transform: log_standardize; give log1p, or "
+                "since"
             )
 
     @property
