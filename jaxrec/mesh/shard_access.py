@@ -254,6 +254,10 @@ def _host_rows(values: TableArray | np.ndarray, start: int, stop: int) -> np.nda
         if values.is_fully_replicated:
             values = values.addressable_data(0)
         devices = np.array(list(values.devices()))
+        if devices.size == 1 and devices[0].platform == "cpu":
+            # No program for each shape and device. The copy is of a view of another array object:
+            # a view that `values` keeps would prevent that it is donated.
+            return np.asarray(values.addressable_data(0))[start:stop].copy()
         # The start is an argument of the program and the size is from a ladder, so that few
         # programs serve all ranges. The host cuts off the rows that are too many.
         size = min(capacity_for(stop - start), values.shape[0])
