@@ -35,7 +35,9 @@ def other_run(directory):
 
 def is_locked(directory):
     """Whether another process finds the lock."""
-    command = [sys.executable, "-P", "-c", OTHER_RUN, str(directory / ".lock")]
+    # Only an exclusive lock keeps out a shared one.
+    program = OTHER_RUN.replace("LOCK_EX", "LOCK_SH")
+    command = [sys.executable, "-P", "-c", program, str(directory / ".lock")]
     done = subprocess.run(command, input=b"", capture_output=True, check=False)
     return done.returncode != 0 and b"BlockingIOError" in done.stderr
 
