@@ -116,6 +116,7 @@ NUMBERS = {
     ),
     "cancelling": np.array([1e300, 1.0, -1e300, 2.0**-999]),
     "powers of two": np.ldexp(1.0, np.arange(-990, 1020)) * np.tile([1, -1], 1005),
+    "largest": np.array([np.finfo(np.float64).max, -1.7e308, 1.0]),
     "zeros": np.zeros(3),
     "none": np.zeros(0),
 }

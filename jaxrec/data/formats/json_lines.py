@@ -14,6 +14,7 @@ import pyarrow.json
 
 from jaxrec.data.files import DataError
 from jaxrec.data.formats.base import Format, Types, unpacked
+from jaxrec.data.structs import flat_table
 
 PART_BYTES = 16 << 20
 
@@ -132,6 +133,7 @@ def _parsed(
 
 def check_digits(table: pa.Table, text: bytes, path: pathlib.Path | str, first: int) -> None:
     """Raise an error if a whole number beyond int64 became a float, which has fewer digits."""
+    table = flat_table(table)
     for name in table.column_names:
         column = table[name]
         if pa.types.is_list(column.type):
