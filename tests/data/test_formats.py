@@ -213,12 +213,18 @@ def test_types_that_the_user_gives(tmp_path):
         assert read(write(tmp_path, name, text), types).to_pylist() == [
             {"x": "2024-03-01", "y": 1.0}
         ]
+    objects = write(tmp_path, "objects.jsonl", '{"user": {"x": "2024-03-01", "y": 1}}\n')
+    found = read(objects, {"user.x": pa.string(), "user.y": pa.float64(), "x": pa.float64()})
+    assert found.to_pylist() == [{"user.x": "2024-03-01", "user.y": 1.0}]
     path = write(tmp_path, "bad.csv", "x,y\n2024,a\n")
     with pytest.raises(DataError, match="line 2, column 'y': 'a' is no double, the type that was"):
         read(path, types)
 
 
 def test_text_that_looks_like_times_at_first(tmp_path):
+    objects = '{"user": {"x": "2024-03-01"}}\n' * 20 + '{"user": {"x": "soon"}}\n' * 20
+    table = read(write(tmp_path, "objects.jsonl", objects))
+    assert table["user.x"].to_pylist() == ["2024-03-01"] * 20 + ["soon"] * 20
     text = '{"x": "2024-03-01"}\n' * 20 + '{"x": "soon"}\n' * 20
     table = read(write(tmp_path, "x.jsonl", text))
     assert table["x"].to_pylist() == ["2024-03-01"] * 20 + ["soon"] * 20

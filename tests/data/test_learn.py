@@ -22,6 +22,7 @@ import pytest
 
 from jaxrec.data import DataError, EncoderLearner, Schema, TableEncoder, learn_encoder
 from jaxrec.data.learn import ColumnStatistics
+from jaxrec.data.schema import SchemaError
 from jaxrec.data.statistics import NumberSums
 
 pytestmark = pytest.mark.every_case
@@ -174,6 +175,13 @@ def test_a_learner_runs_on_other_machines(tmp_path):
 
 
 ENCODER = learn_encoder(SCHEMA, [TABLE])
+
+
+def test_a_learner_refuses_unknown_zones():
+    hour = {"part": "hour", "zone": "Mars/Olympus"}
+    schema = Schema.from_dict({"label": [], "categorical": {"ts.hour": hour}})
+    with pytest.raises(SchemaError, match="'ts.hour' is in the time zone 'Mars/Olympus'"):
+        EncoderLearner(schema)
 
 
 def test_an_encoder_maps_arrow_to_arrow():
