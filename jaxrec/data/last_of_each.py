@@ -80,7 +80,7 @@ def _present(times: pa.Array, location: Location) -> pa.Array:
     if missing.any():
         problem = "the time is null; fill it, or leave the row out"
         raise location.error(int(np.argmax(missing)), problem)
-    if not (is_time(times.type) or is_string(times.type) or is_dense(times.type)):
+    if not (is_dense(times.type) or pa.types.is_temporal(times.type) or is_string(times.type)):
         raise DataError(
             f"{location.path}, column {location.column!r} is of type {times.type}; --time takes a "
             "column of numbers, dates or times"
@@ -91,11 +91,11 @@ def _present(times: pa.Array, location: Location) -> pa.Array:
 def _comparable(times: list[tuple[pa.Array, Location]]) -> list[pa.Array]:
     """Return the times of all groups in one type, if they are dates, times or text."""
     kinds = {each.type for each, _ in times}
-    has_numbers = any(is_dense(kind) and not pa.types.is_null(kind) for kind in kinds)
+    are_moments = all(is_time(x) or is_string(x) or pa.types.is_null(x) for x in kinds)
     # Text is not in the order of its times: 12:00+02:00 is before 11:00Z.
-    if has_numbers or (len(kinds) == 1 and not any(map(is_string, kinds))):
-        return [each for each, _ in times]
-    return [instants(each, location) for each, location in times]
+    if are_moments and (len(kinds) > 1 or any(map(is_string, kinds))):
+        return [instants(each, location) for each, location in times]
+    return [each for each, _ in times]
 
 
 def _whole(parts: list[pa.Array], source: str, name: str) -> pa.Array:

@@ -180,7 +180,7 @@ ENCODER = learn_encoder(SCHEMA, [TABLE])
 def test_a_learner_refuses_unknown_zones():
     hour = {"part": "hour", "zone": "Mars/Olympus"}
     schema = Schema.from_dict({"label": [], "categorical": {"ts.hour": hour}})
-    with pytest.raises(SchemaError, match="'ts.hour' is in the time zone 'Mars/Olympus'"):
+    with pytest.raises(SchemaError, match=r"'ts\.hour' is in the time zone 'Mars/Olympus'"):
         EncoderLearner(schema)
 
 

@@ -105,6 +105,8 @@ LAST = {
     "equal": (pa.array([1, 2, 9, 5, 7, 2, 9, 5]), [5, 7]),
     "time": (pa.array([1, 9, 9, 5, 7, 2, 9, 3]).cast(pa.timestamp("s", "UTC")), [1, 3]),
     "text": (pa.array([f"2024-03-0{n}" for n in "19957293"]), [1, 3]),
+    "duration": (pa.array([1, 9, 9, 5, 7, 2, 9, 3]).cast(pa.duration("s")), [1, 3]),
+    "time-of-day": (pa.array([1, 9, 9, 5, 7, 2, 9, 3]).cast(pa.time64("us")), [1, 3]),
     "zones": (
         pa.array([f"2024-03-01T12:00:00+0{9 - int(n)}:00" for n in "19957293"]),
         [1, 3],
