@@ -55,7 +55,7 @@ GROUP_BYTES = 1 << 28
 _MAGIC = b"PAR1"
 
 # Changes when the same files would be converted to other Parquet files.
-_VERSION = 1
+_VERSION = 2
 
 # Locks of directories exclude other processes alone.
 _THREADS = threading.Lock()
