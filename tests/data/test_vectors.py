@@ -136,8 +136,9 @@ def test_widths_of_files(tmp_path):
         "text": pa.array([["a"]] * 4),
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=2)
-    groups = ParquetGroups((tmp_path / "a.parquet",))
-    assert learned_widths(next(iter(groups.schemas.values())), [groups]) == {"one": 2}
+    pq.write_table(pa.table({name: pa.nulls(1) for name in columns}), tmp_path / "null.parquet")
+    groups = ParquetGroups((tmp_path / "null.parquet", tmp_path / "a.parquet"))
+    assert learned_widths(pa.table(columns).schema, [groups]) == {"one": 2}
 
 
 @pytest.mark.parametrize("first", ["whole", "floats"])
