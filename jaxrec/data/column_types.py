@@ -266,6 +266,9 @@ class CommonTypes:
         if any(floats) and any(is_integral(each.kind) for each in (before, now)):
             self.mixed.add(name)
             return now if floats[1] else before
+        # Vectors of one file may be whole numbers, such as [0, 1] in JSON.
+        if is_list(now.kind) and is_vector(before.kind) != is_vector(now.kind):
+            return now if is_vector(now.kind) else before
         # A file whose times are all at midnight may have dates.
         if pa.types.is_date(before.kind) and pa.types.is_timestamp(now.kind):
             return now

@@ -63,6 +63,12 @@ def joined(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
 
 
+def decoded(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """Return a column as one array of its values, not as a dictionary."""
+    array = joined(column)
+    return array.cast(value_type(array.type)) if pa.types.is_dictionary(array.type) else array
+
+
 def numbers(column: Any) -> tuple[Float[np.ndarray, " rows"], Bool[np.ndarray, " rows"]]:
     """Return a column's numbers as float64, with 0 for nulls, and whether each is null."""
     array = joined(column)

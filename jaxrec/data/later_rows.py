@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from jaxtyping import Bool
 
 from jaxrec.data.column_types import is_string
-from jaxrec.data.encode import Location, joined
+from jaxrec.data.encode import Location, decoded
 from jaxrec.data.files import DataError
 from jaxrec.data.groups import ColumnGroups
 from jaxrec.data.split import RowSplit
@@ -40,9 +40,7 @@ class LaterRows(RowSplit):
         self, rows: range, total: int, values: pa.ChunkedArray | None, location: Location
     ) -> Bool[np.ndarray, " rows"]:
         assert values is not None
-        array = joined(values)
-        if isinstance(array.type, pa.DictionaryType):
-            array = array.cast(array.type.value_type)
+        array = decoded(values)
         missing = np.asarray(array.is_null(nan_is_null=True))
         if missing.any():
             problem = "the value is null; --hold-out-from compares all values, so fill it"
@@ -109,11 +107,9 @@ class LaterRows(RowSplit):
     def advice(self, total: int, held_out: int, groups: ColumnGroups | None) -> str:
         assert groups is not None
         parts = (groups.read(group, [self.name])[self.name] for group in range(len(groups.sizes)))
-        ends = [pc.min_max(joined(values)) for values in parts]
-        low, high = (
-            choose(x for each in ends if (x := each[end].as_py()) is not None)
-            for end, choose in (("min", min), ("max", max))
-        )
+        ends = [pc.min_max(_printable(decoded(values))) for values in parts if len(values)]
+        low = min((each["min"].as_py() for each in ends), key=_in_order)
+        high = max((each["max"].as_py() for each in ends), key=_in_order)
         return (
             f"--hold-out-from {self.name}={self.start} holds out {'all' if held_out else 'no'} "
             f"rows; column {self.name!r} has values from {low} to {high}"
@@ -121,6 +117,24 @@ class LaterRows(RowSplit):
 
     def __str__(self) -> str:
         return f"rows from {self.name}={self.start} on"
+
+
+def _printable(array: pa.Array) -> pa.Array:
+    """Return times in microseconds: Python has no nanoseconds."""
+    if not pa.types.is_timestamp(array.type):
+        return array
+    return array.cast(pa.timestamp("us", array.type.tz), safe=False)
+
+
+def _in_order(value: Any) -> Any:
+    """Return what a value is compared by: some files may have dates, others times or text."""
+    if isinstance(value, str):
+        value = _iso_time(value)
+    if isinstance(value, datetime.datetime):
+        return value if value.tzinfo else value.replace(tzinfo=datetime.UTC)
+    if isinstance(value, datetime.date):
+        return datetime.datetime.combine(value, datetime.time(), datetime.UTC)
+    return value
 
 
 def _iso_time(text: str) -> datetime.datetime | None:

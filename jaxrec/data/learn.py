@@ -232,6 +232,7 @@ class EncoderLearner:
         schema: The schema.
 
     Raises:
+        SchemaError: A time zone of the schema is unknown.
         DataError: A column is missing, has another type, or has an invalid value.
 
     Example:
@@ -244,6 +245,9 @@ class EncoderLearner:
     """
 
     schema: Schema
+
+    def __post_init__(self) -> None:
+        check_zones(self.schema)
 
     def __call__(self, rows: Any) -> Any:
         if isinstance(rows, pa.Table):

@@ -113,6 +113,9 @@ class CategoricalColumn:
         table: Name of the categorical column whose table and vocabulary this column shares, such as
             that of the items in a history; None: it has its own. All other options but ``missing``
             are that column's.
+        part: Part of the times of a column; the feature is named after both, such as ``ts.hour``.
+            None: the column holds the categories.
+        zone: Name of the time zone that the part is taken in, such as "Europe/Berlin"; None: UTC.
 
     Raises:
         SchemaError: A number is out of range, ``num_embeddings`` is missing, or the encoding is

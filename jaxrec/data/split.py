@@ -11,7 +11,7 @@ import pyarrow as pa
 from jaxtyping import Bool, UInt64
 
 from jaxrec.data.column_types import is_bytes, is_string
-from jaxrec.data.encode import Location, joined
+from jaxrec.data.encode import Location, decoded, joined
 from jaxrec.data.files import DataError
 from jaxrec.data.groups import ColumnGroups
 from jaxrec.data.selection import RowMask
@@ -221,12 +221,13 @@ def row_keys(array: pa.Array, location: Location) -> pa.Array:
 
     A value has the same key in all files, whatever the width of its type.
     """
-    if isinstance(array.type, pa.DictionaryType):
-        array = array.cast(array.type.value_type)
+    array = decoded(array)
     kind = array.type
     if pa.types.is_integer(kind) or is_string(kind) or is_bytes(kind):
         return array
-    if pa.types.is_boolean(kind) or pa.types.is_null(kind):
+    if pa.types.is_null(kind):
+        return array
+    if pa.types.is_boolean(kind):
         return array.cast(pa.int8())
     if pa.types.is_date32(kind) or pa.types.is_time32(kind):
         return array.cast(pa.int32())

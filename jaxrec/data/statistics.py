@@ -113,7 +113,11 @@ def _digits(values: Float[np.ndarray, " values"]) -> tuple[np.ndarray, list[int]
         # Exponents are multiples of 20. The largest digit is at most 2**19.
         exponent = max(-(-(power - _DIGIT_BITS + 1) // _DIGIT_BITS) * _DIGIT_BITS, -_SHIFT)
         digit = np.rint(rest * 2.0**-exponent)
-        rest -= digit * 2.0**exponent
+        if power > 1023:
+            # Halves, since the digit may round up to 2**1024, which no float64 is.
+            rest = (rest / 2 - digit * 2.0 ** (exponent - 1)) * 2
+        else:
+            rest -= digit * 2.0**exponent
         digits.append(digit)
         exponents.append(exponent)
         if exponent == -_SHIFT:

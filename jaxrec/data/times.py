@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jaxrec.data.column_types import is_string
-from jaxrec.data.encode import Location, joined
+from jaxrec.data.encode import Location, decoded
 
 _INSTANT = pa.timestamp("us", "UTC")
 
@@ -38,9 +38,7 @@ def instants(column: Any, location: Location) -> pa.Array:
     Raises:
         DataError: A text is no time, or a time lies outside of the years 1 to 9999.
     """
-    array = joined(column)
-    if isinstance(array.type, pa.DictionaryType):
-        array = array.cast(array.type.value_type)
+    array = decoded(column)
     if is_string(array.type):
         array = _of_text(array.cast(pa.string()), location)
     if pa.types.is_null(array.type):

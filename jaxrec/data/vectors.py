@@ -133,6 +133,8 @@ def learned_widths(columns: pa.Schema, groups: Iterable[ColumnGroups]) -> dict[s
                 return {name: width for name, width in widths.items() if width}
             table = rows.read(group, names)
             for name in [*names]:
+                if not is_list(table.field(name).type):
+                    continue  # nulls alone, in one of several files
                 lengths = pc.unique(pc.list_value_length(joined(table[name])).drop_null())
                 if len(lengths):
                     names.remove(name)

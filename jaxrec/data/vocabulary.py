@@ -23,6 +23,9 @@ from jaxrec.ragged.arrow import map_values
 # Number of counted values that may wait to be added to the total.
 _PENDING = 1 << 20
 
+# Number of pieces of counts that are kept apart.
+_MAX_PIECES = 64
+
 _METADATA_KEY = b"jaxrec.vocabulary"
 
 
@@ -79,6 +82,11 @@ class ValueCounts:
         sizes = [len(piece) for piece in pieces]
         if sum(sizes) > 2 * max(_PENDING, max(sizes, default=0)):
             pieces = (_added_up(pieces),)
+        elif len(pieces) > _MAX_PIECES:
+            # Many pieces of a few values: looking at all of them at each addition would take
+            # longer than counting.
+            largest = sizes.index(max(sizes))
+            pieces = (pieces[largest], _added_up(pieces[:largest] + pieces[largest + 1 :]))
         return ValueCounts(pieces)
 
     def vocabulary(

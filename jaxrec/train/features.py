@@ -38,6 +38,7 @@ from jaxrec.data.infer import LABEL_NAMES
 from jaxrec.data.learn import needs_pass
 from jaxrec.data.patterns import covered
 from jaxrec.data.selection import SelectedGroups, selected_rows
+from jaxrec.data.structs import flat_schema
 from jaxrec.data.transforms import NUM_CATEGORICAL
 from jaxrec.data.vectors import learned_widths
 from jaxrec.train.config import FEATURES_DIRECTORY, DataConfig, TrainConfig
@@ -151,7 +152,7 @@ def _check_types(types: Iterable[str], data: DataConfig, path: pathlib.Path) -> 
         raise ConfigError(
             f"--data.types gives columns of CSV and JSON lines their types; {path} holds its own"
         )
-    columns = pq.read_schema(parquet_data(path, data).paths[0]).names
+    columns = flat_schema(pq.read_schema(parquet_data(path, data).paths[0])).names
     for name in types:
         if name not in columns:
             raise ConfigError(

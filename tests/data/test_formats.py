@@ -213,12 +213,18 @@ def test_types_that_the_user_gives(tmp_path):
         assert read(write(tmp_path, name, text), types).to_pylist() == [
             {"x": "2024-03-01", "y": 1.0}
         ]
+    objects = write(tmp_path, "objects.jsonl", '{"user": {"x": "2024-03-01", "y": 1}}\n')
+    found = read(objects, {"user.x": pa.string(), "user.y": pa.float64(), "x": pa.float64()})
+    assert found.to_pylist() == [{"user.x": "2024-03-01", "user.y": 1.0}]
     path = write(tmp_path, "bad.csv", "x,y\n2024,a\n")
     with pytest.raises(DataError, match="line 2, column 'y': 'a' is no double, the type that was"):
         read(path, types)
 
 
 def test_text_that_looks_like_times_at_first(tmp_path):
+    objects = '{"user": {"x": "2024-03-01"}}\n' * 20 + '{"user": {"x": "soon"}}\n' * 20
+    table = read(write(tmp_path, "objects.jsonl", objects))
+    assert table["user.x"].to_pylist() == ["2024-03-01"] * 20 + ["soon"] * 20
     text = '{"x": "2024-03-01"}\n' * 20 + '{"x": "soon"}\n' * 20
     table = read(write(tmp_path, "x.jsonl", text))
     assert table["x"].to_pylist() == ["2024-03-01"] * 20 + ["soon"] * 20
@@ -234,12 +240,15 @@ def test_nested_objects(tmp_path):
 
 def test_strings_are_stored_as_dictionaries_and_numbers_are_not(tmp_path):
     rows = {"a": [1, 2], "b": [0.5, 1.5], "c": ["x", "y"], "d": [["x"], []], "e": [{"f": 1}, {}]}
+    rows |= {"g": [{"h": "x"}, {"h": "y"}], "i": [[0.5], [1.5]]}
     text = "".join(json.dumps(row) + "\n" for row in pa.table(rows).to_pylist())
     (file,) = as_parquet(write(tmp_path, "x.jsonl", text)).paths
     group = pq.ParquetFile(file).metadata.row_group(0)
     columns = [group.column(number) for number in range(group.num_columns)]
     found = {x.path_in_schema: x.has_dictionary_page for x in columns}
-    assert found == {"a": False, "b": False, "c": True, "d.list.element": True, "e.f": False}
+    texts = {"c", "d.list.element", "g.h"}
+    assert {name for name, is_dictionary in found.items() if is_dictionary} == texts
+    assert found.keys() == texts | {"a", "b", "e.f", "i.list.element"}
 
 
 def test_long_rows_make_small_groups(tmp_path, monkeypatch):
@@ -354,6 +363,11 @@ BAD = {
     "open-quote-far": ("x.csv", 'y,x\n1,"a\n' + "2,b\n" * 900, "a quote may not be closed"),
     "json-empty": ("x.jsonl", "", "x.jsonl is empty; leave it out"),
     "json-long": ("x.jsonl", f'{{"y": 1}}\n{{"x": [{2**64}]}}\n', "line 2, field 'x': a whole"),
+    "json-long-in-object": (
+        "x.jsonl",
+        f'{{"y": {{"id": {2**64}}}}}\n',
+        "line 1, field 'y.id': a whole",
+    ),
     "json-object-of-lines": ("x.json", '{\n"x": 1\n}\n' * 40, "each line holds one whole object"),
 }
 

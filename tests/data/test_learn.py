@@ -22,6 +22,7 @@ import pytest
 
 from jaxrec.data import DataError, EncoderLearner, Schema, TableEncoder, learn_encoder
 from jaxrec.data.learn import ColumnStatistics
+from jaxrec.data.schema import SchemaError
 from jaxrec.data.statistics import NumberSums
 
 pytestmark = pytest.mark.every_case
@@ -116,6 +117,7 @@ NUMBERS = {
     ),
     "cancelling": np.array([1e300, 1.0, -1e300, 2.0**-999]),
     "powers of two": np.ldexp(1.0, np.arange(-990, 1020)) * np.tile([1, -1], 1005),
+    "largest": np.array([np.finfo(np.float64).max, -1.7e308, 1.0]),
     "zeros": np.zeros(3),
     "none": np.zeros(0),
 }
@@ -173,6 +175,13 @@ def test_a_learner_runs_on_other_machines(tmp_path):
 
 
 ENCODER = learn_encoder(SCHEMA, [TABLE])
+
+
+def test_a_learner_refuses_unknown_zones():
+    hour = {"part": "hour", "zone": "Mars/Olympus"}
+    schema = Schema.from_dict({"label": [], "categorical": {"ts.hour": hour}})
+    with pytest.raises(SchemaError, match=r"'ts\.hour' is in the time zone 'Mars/Olympus'"):
+        EncoderLearner(schema)
 
 
 def test_an_encoder_maps_arrow_to_arrow():

@@ -104,7 +104,14 @@ LAST = {
     "int": (pa.array([1, 9, 9, 5, 7, 2, 9, 3]), [1, 3]),
     "equal": (pa.array([1, 2, 9, 5, 7, 2, 9, 5]), [5, 7]),
     "time": (pa.array([1, 9, 9, 5, 7, 2, 9, 3]).cast(pa.timestamp("s", "UTC")), [1, 3]),
-    "text": (pa.array([*"19957293"]), [1, 3]),
+    "text": (pa.array([f"2024-03-0{n}" for n in "19957293"]), [1, 3]),
+    "duration": (pa.array([1, 9, 9, 5, 7, 2, 9, 3]).cast(pa.duration("s")), [1, 3]),
+    "time-of-day": (pa.array([1, 9, 9, 5, 7, 2, 9, 3]).cast(pa.time64("us")), [1, 3]),
+    "zones": (
+        pa.array([f"2024-03-01T12:00:00+0{9 - int(n)}:00" for n in "19957293"]),
+        [1, 3],
+    ),
+    "dictionary": (pa.array([f"2024-03-0{n}" for n in "19957293"]).dictionary_encode(), [1, 3]),
 }
 
 
@@ -124,6 +131,60 @@ def test_times_of_last_rows_are_known():
         LastOfEach("x", "t").mask(3, "data", TableGroups(table, 2))
     with pytest.raises(DataError, match="no value of column 'x' has two rows, of which"):
         LastOfEach("x").mask(2, "data", TableGroups(table[1:], 2))
+
+
+DAY = datetime.datetime(2024, 3, 1)
+# Columns of two files: users and times.
+SEVERAL = {
+    "date-and-time": (["a", "b"], [DAY.date(), DAY.date()], ["a", "b"], [DAY, DAY]),
+    "time-and-zone": (["a", "b"], [DAY, DAY], ["a", "b"], [DAY.replace(tzinfo=UTC, hour=1)] * 2),
+    "text-and-time": (["a", "b"], ["2024-02-29T23:00:00Z"] * 2, ["a", "b"], [DAY, DAY]),
+    "int-and-float": ([1, 2], [1, 2], [1.0, 2.0], [1.5, 2.5]),
+    "no-users": ([None, None], [1, 2], ["a", "a"], [1, 2]),
+}
+
+
+class Several:
+    """A row group of each of two tables, whose columns have types of their own."""
+
+    def __init__(self, *tables):
+        self.tables, self.sizes = tables, tuple(map(len, tables))
+
+    def read(self, group, columns=None):
+        return self.tables[group].select(columns)
+
+    def location(self, group):
+        return f"{group}.parquet", 0
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+def test_the_last_rows_of_files_with_several_types(case):
+    x, t, other_x, other_t = SEVERAL[case]
+    groups = Several(pa.table({"x": x, "t": t}), pa.table({"x": other_x, "t": other_t}))
+    expected = [3] if case == "no-users" else [2, 3]
+    assert np.flatnonzero(LastOfEach("x", "t").mask(4, "data", groups).part(0, 4)).tolist() == (
+        expected
+    )
+
+
+def test_times_that_cannot_be_compared():
+    groups = Several(pa.table({"x": [1], "t": [1]}), pa.table({"x": [1], "t": ["2024-03-01"]}))
+    with pytest.raises(DataError, match=r"column 't' in types that cannot be compared \(int64, st"):
+        LastOfEach("x", "t").mask(2, "data", groups)
+    text = TableGroups(pa.table({"x": [1, 1], "t": ["9", "10"]}))
+    with pytest.raises(DataError, match=r"row 0 \(from 0\), column 't': \"9\" is no time"):
+        LastOfEach("x", "t").mask(2, "data", text)
+    lists = TableGroups(pa.table({"x": [1, 1], "t": [[1], [2]]}))
+    with pytest.raises(DataError, match=r"column 't' is of type list.*--time takes a column of"):
+        LastOfEach("x", "t").mask(2, "data", lists)
+
+
+def test_the_values_of_files_with_several_types_are_named():
+    table = pa.table({"x": [DAY]})
+    nanoseconds = table.cast(pa.schema({"x": pa.timestamp("ns")}))
+    groups = Several(pa.table({"x": [DAY.date()]}), nanoseconds, pa.table({"x": ["2024-02-01"]}))
+    with pytest.raises(DataError, match="has values from 2024-02-01 to 2024-03-01"):
+        LaterRows("x", "2025-01-01").mask(3, "data", groups)
 
 
 DAYS = [datetime.datetime(2024, 2, 28) + datetime.timedelta(hours=6 * n) for n in range(40)]
@@ -207,6 +268,9 @@ WRONG = {
     "nothing": (
         LATER["berlin"][0], "2025-01-01",
         r"x=2025-01-01 holds out no rows; column 'x' has values from 2024-02-28 01:00:00\+01:00 to",
+    ),
+    "no-text": (
+        LATER["dictionary"][0], "2025-01-01", "column 'x' has values from 2024-02-28 to 2024-03-08",
     ),
     "all": (LATER["int"][0], "-5", "holds out all rows; column 'x' has values from 0 to 39"),
     "beyond": (LATER["int"][0], "99999999999", "holds out no rows"),

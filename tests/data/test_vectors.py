@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxrec.data import DataError, ParquetGroups, Schema, TableEncoder, learn_encoder
+from jaxrec.data.column_types import CommonTypes, is_vector
 from jaxrec.data.vectors import learned_widths
 
 pytestmark = pytest.mark.every_case
@@ -135,5 +136,17 @@ def test_widths_of_files(tmp_path):
         "text": pa.array([["a"]] * 4),
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=2)
-    groups = ParquetGroups((tmp_path / "a.parquet",))
-    assert learned_widths(next(iter(groups.schemas.values())), [groups]) == {"one": 2}
+    pq.write_table(pa.table({name: pa.nulls(1) for name in columns}), tmp_path / "null.parquet")
+    groups = ParquetGroups((tmp_path / "null.parquet", tmp_path / "a.parquet"))
+    assert learned_widths(pa.table(columns).schema, [groups]) == {"one": 2}
+
+
+@pytest.mark.parametrize("first", ["whole", "floats"])
+def test_vectors_of_one_file_may_be_whole_numbers(first):
+    """JSON writes 1.0 as 1."""
+    kinds = {"whole": pa.list_(pa.int64()), "floats": pa.list_(pa.float64())}
+    types = CommonTypes()
+    types.add(pa.schema({"title": kinds.pop(first)}), "a.jsonl")
+    types.add(pa.schema({"title": kinds.popitem()[1]}), "b.jsonl")
+    assert is_vector(types.schema.field("title").type)
+    assert not types.mixed

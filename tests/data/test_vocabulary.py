@@ -64,6 +64,18 @@ def test_the_order_of_the_rows_does_not_matter(monkeypatch):
     assert list(zip(first.values.to_pylist(), first.counts.tolist(), strict=True)) == wanted
 
 
+def test_few_pieces_are_kept():
+    """Adding a piece looks at all of them, so that thousands would take long."""
+    counts = ValueCounts.of(pa.array(range(20)))
+    for _ in range(300):
+        counts += ValueCounts.of(pa.array([3, 50]))
+        assert len(counts.pieces) <= 64
+    found = counts.vocabulary()
+    assert dict(zip(found.values.to_pylist(), found.counts.tolist(), strict=True)) == (
+        dict.fromkeys(range(20), 1) | {3: 301, 50: 300}
+    )
+
+
 COLUMNS = {
     "string": pa.array(["a", "b", "a"]),
     "large": pa.array(["a", "b", "a"], pa.large_string()),

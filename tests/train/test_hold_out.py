@@ -18,6 +18,7 @@ from jaxrec.arguments import ConfigError
 from jaxrec.commands import main
 from jaxrec.commands.train import train_config
 from jaxrec.data import DataError, Shard
+from jaxrec.data.addresses import data_path
 from jaxrec.train.config import (
     DataConfig,
     ModelConfig,
@@ -27,7 +28,7 @@ from jaxrec.train.config import (
     write_options,
 )
 from jaxrec.train.datasets import split_datasets
-from jaxrec.train.features import learn_features
+from jaxrec.train.features import learn_features, split_groups
 from jaxrec.train.hold_out import split_of
 from jaxrec.train.models import KINDS, default_config, model_kind
 from jaxrec.train.models.interactions import split_sequences
@@ -335,3 +336,66 @@ def test_other_files_may_be_evaluated(tmp_path):
     write_options(TrainConfig(data=data), tmp_path / "config.yaml")
     options = [f"--resume={tmp_path}", "--eval-only", "--hold-out-data=y"]
     assert train_config(options).data.eval_path == pathlib.Path("y")
+
+
+def _visits(day):
+    """Rows of a day, with an object, a time as text and a vector, all whole on the first day."""
+    return [
+        {
+            "click": n % 2,
+            "user": {"id": f"u{n % 3}", "number": n},
+            "ts": f"{day} 10:00:0{n % 7}",
+            "title": [n, 1, 2.5 if day == "2024-03-02" else 2],
+        }
+        for n in range(9)
+    ]
+
+
+# Held-out rows of each day.
+OF_COLUMNS = {
+    "key": ({"hold_out_from": "day=2024-03-02"}, [[], [*range(9)]]),
+    "time": ({"hold_out_from": "ts=2024-03-02T10:00:06"}, [[], [6]]),
+    "field": ({"hold_out_from": "user.number=7"}, [[7, 8], [7, 8]]),
+    "last": ({"hold_out": "last", "user": "user.id", "time": "ts"}, [[], [4, 5, 6]]),
+    "last-key": ({"hold_out": "last", "user": "user.id", "time": "day"}, [[], [6, 7, 8]]),
+}
+
+
+@pytest.mark.parametrize("place", ["jsonl", "parquet", "address"])
+def test_columns_of_every_kind_hold_rows_out(place, tmp_path, monkeypatch):
+    """Directories' keys, fields of objects and vectors, in files here and at an address."""
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setenv("JAXREC_CACHE_DIR", str(tmp_path / "cache"))
+    for day in ("2024-03-01", "2024-03-02"):
+        path = tmp_path / "days" / f"day={day}" / "part-0.jsonl"
+        path.parent.mkdir(parents=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in _visits(day)))
+        if place == "parquet":
+            pq.write_table(pa.Table.from_pylist(_visits(day)), path.with_suffix(".parquet"))
+            path.unlink()
+    root = tmp_path / "days"
+    if place == "address":
+        fsspec.filesystem("memory").put(str(root), "/days", recursive=True)
+        root = data_path("memory://days")
+    for options, expected in OF_COLUMNS.values():
+        data = DataConfig(path=root, label=("click",), **options)
+        schema = learn_features(data).schema
+        assert schema.dense["title"].width == 3
+        assert {"user.id", "user.number", "day"} <= schema.categorical.keys()
+        training, held_out = split_groups(data, schema)
+        sides = [{}, {}]
+        for side, rows in zip(sides, (held_out, training), strict=True):
+            for numbers, day in _by_day(rows):
+                side.setdefault(day, []).extend(numbers)
+        days = ("2024-03-01", "2024-03-02")
+        assert [sides[0].get(day, []) for day in days] == expected
+        assert [sides[1].get(day, []) for day in days] == [
+            [n for n in range(9) if n not in each] for each in expected
+        ]
+
+
+def _by_day(rows):
+    """Yield the users' numbers in each row group, and its day."""
+    for group in range(len(rows.sizes)):
+        table = rows.read(group)
+        yield table["user.number"].to_pylist(), table["day"][0].as_py()

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jaxrec.data.addresses import Address
-from jaxrec.data.column_types import is_dense, is_list
+from jaxrec.data.column_types import is_dense, is_list, is_vector
 from jaxrec.data.files import (
     DataError,
     DataFiles,
@@ -38,6 +38,7 @@ from jaxrec.data.formats.base import (
 )
 from jaxrec.data.formats.delimited import Delimited
 from jaxrec.data.formats.json_lines import JsonLines
+from jaxrec.data.structs import flat_schema
 from jaxrec.files.atomic import write_atomically
 from jaxrec.files.cache import cache_directory
 from jaxrec.files.lock import lock, unlock
@@ -54,7 +55,7 @@ GROUP_BYTES = 1 << 28
 _MAGIC = b"PAR1"
 
 # Changes when the same files would be converted to other Parquet files.
-_VERSION = 1
+_VERSION = 2
 
 # Locks of directories exclude other processes alone.
 _THREADS = threading.Lock()
@@ -239,8 +240,9 @@ def _write_tables(tables: Iterator[pa.Table], target: pathlib.Path) -> int:
 def _writer(target: pathlib.Path, columns: pa.Schema) -> pq.ParquetWriter:
     # Strings repeat, and are read as dictionaries. Looking numbers up in a dictionary would take
     # longer than writing them.
-    texts = [x.name for x in columns if not is_dense(x.type)]
-    texts += [f"{x.name}.list.element" for x in columns if is_list(x.type)]
+    flat = flat_schema(columns)
+    texts = [x.name for x in flat if not is_dense(x.type)]
+    texts += [f"{x.name}.list.element" for x in flat if is_list(x.type) and not is_vector(x.type)]
     options = {"compression": "lz4", "use_dictionary": texts, "write_page_checksum": True}
     return pq.ParquetWriter(target, columns, **options)
 

@@ -6,7 +6,7 @@ import codecs
 import io
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -14,6 +14,7 @@ import pyarrow.json
 
 from jaxrec.data.files import DataError
 from jaxrec.data.formats.base import Format, Types, unpacked
+from jaxrec.data.structs import flat_table
 
 PART_BYTES = 16 << 20
 
@@ -45,14 +46,25 @@ class JsonLines(Format):
             schema = table.schema if schema is None else _unified(path, schema, table.schema)
         if schema is None:
             raise DataError(f"{path} is empty; leave it out, such as by a pattern of the others")
-        fields = [field.with_type(types.get(field.name, field.type)) for field in schema]
-        for table in _parts(path, pa.schema(fields)):
+        for table in _parts(path, pa.schema(_with_types(schema, types))):
             yield _without_empty_objects(table.select(schema.names))
+
+
+def _with_types(fields: Iterable[pa.Field], types: Types, before: str = "") -> list[pa.Field]:
+    """Give columns the types of a user, who names a field of an object ``user.age``."""
+    typed = []
+    for field in fields:
+        name = f"{before}{field.name}"
+        kind = types.get(name, field.type)
+        if pa.types.is_struct(kind):
+            kind = pa.struct(_with_types(kind, types, f"{name}."))
+        typed.append(field.with_type(kind))
+    return typed
 
 
 def _unified(path: pathlib.Path, first: pa.Schema, second: pa.Schema) -> pa.Schema:
     """Return the schema that fits the values of two parts of a file."""
-    both = [_as_text(first, second), _as_text(second, first)]
+    both = [pa.schema(_as_text(first, second)), pa.schema(_as_text(second, first))]
     try:
         return pa.unify_schemas(both, promote_options="permissive")
     except pa.ArrowException as error:
@@ -61,15 +73,18 @@ def _unified(path: pathlib.Path, first: pa.Schema, second: pa.Schema) -> pa.Sche
         ) from None
 
 
-def _as_text(schema: pa.Schema, other: pa.Schema) -> pa.Schema:
+def _as_text(fields: Iterable[pa.Field], others: Iterable[pa.Field]) -> list[pa.Field]:
     """Make columns of times text where the other part has text: its words look like no times."""
-    fields = []
-    for field in schema:
-        at = other.get_field_index(field.name)
-        is_text = at >= 0 and pa.types.is_string(other.field(at).type)
-        is_time = pa.types.is_timestamp(field.type)
-        fields.append(field.with_type(pa.string()) if is_text and is_time else field)
-    return pa.schema(fields)
+    kinds = {field.name: field.type for field in others}
+    texts = []
+    for field in fields:
+        kind, other = field.type, kinds.get(field.name, pa.null())
+        if pa.types.is_struct(kind) and pa.types.is_struct(other):
+            kind = pa.struct(_as_text(kind, other))
+        elif pa.types.is_timestamp(kind) and pa.types.is_string(other):
+            kind = pa.string()
+        texts.append(field.with_type(kind))
+    return texts
 
 
 def _without_empty_objects(table: pa.Table) -> pa.Table:
@@ -132,6 +147,7 @@ def _parsed(
 
 def check_digits(table: pa.Table, text: bytes, path: pathlib.Path | str, first: int) -> None:
     """Raise an error if a whole number beyond int64 became a float, which has fewer digits."""
+    table = flat_table(table)
     for name in table.column_names:
         column = table[name]
         if pa.types.is_list(column.type):
