@@ -1,4 +1,4 @@
-"""Overfitting: a run's values on training rows still improve while those on held-out rows do not."""
+"""Overfitting: values on training rows still improve while those on held-out rows do not."""
 
 from __future__ import annotations
 

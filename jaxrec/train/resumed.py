@@ -13,6 +13,11 @@ def check_resumed(config: TrainConfig, run: TrainConfig) -> None:
             f"--model {name} is not that of the run, which is {run.model.name}; leave --model out, "
             "or train a new run in another --output, without --resume"
         )
+    if config.stream.follow != run.stream.follow:
+        raise ConfigError(
+            f"{'--follow' if config.stream.follow else '--no-follow'} reads other rows than the "
+            "run did; leave it out, or train a new run without --resume"
+        )
     # A resumed run continues at its batch, and evaluates the rows that it has not trained on: both
     # hold only for the same rows in the same order.
     if config.seed != run.seed:
