@@ -17,6 +17,7 @@ from rich.console import Console
 from jaxrec.arguments import ConfigError
 from jaxrec.data import ClickBatch, DataError, Shard, StreamBatches, TableEncoder
 from jaxrec.data.column_types import check_columns
+from jaxrec.data.structs import flat_schema
 from jaxrec.files.atomic import write_atomically
 from jaxrec.mesh.agree import on_process_zero
 from jaxrec.metrics.writers import BackgroundWriter, JSONLinesWriter
@@ -175,7 +176,7 @@ def _batches(
 
     def encode(rows: pa.Table) -> ClickBatch:
         # The encoder itself takes rows without labels, to predict them.
-        check_columns(encoder.schema, rows.schema, str(config.data.path))
+        check_columns(encoder.schema, flat_schema(rows.schema), str(config.data.path))
         return encoder.batch(rows, each)
 
     return StreamBatches(

@@ -153,6 +153,8 @@ def test_columns_of_a_stream_are_those_of_the_model(tmp_path):
     config = parse_options(["--follow", "--data", "kafka://h:1/x"])
     batches = _batches(config, TableEncoder(schema, {}, {}, {}), columns, Interrupt())
     assert batches.source.schema.names == ["click", "user"]
+    rows = pa.table({"click": [1], "user": pa.array([{"id": 3, "home": None}], user)})
+    assert batches.transform(rows).labels[0] == 1
 
 
 def test_sources(tmp_path):

@@ -159,6 +159,15 @@ def test_whole_numbers_beside_fractions(tmp_path):
     assert batch["price"].to_pylist() == [1.0, 2.0, 3.5]
 
 
+def test_columns_of_a_schema(tmp_path):
+    """Other columns are left out: their types may change from file to file."""
+    (tmp_path / "a.csv").write_text("note,id\n1,1\n")
+    (tmp_path / "b.csv").write_text("id,note\n2,x\n")
+    source = FolderSource(directory=tmp_path, schema=pa.schema([("id", pa.string())]))
+    (batch,) = StreamBatches(source=source, batch_size=3, until="caught_up")
+    assert batch.to_pydict() == {"id": ["1", "2"]}
+
+
 def test_wider_types(tmp_path, monkeypatch):
     """A file whose values need a wider type than its first part is read once all the same."""
     monkeypatch.setattr("jaxrec.data.formats.delimited.PART_BYTES", 4096)
