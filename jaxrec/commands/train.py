@@ -23,7 +23,6 @@ from jaxrec.mesh.agree import on_process_zero
 from jaxrec.mesh.processes import join_processes, losses_first
 from jaxrec.metrics.writers import BackgroundWriter, JSONLinesWriter, Values
 from jaxrec.plan import PlanError
-from jaxrec.tier.vocabulary.vocabulary import TableFullError
 from jaxrec.train import checkpoint
 from jaxrec.train.callbacks import StepTrace
 from jaxrec.train.checkpoint import CheckpointError, CheckpointManager, PreservationPolicy
@@ -38,11 +37,11 @@ from jaxrec.train.config import (
     write_options,
 )
 from jaxrec.train.datasets import Dataset, bad_lines, run_batches
-from jaxrec.train.devices import Devices, plan_devices, simulate_cpus
+from jaxrec.train.devices import Devices, simulate_cpus
 from jaxrec.train.features import is_parquet
 from jaxrec.train.following import follow
 from jaxrec.train.interrupt import Interrupt, interruptible
-from jaxrec.train.model import make_kind, saved_config, table_configs
+from jaxrec.train.model import saved_config
 from jaxrec.train.models import KINDS, default_config, model_kind
 from jaxrec.train.models.kind import HeldOutBatches, ModelKind
 from jaxrec.train.open_vocabularies import describe, describe_stores
@@ -68,6 +67,7 @@ from jaxrec.train.run_callbacks import (
     shown_values,
 )
 from jaxrec.train.run_size import with_sizes
+from jaxrec.train.run_trainer import make_trainer, train_on
 from jaxrec.train.sweep import Learn, combinations, read_axes, run_sweep
 from jaxrec.train.trainer import NotFiniteError, Trainer
 
@@ -182,32 +182,10 @@ def _train(
         kind.check_held_out(held_out)
     # Two runs must not write to one directory. Evaluating only reads it, also beside a run.
     with contextlib.nullcontext() if config.eval_only else lock_directory(output):
-        trainer, devices = _make_trainer(kind, encoder, rows, console)
+        steps, uneven = _num_steps(config, rows), config.job.uneven
+        trainer, devices = make_trainer(kind, encoder, steps, console, uneven)
         run = _Run(kind, console, interrupt, output, rows, held_out, devices, trainer)
         return run.evaluate() if config.eval_only else run.train()
-
-
-def _make_trainer(
-    kind: ModelKind, encoder: TableEncoder | None, rows: Dataset, console: Console
-) -> tuple[Trainer, Devices]:
-    """Make the model on its devices, and load the checkpoint of a resumed run."""
-    config = kind.config
-    if (count := config.devices * jax.process_count()) > 1:
-        console.print(f"planning where the tables go on {count} devices")
-    devices = plan_devices(config.devices, table_configs(kind), config.data.batch_size)
-    devices = dataclasses.replace(devices, encoder=encoder, dense=config.dense_layers)
-    model, optimizer = make_kind(kind, _num_steps(config, rows), devices)
-    trainer = Trainer(
-        model=model,
-        optimizer=optimizer,
-        loss=kind.loss,
-        place=devices.put_batch,
-        uneven=config.job.uneven,
-    )
-    # A run that was killed before its first checkpoint starts anew.
-    if config.resume is not None and (checkpoint.all_steps(config.resume) or config.eval_only):
-        trainer.restore(config.resume, config.step)
-    return trainer, devices
 
 
 def _num_steps(config: TrainConfig, rows: Dataset) -> int:
@@ -318,12 +296,7 @@ class _Run:
             # Python's own format, with a path and a line of code, would cut the progress bar.
             if self.config.vocabulary.is_dynamic:
                 warnings.showwarning = self._show_warning
-            try:
-                self.trainer.train(batches)
-            except TableFullError as error:
-                raise DataError(
-                    f"{error}: --data.table-rows, --data.batch-size, --vocabulary.admit-after"
-                ) from None
+            train_on(self.trainer, batches)
 
     def _show_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
         self.console.print(

@@ -301,6 +301,10 @@ class TrainConfig:
             raise ConfigError(
                 "--sweep makes new runs; to go on with a sweep, repeat its command without --resume"
             )
+        if self.sweep and self.stream.follow:
+            raise ConfigError(
+                "--sweep compares runs on held-out rows, and --follow holds out none; leave one out"
+            )
         if self.step is not None and not self.eval_only:
             raise ConfigError("--step says which checkpoint --eval-only evaluates")
         for name in ("evaluate_every", "patience"):
@@ -328,6 +332,8 @@ class TrainConfig:
             )
         if topic_address(self.data.path) is not None and not self.stream.follow:
             raise ConfigError(f"--data {topic_address(self.data.path)} is read with --follow")
+        if (topic := topic_address(self.data.eval_path)) is not None:
+            raise ConfigError(f"--hold-out-data takes files, and {topic} is a topic")
         if self.seed < 0:
             raise ConfigError(f"seed must be 0 or more, got {self.seed}")
 

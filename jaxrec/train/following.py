@@ -17,23 +17,22 @@ from rich.console import Console
 from jaxrec.arguments import ConfigError
 from jaxrec.data import ClickBatch, DataError, Shard, StreamBatches, TableEncoder
 from jaxrec.data.column_types import check_columns
+from jaxrec.data.structs import flat_schema
 from jaxrec.files.atomic import write_atomically
 from jaxrec.mesh.agree import on_process_zero
 from jaxrec.metrics.writers import BackgroundWriter, JSONLinesWriter
-from jaxrec.train import checkpoint
 from jaxrec.train.checkpoint import CheckpointManager, PreservationPolicy
 from jaxrec.train.checkpoint.files import lock_directory
 from jaxrec.train.config import TrainConfig
-from jaxrec.train.devices import plan_devices
 from jaxrec.train.interrupt import Interrupt
-from jaxrec.train.model import make_kind, table_configs
 from jaxrec.train.models import KINDS, model_kind
 from jaxrec.train.models.kind import LOSS, ModelKind
 from jaxrec.train.models.rows import RowModel
 from jaxrec.train.progress import Progress
 from jaxrec.train.results import HISTORY_FILE
 from jaxrec.train.run_callbacks import RunCheckpoints, RunningMetrics, shown_values
-from jaxrec.train.stream_options import open_source
+from jaxrec.train.run_trainer import make_trainer, train_on
+from jaxrec.train.stream_options import open_source, topic_address
 from jaxrec.train.trainer import Trainer
 
 SAMPLE_FILE = "sample.parquet"
@@ -60,7 +59,7 @@ def follow(
     Returns the exit code. Each batch is measured before it is trained on, which takes the place of
     held-out rows.
     """
-    _check(config)
+    _check(config, output)
     with lock_directory(output), warnings.catch_warnings():
         # Python's own format, with a path and a line of code, would cut the progress bar.
         warnings.showwarning = lambda message, *_, **__: console.print(f"warning: {message}")
@@ -69,14 +68,16 @@ def follow(
         encoder = KINDS[config.model.name].learn(dataclasses.replace(config, data=learned), console)
         kind = model_kind(config, encoder)
         kind.check(config, encoder.schema)
-        trainer, plan = _make_trainer(kind, encoder, console)
+        # A process without more rows must not end the run of those that have some.
+        trainer, devices = make_trainer(kind, encoder, _ENDLESS, console, uneven="empty")
         start(output, config, encoder, trainer)
         batches = _batches(config, encoder, pq.read_schema(sample), interrupt)
+        plan = None if devices.plan is None else devices.plan.to_json()
         return _train(kind, trainer, batches, output, plan, console, interrupt)
 
 
-def _check(config: TrainConfig) -> None:
-    """Raise a ConfigError if an option has no meaning for rows without an end."""
+def _check(config: TrainConfig, output: pathlib.Path) -> None:
+    """Raise a ConfigError if an option has no meaning for rows without an end, or for a folder."""
     kind = KINDS[config.model.name]
     if not issubclass(kind, RowModel) or kind.datasets is not RowModel.datasets:
         names = [
@@ -90,7 +91,8 @@ def _check(config: TrainConfig) -> None:
         )
     given = {
         "--epochs": config.data.epochs > 1,
-        "--data.eval-path": config.data.eval_path is not None,
+        "--hold-out-data": config.data.eval_path is not None,
+        **{f"--{name.replace('_', '-')}": True for name in config.data.hold_out_options},
         "--patience": config.patience > 0,
         "--evaluate-every": config.evaluate_every > 0,
         "--checkpoint.keep-best": config.checkpoint.keep_best > 0,
@@ -103,16 +105,37 @@ def _check(config: TrainConfig) -> None:
                 f"{option} is for a run over all rows; leave it out with --follow, which measures "
                 "each batch before it is trained on"
             )
-    if config.data.path is None:
+    if config.data.types:
+        raise ConfigError(
+            "--data.types is for a run over all rows; leave it out with --follow, where columns "
+            "have the types of the first --stream.sample-rows rows"
+        )
+    path = config.data.path
+    if path is None:
         raise ConfigError("--follow needs --data kafka://HOST:PORT/TOPIC, or a folder")
+    if topic_address(path) is not None:
+        return
+    for option, is_given in {
+        "--stream.start": config.stream.start != "earliest",
+        "--stream.group": config.stream.group is not None,
+        "--data.bad-rows": config.data.bad_rows != "fail",
+    }.items():
+        if is_given:
+            raise ConfigError(f"{option} is for messages of a topic; leave it out with a folder")
+    # The run's own files, such as its history, would come as rows.
+    if output.resolve().is_relative_to(path.resolve()):
+        raise ConfigError(
+            f"--output {output} lies in the folder that is followed, {path}; give another"
+        )
 
 
 def _sample(config: TrainConfig, output: pathlib.Path, console: Console) -> pathlib.Path:
-    """Return the Parquet file of the first rows; read them if the run has none yet."""
+    """Return the Parquet file of the first rows; read them unless the run goes on."""
     path = output / SAMPLE_FILE
 
     def read() -> None:
-        if path.exists():
+        # A run that failed before its first checkpoint may have left those of other data.
+        if config.resume is not None and path.exists():
             return
         console.print(f"reading up to {config.stream.sample_rows:,} rows to learn the columns")
         assert config.data.path is not None
@@ -137,36 +160,23 @@ def _sample(config: TrainConfig, output: pathlib.Path, console: Console) -> path
     return path
 
 
-def _make_trainer(
-    kind: ModelKind, encoder: TableEncoder, console: Console
-) -> tuple[Trainer, str | None]:
-    """Make the model on its devices, and load the checkpoint of a resumed run."""
-    config = kind.config
-    devices = plan_devices(config.devices, table_configs(kind), config.data.batch_size)
-    devices = dataclasses.replace(devices, encoder=encoder, dense=config.dense_layers)
-    model, optimizer = make_kind(kind, _ENDLESS, devices)
-    trainer = Trainer(
-        model=model,
-        optimizer=optimizer,
-        loss=kind.loss,
-        place=devices.put_batch,
-        uneven=config.job.uneven,
-    )
-    if config.resume is not None and checkpoint.all_steps(config.resume):
-        trainer.restore(config.resume)
-    return trainer, None if devices.plan is None else devices.plan.to_json()
-
-
 def _batches(
     config: TrainConfig, encoder: TableEncoder, columns: pa.Schema, interrupt: Interrupt
 ) -> StreamBatches:
     assert config.data.path is not None
+    # Fields that the model does not read may come later, or change their types.
+    read = {
+        ".".join(parts[: end + 1])
+        for parts in (name.split(".") for name in encoder.schema.inputs)
+        for end in range(len(parts))
+    }
+    columns = pa.schema([field for field in columns if field.name in read])
     shard = Shard(jax.process_index(), jax.process_count())
     each = config.data.batch_size // shard.count
 
     def encode(rows: pa.Table) -> ClickBatch:
         # The encoder itself takes rows without labels, to predict them.
-        check_columns(encoder.schema, rows.schema, str(config.data.path))
+        check_columns(encoder.schema, flat_schema(rows.schema), str(config.data.path))
         return encoder.batch(rows, each)
 
     return StreamBatches(
@@ -226,7 +236,7 @@ def _train(
             ),
             interrupt,
         )
-        trainer.train(batches)
+        train_on(trainer, batches)
     return _report(kind, trainer.step - first, last, output, console, interrupt)
 
 

@@ -43,12 +43,15 @@ class ReaderState:
     def advance(self, count: int) -> None:
         """Note that the next ``count`` batches are in the model."""
         if self._batches is not None:
+            # A callback may have restored a checkpoint: these batches went on nevertheless.
+            self.saved = ()
             self._batches.advance(count)
 
     def states(self) -> tuple[str, ...]:
         """Return the state of each process; all of them call this."""
-        if self._batches is None:
-            # Batches of another kind leave them as they are, for those that come after.
+        # The model is that of a checkpoint, and the batches have not gone back yet; or batches of
+        # another kind leave the states as they are, for those that come after.
+        if self.saved or self._batches is None:
             return self.saved
         state = self._batches.state()
         return tuple(gather_texts(state)) if jax.process_count() > 1 else (state,)

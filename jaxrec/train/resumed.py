@@ -13,6 +13,11 @@ def check_resumed(config: TrainConfig, run: TrainConfig) -> None:
             f"--model {name} is not that of the run, which is {run.model.name}; leave --model out, "
             "or train a new run in another --output, without --resume"
         )
+    if config.stream.follow != run.stream.follow:
+        raise ConfigError(
+            f"{'--follow' if config.stream.follow else '--no-follow'} reads other rows than the "
+            "run did; leave it out, or train a new run without --resume"
+        )
     # A resumed run continues at its batch, and evaluates the rows that it has not trained on: both
     # hold only for the same rows in the same order.
     if config.seed != run.seed:
@@ -32,12 +37,12 @@ def check_resumed(config: TrainConfig, run: TrainConfig) -> None:
             "leave them out"
         )
     columns = ["user", "item", "history", "time", "label_kind", "dense", "categorical"]
-    columns += ["hold_out", "hold_out_by", "hold_out_from"]
+    columns += ["hold_out", "hold_out_by", "hold_out_from", "types"]
     # Other models compare --label with the labels that the run has found.
     columns += ["label"] if config.model.name == "hstu_ranker" else []
     for column in columns:
         if getattr(config.data, column) != getattr(run.data, column):
-            option = f"--{column.replace('_', '-')}"
+            option = "--data.types" if column == "types" else f"--{column.replace('_', '-')}"
             raise ConfigError(f"{option} differs from that of the run; leave {option} out")
     # A model may be evaluated on other files, but the rows to train on must stay.
     if (config.data.eval_path is None) != (run.data.eval_path is None) and not config.eval_only:

@@ -99,12 +99,24 @@ def report_sweep(
     if not is_last:
         return
     console.print(f"\n{_printed(rows, measures)}")
+    if len({_held_out(row.results) for row in rows if row.results}) > 1:
+        console.print(
+            "the runs have different held-out rows, so that their values do not say which is the "
+            "best; give all the same, such as by --hold-out-data"
+        )
     if measures:
         try:
             draw_sweep(rows, measures[0], output / PICTURE_FILE)
         except ImportError as error:
             console.print(str(error))
     console.print(f"the runs are in {output}, and this table in {output / TABLE_FILE}")
+
+
+def _held_out(results: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what tells the held-out rows of two runs apart."""
+    # A generated log follows from its seed.
+    seed = results.get("seed") if results.get("data") is None else None
+    return (seed, *(results.get(name) for name in ("data", "hold_out", "held_out_rows")))
 
 
 def _line(row: RunRow, names: Sequence[str]) -> dict[str, Any]:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from jaxrec.arguments import ConfigError
 from jaxrec.commands import main
-from jaxrec.data import FolderSource, KafkaSource
+from jaxrec.data import FolderSource, KafkaSource, Schema, TableEncoder
 from jaxrec.train.checkpoint import all_steps
 from jaxrec.train.checkpoint.files import read_run
 from jaxrec.train.config import load_config, parse_options
+from jaxrec.train.following import SAMPLE_FILE, _batches, _sample
+from jaxrec.train.interrupt import Interrupt
+from jaxrec.train.resumed import check_resumed
 from jaxrec.train.stream_options import StreamConfig, open_source, topic_address
 
 OPTIONS = ["--follow", "--until", "caught_up", "--vocabulary", "dynamic", "--batch-size", "16"]
@@ -80,6 +85,14 @@ def test_topic(broker, tmp_path, capsys):
 PROBLEMS = {
     "epochs": (["--epochs", "2"], "--epochs is for a run over all rows"),
     "patience": (["--patience", "2"], "--patience is for a run over all rows"),
+    "hold-out": (["--hold-out", "0.2"], "--hold-out is for a run over all rows"),
+    "held-out column": (["--hold-out-by", "item"], "--hold-out-by is for a run over all rows"),
+    "held-out data": (["--data", "x", "--hold-out-data", "y"], "--hold-out-data is for a run over"),
+    "types": (["--data", "x", "--data.types", "a=string"], "--data.types is for a run over all"),
+    "start": (["--data", "x", "--stream.start", "latest"], "--stream.start is for messages of a"),
+    "bad rows": (["--data", "x", "--data.bad-rows", "skip"], "leave it out with a folder"),
+    "output": (["--data", "."], "--output run lies in the folder that is followed"),
+    "sweep": (["--data", "x", "--sweep", "lr=1,2"], "--sweep compares runs on held-out rows"),
     "model": (["--model", "sasrec"], "--model sasrec needs others with it; take one of dlrm"),
     "no data": ([], "--follow needs --data kafka://HOST:PORT/TOPIC, or a folder"),
     "no folder": (["--data", "missing"], "missing is no folder"),
@@ -106,6 +119,42 @@ def test_options_without_follow():
         parse_options(["--until", "caught_up"])
     with pytest.raises(ConfigError, match=r"--data kafka://h:1/x is read with --follow"):
         parse_options(["--data", "kafka://h:1/x"])
+    with pytest.raises(ConfigError, match=r"takes files, and kafka://h:1/x is a topic"):
+        parse_options(["--data", "a.parquet", "--hold-out-data", "kafka://h:1/x"])
+
+
+def test_resumed_runs_read_as_before():
+    followed = parse_options(["--follow", "--data", "x"])
+    check_resumed(followed, followed)
+    with pytest.raises(ConfigError, match="--no-follow reads other rows than the run did"):
+        check_resumed(parse_options(["--no-follow"], followed), followed)
+    with pytest.raises(ConfigError, match="--follow reads other rows than the run did"):
+        check_resumed(followed, parse_options(["--data", "x"]))
+
+
+def test_a_new_run_reads_a_sample_of_its_own(tmp_path):
+    """A failed run leaves its sample in the directory; a resumed run keeps it."""
+    write(tmp_path / "in", 0, 8)
+    pq.write_table(pa.table({"other": [1]}), tmp_path / SAMPLE_FILE)
+    options = ["--follow", "--data", str(tmp_path / "in")]
+    config, console = parse_options(options), Console(quiet=True)
+    resumed = dataclasses.replace(config, resume=tmp_path)
+    assert pq.read_schema(_sample(resumed, tmp_path, console)).names == ["other"]
+    names = pq.read_schema(_sample(config, tmp_path, console)).names
+    assert names == ["click", "item", "price"]
+
+
+def test_columns_of_a_stream_are_those_of_the_model(tmp_path):
+    """Other fields may come later, or change their types."""
+    item = {"encoding": "dynamic", "num_embeddings": 9}
+    schema = Schema.from_dict({"label": "click", "categorical": {"user.id": item}})
+    user = pa.struct({"id": pa.int64(), "home": pa.null()})
+    columns = pa.schema({"click": pa.int64(), "user": user, "note": pa.null()})
+    config = parse_options(["--follow", "--data", "kafka://h:1/x"])
+    batches = _batches(config, TableEncoder(schema, {}, {}, {}), columns, Interrupt())
+    assert batches.source.schema.names == ["click", "user"]
+    rows = pa.table({"click": [1], "user": pa.array([{"id": 3, "home": None}], user)})
+    assert batches.transform(rows).labels[0] == 1
 
 
 def test_sources(tmp_path):

@@ -321,8 +321,9 @@ def test_results_say_which_rows_are_held_out(options, text):
         ("--hold-out-by=number", "--hold-out-by differs"),
         ("--hold-out-from=a=1", "--hold-out-from"),
         ("--hold-out-data=x", "--hold-out-data"),
+        ("--data.types=a=string", "--data.types differs"),
     ],
-    ids=["fraction", "by", "from", "file"],
+    ids=["fraction", "by", "from", "file", "types"],
 )
 def test_a_run_keeps_its_split(tmp_path, capsys, option, name):
     data = DataConfig(path=pathlib.Path("x"), hold_out="0.3", hold_out_by="user")

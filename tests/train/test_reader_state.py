@@ -168,6 +168,23 @@ def test_snapshot(folder):
     assert trainer.model.counts == counted(range(21))
 
 
+def test_saved_after_going_back(folder, tmp_path):
+    """A model that went back to a checkpoint is saved with the rows of that checkpoint."""
+    with CheckpointManager(tmp_path / "run") as manager:
+        trainer, batches = make(), stream(folder)
+        trainer.train(batches, steps=2)
+        trainer.save(manager)
+        trainer.train(batches, steps=1)
+        trainer.restore(manager)
+    with CheckpointManager(tmp_path / "again") as manager:
+        trainer.save(manager)
+    assert read_run(tmp_path / "again/2").reader == read_run(tmp_path / "run/2").reader
+    trainer = make()
+    trainer.restore(tmp_path / "again")
+    trainer.train(stream(folder))
+    assert trainer.model.counts == counted(range(21))
+
+
 def test_stops_while_it_waits(folder):
     """Training that ends early ends a reader that waits for rows."""
     trainer = make()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 
 import numpy as np
@@ -20,7 +21,7 @@ from jaxrec.train.features import run_encoder
 from jaxrec.train.interrupt import Interrupt
 from jaxrec.train.models.kind import Measure
 from jaxrec.train.sweep import Combination, SharedEncoders, combinations, read_axes, run_sweep
-from jaxrec.train.sweep_report import RunRow, draw_sweep, sorted_rows
+from jaxrec.train.sweep_report import RunRow, draw_sweep, report_sweep, sorted_rows
 
 pytestmark = pytest.mark.every_case
 
@@ -216,6 +217,19 @@ def test_rows_are_sorted_by_their_value():
     rows = [RunRow(str(n), {}, {} if x is None else {"x": x}) for n, x in enumerate([2, None, 3])]
     assert [row.folder for row in sorted_rows(rows, Measure("x", "X", "max"))] == ["2", "0", "1"]
     assert [row.folder for row in sorted_rows(rows, Measure("x", "X", "min"))] == ["0", "2", "1"]
+
+
+def test_runs_of_other_held_out_rows_are_not_compared(tmp_path):
+    def said(*results):
+        console = Console(file=io.StringIO(), soft_wrap=True)
+        rows = [RunRow(str(n), {"x": str(n)}, each) for n, each in enumerate(results)]
+        report_sweep(rows, [], tmp_path, console, is_last=True)
+        return "different held-out rows" in console.file.getvalue()
+
+    one = {"data": "a.parquet", "hold_out": "the last 10 % of the rows", "seed": 0}
+    assert not said(one, one | {"seed": 1}, {})
+    assert said(one, one | {"hold_out": "the last 20 % of the rows"})
+    assert said(one | {"data": None}, one | {"data": None, "seed": 1})
 
 
 def test_a_picture_of_numbers_and_names(tmp_path):

@@ -88,7 +88,8 @@ class StreamBatches:
         shard: Number of this process and of all processes; each reads other parts of the source.
         max_wait: Seconds after which a batch has fewer rows, if no more came; ``transform`` or
             ``Trainer(batch_size=...)`` fills it up. With several processes it may be empty, since
-            all take part in each step. None: a batch waits for its rows.
+            all take part in each step, and each process has one batch or more. None: a batch waits
+            for its rows.
         until: "stopped": the batches end with an argument below or an interrupt. "caught_up": they
             also end after the rows that are there when the iteration begins.
         num_batches: Largest number of batches of an iteration; None: any number.
@@ -172,7 +173,9 @@ class StreamBatches:
             self._read_time, iteration.reader = self._time, reader
             rows = self._no_rows
             while count != self.num_batches:
-                filled, passed = self._fill(iteration, reader, rows, started)
+                # Others may have rows: a process makes the empty batches beside theirs of its own.
+                is_needed = not count and self.shard.count > 1 and self.max_wait is not None
+                filled, passed = self._fill(iteration, reader, rows, started, is_needed=is_needed)
                 if filled is None or self._is_over(iteration, started):
                     return
                 batch, rows = filled.split(self.batch_size)
@@ -189,11 +192,18 @@ class StreamBatches:
         return Rows.empty(pa.schema([]) if self.source.schema is None else self.source.schema)
 
     def _fill(
-        self, iteration: _Iteration, reader: SourceReader, rows: Rows, started: float
+        self,
+        iteration: _Iteration,
+        reader: SourceReader,
+        rows: Rows,
+        started: float,
+        *,
+        is_needed: bool,
     ) -> tuple[Rows | None, dict[str, Position]]:
         """Read until there are rows for a batch, or the wait is over; None at the end.
 
-        Also return the positions after messages without rows that came before these.
+        If the batch ``is_needed``, it may be empty at the end. Also return the positions after
+        messages without rows that came before these.
         """
         waited = time.monotonic()
         passed: dict[str, Position] = {}
@@ -207,7 +217,7 @@ class StreamBatches:
                     rows = self._no_rows
                 rows = rows.join(new)
             elif reader.has_ended:
-                return (rows if len(rows) else None), passed
+                return (rows if len(rows) or is_needed else None), passed
             # A process without rows takes part in a step of all, with an empty batch.
             elif (len(rows) or self.shard.count > 1) and self._waited(waited):
                 break

@@ -61,7 +61,8 @@ class FolderSource(Source):
         order: Order of files that are there at the same time: by "name", ``day_2`` before
             ``day_10``, or by "time", that of the last change, then by name. A file that comes late
             is read as well, whatever its name or time.
-        schema: Types of columns of CSV and JSON lines; None: by the values of each file.
+        schema: Columns to read, with their types in CSV and JSON lines; None: all columns, with
+            types by the values of each file.
         settle_seconds: Number of seconds for which a complete file has not changed, for writers
             that cannot rename. 0: every file is complete.
         deleted: "fail": a file that is removed before its rows are used is an error. "skip": it is
@@ -191,11 +192,16 @@ class FolderReader(SourceReader):
         path, used = self._directory / name, self._begun.pop(name, 0)
         try:
             for (first, table), is_last in _with_last(_tables(path, self._source.schema, used)):
-                yield _rows(name, _with_keys(table, name), first, is_last)
+                yield _rows(name, self._read_columns(_with_keys(table, name)), first, is_last)
         except FileNotFoundError:
             self._on_removed(name)
         except (DataError, pa.ArrowException) as error:
             raise DataError(f"{_naming(path, error)}; {_RENAME}") from None
+
+    def _read_columns(self, table: pa.Table) -> pa.Table:
+        if (schema := self._source.schema) is None:
+            return table
+        return table.select([name for name in schema.names if name in table.column_names])
 
     def _on_removed(self, name: str) -> None:
         text = f"{self._directory / name} was removed before all of its rows were used"

@@ -94,8 +94,9 @@ class Rows:
     def join(self, other: Rows) -> Rows:
         """Return these rows and those of a later read of the same reader."""
         try:
-            # A field that only later messages have is null in these.
-            table = pa.concat_tables([self.table, other.table], promote_options="default")
+            # A field that only later messages have is null in these. A file of whole numbers may
+            # stand beside one of fractions.
+            table = pa.concat_tables([self.table, other.table], promote_options="permissive")
         except pa.ArrowException as error:
             raise DataError(
                 f"{other.parts[other.part[0]]}, offset {other.offset[0]}: the columns have other "

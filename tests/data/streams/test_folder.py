@@ -134,6 +134,40 @@ def test_empty_batches_of_processes(tmp_path):
         StreamBatches(source=FolderSource(directory=tmp_path), batch_size=3, **options)
 
 
+def test_a_process_without_rows_has_a_batch(tmp_path):
+    """It makes the empty batches that stand beside those of others, also at the end."""
+    pq.write_table(pa.table({"id": [1, 2]}), tmp_path / "a.parquet")
+    source = FolderSource(directory=tmp_path, schema=pa.schema([("id", pa.int64())]))
+    options = {"source": source, "batch_size": 1, "max_wait": 9.0, "until": "caught_up"}
+    of_both = [[*StreamBatches(shard=Shard(i, 2), **options)] for i in range(2)]
+    assert sorted([len(batch) for batch in each] for each in of_both) == [[0], [1, 1]]
+    assert [*StreamBatches(**options | {"source": FolderSource(directory=_empty(tmp_path))})] == []
+
+
+def _empty(directory):
+    (directory / "empty").mkdir()
+    return directory / "empty"
+
+
+def test_whole_numbers_beside_fractions(tmp_path):
+    (tmp_path / "a.csv").write_text("price\n1\n2\n")
+    (tmp_path / "b.csv").write_text("price\n3.5\n")
+    batches = StreamBatches(
+        source=FolderSource(directory=tmp_path), batch_size=3, until="caught_up"
+    )
+    (batch,) = batches
+    assert batch["price"].to_pylist() == [1.0, 2.0, 3.5]
+
+
+def test_columns_of_a_schema(tmp_path):
+    """Other columns are left out: their types may change from file to file."""
+    (tmp_path / "a.csv").write_text("note,id\n1,1\n")
+    (tmp_path / "b.csv").write_text("id,note\n2,x\n")
+    source = FolderSource(directory=tmp_path, schema=pa.schema([("id", pa.string())]))
+    (batch,) = StreamBatches(source=source, batch_size=3, until="caught_up")
+    assert batch.to_pydict() == {"id": ["1", "2"]}
+
+
 def test_wider_types(tmp_path, monkeypatch):
     """A file whose values need a wider type than its first part is read once all the same."""
     monkeypatch.setattr("jaxrec.data.formats.delimited.PART_BYTES", 4096)
