@@ -102,8 +102,7 @@ def test_max_pooling_and_padding_ids(dtype, tmp_path):
     answers = cpp.predict(path, [json.dumps(cpp.columns(batch))])
     assert answers.code == 0, answers.error
     model.eval()
-    for number, expected in enumerate(model(batch)):
-        found = answers.lines[0][f"output{number}"]
+    for found, expected in zip(answers.lines[0].values(), model(batch), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
