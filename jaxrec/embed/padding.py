@@ -17,6 +17,8 @@ from jaxtyping import Array, Bool
 from jaxrec.embed import kernels
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.kernels import BagLayout, DroppingFeature
+from jaxrec.embed.rows import write
+from jaxrec.embed.slots import TableRows
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.key_segments import starts_of, take_segments
 from jaxrec.ragged.wide_ids import WideIds, narrow
@@ -119,11 +121,13 @@ def zero_padding_rows(store: Any, names: Collection[str] | None = None) -> Any:
     ``names`` are the tables to look at; None: all of the store.
     """
     dims = {config.name: config.embedding_dim for config in store.configs}
-    for name, row in store.padding_rows.items():
-        if names is None or name in names:
-            zeros = np.zeros((1, dims[name]), np.float32)
-            store = store.rows_of(name, [row]).write({"rows": zeros})
-    return store
+    rows = {k: row for k, row in store.padding_rows.items() if names is None or k in names}
+    if not rows:
+        return store
+    # Not by `TableStore.rows_of`, which needs arrays: models are also made by `nnx.eval_shape`.
+    requests = [TableRows(name, store.find_ids(name, [row]).rows) for name, row in rows.items()]
+    zeros = [{"rows": np.zeros((1, dims[name]), np.float32)} for name in rows]
+    return store.with_placed(write(store.placed, requests, zeros))
 
 
 def _values_of_padding(features: KeyedJaggedArray, ids: Mapping[str, int]) -> dict[str, int]:

@@ -59,14 +59,14 @@ def few_row_numbers(monkeypatch):
     monkeypatch.setattr("jaxrec.mesh.layout.MAX_ROWS", LIMIT)
 
 
-def make(kind="pooled", optimizer="sgd", is_weighted=False):
+def make(kind="pooled", optimizer="sgd", is_weighted=False, padding_id=None):
     tables = [("big", ROWS, 4, ("a", "b")), ("small", 12, 4, ("c", "a"))]
     options = {"optimizer": OPTIMIZERS[optimizer], "rngs": nnx.Rngs(0)}
     if kind == "per_id":
-        configs = [jaxrec.EmbeddingConfig(*each) for each in tables]
+        configs = [jaxrec.EmbeddingConfig(*each, padding_id=padding_id) for each in tables]
         return jaxrec.EmbeddingCollection(configs, **options)
     configs = [
-        jaxrec.EmbeddingBagConfig(*each, pooling=pooling)
+        jaxrec.EmbeddingBagConfig(*each, pooling=pooling, padding_id=padding_id)
         for each, pooling in zip(tables, ("mean", "sum"), strict=True)
     ]
     return jaxrec.EmbeddingBagCollection(configs, is_weighted=is_weighted, **options)
@@ -146,6 +146,24 @@ def test_equal_to_one_device(mesh, case):
         loss = train_step(many, [wide(batch, mesh) for batch in batches], step)
         np.testing.assert_allclose(loss, expected, rtol=1e-6)
     assert_close(read(many), read(one))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "optimizer"), [("pooled", "sgd"), ("per_id", "adam")])
+@pytest.mark.usefixtures("few_row_numbers")
+def test_padding_ids(mesh, kind, optimizer):
+    options = {"is_weighted": kind == "pooled", "padding_id": 7}
+    one = make(kind, optimizer, **options)
+    many = shard(row_wise(), data_parallel(), mesh, kind, optimizer, **options)
+    for step in range(2):
+        batch = draw(step, options["is_weighted"])
+        assert (np.asarray(batch.values) == 7).any()
+        expected = train_step(one, [batch], step)
+        loss = train_step(many, [wide(batch, mesh)], step)
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert_close(read(many), read(one))
+    for name in ("big", "small"):
+        np.testing.assert_array_equal(many.rows(name, [7]), 0)
 
 
 @pytest.mark.parametrize("exchange", ["rows", "pooled"])

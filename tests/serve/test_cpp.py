@@ -15,6 +15,7 @@ from flax import nnx
 
 import jaxrec
 from tests.serve import cpp
+from tests.serve.artifact import test_poolings as poolings
 from tests.serve.artifact.edited import edit_programs, write_manifest
 from tests.serve.artifact.test_program_file import with_infeed, with_target
 from tests.serve.models import MODELS, collection, dlrm
@@ -88,6 +89,21 @@ def test_weights_and_sequences(dtype, tmp_path):
     batch = make_batch(20)
     answers = cpp.predict(path, [json.dumps(cpp.columns(*batch))])
     np.testing.assert_allclose(answers.lines[0]["score"], model(*batch), rtol=1e-5, atol=1e-5)
+
+
+@needs_runtime
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_max_pooling_and_padding_ids(dtype, tmp_path):
+    model = poolings.Model()
+    if dtype != "float32":
+        model = jaxrec.serve.quantize(model, dtype=dtype)
+    path = write(tmp_path / "model", model, (poolings.make_batch(),), ids_per_sample=4)
+    batch = poolings.make_batch(20)
+    answers = cpp.predict(path, [json.dumps(cpp.columns(batch))])
+    assert answers.code == 0, answers.error
+    model.eval()
+    for found, expected in zip(answers.lines[0].values(), model(batch), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 class Types(nnx.Module):

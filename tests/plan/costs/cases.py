@@ -65,7 +65,8 @@ def evaluate(
     **config,
 ):
     """The estimate of one table under a placement."""
-    table = jaxrec.EmbeddingBagConfig(
+    kind = config.pop("kind", jaxrec.EmbeddingBagConfig)
+    table = kind(
         "a", rows, dim, **{"optimizer": optim.sgd(0.1), "dtype": "float32", **config}
     )
     constraints = {"a": ParameterConstraints(pooling_factors=pooling)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 from flax import nnx
@@ -24,7 +25,9 @@ from jaxrec.plan import ParameterConstraints, Planner, ShardingPlan, Topology
 from jaxrec.plan.costs import Group, make_costs
 from jaxrec.plan.costs.base import all_gather, all_to_all, latency, reduce_scatter
 from jaxrec.plan.quantities import Rate
-from tests.plan.costs.cases import evaluate, linked, topology, workload_of
+from tests.plan.costs.cases import costs_of, evaluate, linked, topology, workload_of
+
+Bag = jaxrec.EmbeddingBagConfig
 
 
 def test_weights_travel_with_ids():
@@ -37,6 +40,36 @@ def test_weights_travel_with_ids():
         made = Planner(sent, constraints).evaluate([table], plan, batch_size=64)
         found[weighted] = made.estimate.phases["forward exchange"]
     assert found[True] - found[False] == pytest.approx(1.25 * 2048 * 4 * 3 / 4)
+
+
+@pytest.mark.parametrize(
+    ("placement", "each"),
+    [(data_parallel(), 4), (row_wise(), 4), (row_wise(), 1)],
+    ids=["replicated", "rows", "alone"],
+)
+def test_max_pooling_writes_winners_and_gradients_of_rows(placement, each):
+    """Four bags of three ids, and rows of 32 bytes."""
+    devices = topology(each=each, copy=Rate(byte=1.0))
+    largest, total = [
+        evaluate(placement, devices, pooling=3, kind=functools.partial(Bag, pooling=pooling))
+        for pooling in ("max", "sum")
+    ]
+    added = {name: largest.phases[name] - total.phases[name] for name in total.phases}
+    assert added.pop("forward compute") == 4 * 32
+    assert added.pop("backward compute") == 12 * 32
+    assert not any(added.values())
+
+
+def test_max_pooling_keeps_winners_and_gradients_of_rows():
+    devices = topology()
+    group = costs_of("rows", workload_of(devices, pooling=3), devices)
+    kept = {
+        pooling: group.kept_bytes(
+            workload_of(devices, pooling=3, kind=functools.partial(Bag, pooling=pooling))
+        )
+        for pooling in ("max", "sum")
+    }
+    assert kept["max"] - kept["sum"] == (4 + 12) * 32
 
 
 @pytest.mark.parametrize(
