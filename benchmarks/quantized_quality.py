@@ -1,7 +1,7 @@
 """Measures what quantized and pruned tables cost in quality, on the generated click log.
 
 Usage: python -m benchmarks.quantized_quality [--seeds 0 1 2] [--runs DIR] [--output NAME]
-Trains the default model of ``jaxrec train`` for each seed, or takes the run DIR/SEED if it is
+Trains a DLRM by ``jaxrec train`` for each seed, or takes the run DIR/SEED if it is
 there, quantizes it in each way, and compares both models on the held-out rows. Prints a JSON line
 for each seed and way: the bytes of the tables over those of float32, the largest relative error
 (root mean square) of a table, and NE and AUC before and after. With --output it also writes
@@ -18,6 +18,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tyro
+
+# All that the defaults, which may change, would decide.
+OPTIONS = ("--model=dlrm", "--batch-size=2048", "--epochs=1", "--lr=0.004")
+OPTIONS += ("--optimizer.table-learning-rate=0.1",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +73,8 @@ def compare(options: Options, seed: int) -> Iterator[dict[str, Any]]:
     if not run.exists():
         sizes = ["--data.generated-rows", options.rows, "--data.generated-eval-rows",
                  options.eval_rows]  # fmt: skip
-        if code := jaxrec(["train", *map(str, sizes), "--seed", str(seed), "--output", str(run)]):
+        options = [*map(str, sizes), *OPTIONS, "--seed", str(seed), "--output", str(run)]
+        if code := jaxrec(["train", *options]):
             raise SystemExit(code)
     config = load_config(run / "config.yaml")
     rows, held_out = split_datasets(config)

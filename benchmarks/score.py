@@ -5,7 +5,7 @@ Usage: python -m benchmarks.score --peer-python PATH [--data PATH] [--seeds 0 1 
 is a click, and a random tenth is held out. Without it the log is generated. The data are read,
 encoded and cut into batches as by ``jaxrec train``, and both train on the same batches in the same
 order: row-wise Adagrad for tables, Adam for layers, rates that decay linearly to 0. First values
-are each library's own.
+are each library's own: those that ``jaxrec train`` gives rows and their optimizer are left out.
 
 Prints a JSON line for each seed and side: the AUC on the held-out rows at the end, and the seconds
 of training until AUC first reached the lower of both sides' last AUCs, less 0.001. Seconds count
@@ -41,12 +41,21 @@ from jaxrec.data import (
     movielens_users,
 )
 from jaxrec.metrics import auc
-from jaxrec.train.config import DataConfig, ModelConfig, TrainConfig
+from jaxrec.train.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from jaxrec.train.datasets import run_batches, split_datasets
-from jaxrec.train.features import is_parquet, learn_features
-from jaxrec.train.model import make_model, predict, table_configs
-from jaxrec.train.models import model_kind
+from jaxrec.train.features import is_parquet, learn_features, text_encoder
+from jaxrec.train.model import make_kind, predict, table_configs
+from jaxrec.train.models.dlrm import DLRMKind
+from jaxrec.train.models.kind import ModelKind
 from jaxrec.train.models.labels import click_loss
+
+
+class PlainDLRM(DLRMKind):
+    """DLRM whose rows and row optimizer begin as those of TorchRec do."""
+
+    tables_of = ModelKind.tables_of
+    row_optimizer = ModelKind.row_optimizer
+
 
 _PEER = pathlib.Path(__file__).with_name("peer_score.py")
 
@@ -122,6 +131,8 @@ def compare(options: Options, seed: int, directory: pathlib.Path) -> dict[str, R
             generated_rows=options.rows,
             generated_eval_rows=options.eval_rows,
         ),
+        model=ModelConfig(name=PlainDLRM.name),
+        optimizer=OptimizerConfig(learning_rate=0.004, table_learning_rate=0.1),
         seed=seed,
     )
     encoder = learn_features(config.data) if is_parquet(path) else None
@@ -170,7 +181,7 @@ def train(
     every: int,
 ) -> Run:
     """Train jaxrec's model."""
-    model, optimizer = make_model(config, len(batches), encoder=encoder)
+    model, optimizer = make_kind(PlainDLRM(config, encoder or text_encoder(config)), len(batches))
 
     def update(model: Any, optimizer: Any, batch: ClickBatch) -> Any:
         loss, gradients = jaxrec.value_and_grad(lambda model: click_loss(model, batch)[0])(model)
@@ -212,7 +223,7 @@ def write_inputs(
     settings: dict[str, Any] = {
         "tables": [
             {"name": table.name, "rows": table.num_embeddings, "pooling": table.pooling}
-            for table in table_configs(model_kind(config, encoder))
+            for table in table_configs(PlainDLRM(config, encoder or text_encoder(config)))
             if isinstance(table, jaxrec.EmbeddingBagConfig)  # all are
         ],
         "dim": model.embedding_dim,

@@ -66,7 +66,7 @@ from jaxrec.train.run_callbacks import (
     RunStopping,
     shown_values,
 )
-from jaxrec.train.run_size import with_sizes
+from jaxrec.train.run_size import SIZES, with_sizes
 from jaxrec.train.run_trainer import make_trainer, train_on
 from jaxrec.train.sweep import Learn, combinations, read_axes, run_sweep
 from jaxrec.train.trainer import NotFiniteError, Trainer
@@ -168,7 +168,7 @@ def _train(
     encoder = learn(config, console) if is_parquet(config.data.path) else None
     kind = model_kind(config, encoder)
     kind.check(config, kind.encoder.schema)
-    for name in ("batch_size", "epochs"):
+    for name in SIZES:
         if not getattr(config.data, name) and (own := kind.defaults.get(f"data.{name}")):
             raise ConfigError(
                 f"data.{name.replace('_', '-')} of model.name {kind.name} does not follow from the "

@@ -136,8 +136,17 @@ def present_numbers(
         _check(is_null, location.error, problem)
     # Most columns pass this check alone, which NaN does not.
     limit = 2.0**62 if options.transform == "log_counts" else np.finfo(np.float32).max
-    if np.abs(values).max(initial=0) <= limit:
-        return values, is_null
+    if not np.abs(values).max(initial=0) <= limit:
+        _check_large(values, options, location)
+    if options.transform == "log_standardize":
+        values = signed_log1p(values)
+    return values, is_null
+
+
+def _check_large(
+    values: Float[np.ndarray, " rows"], options: DenseColumn, location: Location
+) -> None:
+    """Raise an error for a number that is not finite, or too large for a column's transform."""
     problem = "the number is {}; replace it, by null where it is unknown"
     _check(~np.isfinite(values), location.error, problem, values)
     if options.transform == "log_counts":
@@ -146,9 +155,6 @@ def present_numbers(
     elif options.transform not in ("log1p", "log_standardize"):
         # The logarithm of any float64 fits float32.
         _check(np.abs(values) > np.finfo(np.float32).max, location.error, _TOO_LARGE, values)
-    if options.transform == "log_standardize":
-        values = signed_log1p(values)
-    return values, is_null
 
 
 def signed_log1p(values: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:

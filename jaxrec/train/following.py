@@ -31,6 +31,7 @@ from jaxrec.train.models.rows import RowModel
 from jaxrec.train.progress import Progress
 from jaxrec.train.results import HISTORY_FILE
 from jaxrec.train.run_callbacks import RunCheckpoints, RunningMetrics, shown_values
+from jaxrec.train.run_size import with_sizes
 from jaxrec.train.run_trainer import make_trainer, train_on
 from jaxrec.train.stream_options import open_source, topic_address
 from jaxrec.train.trainer import Trainer
@@ -66,6 +67,9 @@ def follow(
         sample = _sample(config, output, console)
         learned = dataclasses.replace(config.data, path=sample)
         encoder = KINDS[config.model.name].learn(dataclasses.replace(config, data=learned), console)
+        # A stream has no last row: the sizes are those of the longest runs.
+        count = config.devices * jax.process_count()
+        config = with_sizes(config, encoder, rows=_ENDLESS, devices=count)
         kind = model_kind(config, encoder)
         kind.check(config, encoder.schema)
         # A process without more rows must not end the run of those that have some.

@@ -16,7 +16,7 @@ from jaxrec.embed import Optimizer
 from jaxrec.embed.config import TableConfig
 from jaxrec.tier import make
 from jaxrec.train.checkpoint import CheckpointError, restore
-from jaxrec.train.config import CONFIG_FILE, TrainConfig, load_config
+from jaxrec.train.config import CONFIG_FILE, ModelConfig, TrainConfig, load_config
 from jaxrec.train.devices import Devices
 from jaxrec.train.features import saved_encoder
 from jaxrec.train.models import model_kind
@@ -24,6 +24,9 @@ from jaxrec.train.models.kind import ModelKind
 from jaxrec.train.open_vocabularies import settings, with_rows
 
 _ONE_DEVICE = Devices()
+
+# The first runs did not write the name of their model, which was always this one.
+_FIRST_RUNS = TrainConfig(model=ModelConfig(name="dlrm"))
 
 
 def table_configs(kind: ModelKind) -> list[TableConfig]:
@@ -78,7 +81,7 @@ def saved_config(path: str | os.PathLike[str]) -> TrainConfig:
     config_file = pathlib.Path(path, CONFIG_FILE)
     if not config_file.exists():
         raise CheckpointError(f"{path}: there is no saved run here ({CONFIG_FILE} is missing)")
-    return load_config(config_file)
+    return load_config(config_file, _FIRST_RUNS)
 
 
 def load_model(directory: str | os.PathLike[str], step: int | None = None) -> Any:

@@ -8,6 +8,9 @@ import math
 from jaxrec.data import TableEncoder
 from jaxrec.train.config import TrainConfig
 
+# Options of `DataConfig` that follow from the rows where they are 0.
+SIZES = ("batch_size", "epochs")
+
 MIN_BATCH_SIZE, MAX_BATCH_SIZE = 16, 2048
 
 # Small files are read twice if the rows of their tables are looked up often. A row of few lookups

@@ -25,6 +25,7 @@ from jaxrec.train.interrupt import Interrupt
 from jaxrec.train.models import KINDS, model_kind
 from jaxrec.train.models.kind import Measure
 from jaxrec.train.results import RESULTS_FILE, best_measure
+from jaxrec.train.run_size import SIZES
 from jaxrec.train.sweep_report import RunRow, report_sweep
 
 # Options that do not vary within a sweep: files of a run, what it shares with others, and the
@@ -190,7 +191,7 @@ class SharedEncoders:
 def _read_options(config: TrainConfig) -> dict[str, Any]:
     """Return the options of a run on which its learned columns depend."""
     options = run_options(config)
-    data = {k: v for k, v in options["data"].items() if k not in ("batch_size", "epochs")}
+    data = {name: value for name, value in options["data"].items() if name not in SIZES}
     chooses = config.data.hold_out_by is not None or "random" in (config.data.hold_out or "")
     seed = config.seed if chooses or config.data.path is None else None
     return {"data": data, "seed": seed, **{x: options[x] for x in ("vocabulary", "ranker")}}
@@ -230,7 +231,7 @@ def run_sweep(
             console.print(f"\nrun {number} of {len(runs)}: {run}")
             config = run.config
             if state == "stopped":
-                config = dataclasses.replace(config, resume=run.output)
+                config = _resumed(config, run.output)
             try:
                 train(config, console, interrupt, learn)
             except Exception as error:
@@ -259,6 +260,10 @@ def _state(run: Combination) -> str:
     for each in (options, others):
         # That of the folder is a copy.
         each["data"].pop("schema")
+    for name in SIZES:
+        # A run writes the size that its rows gave.
+        if not options["data"][name]:
+            options["data"][name] = others["data"][name]
     if different := _different(options, others):
         name, value, other = different[0]
         raise ConfigError(
@@ -268,6 +273,13 @@ def _state(run: Combination) -> str:
     if (run.output / RESULTS_FILE).exists():
         return "finished"
     return "stopped" if all_steps(run.output) else "new"
+
+
+def _resumed(config: TrainConfig, output: pathlib.Path) -> TrainConfig:
+    """Return the options that go on with a run, with its sizes where they follow from the rows."""
+    data, before = config.data, load_config(output / CONFIG_FILE).data
+    sizes = {name: getattr(data, name) or getattr(before, name) for name in SIZES}
+    return dataclasses.replace(config, data=dataclasses.replace(data, **sizes), resume=output)
 
 
 def _different(

@@ -39,6 +39,10 @@ DENSE = {
     "ts.hour": {"part": "hour", "missing": "zero"},
     "ts.month": {"part": "month"},
     "seen.age": {"part": "age", "since": "ts", "transform": "none"},
+    "views": {"transform": "log_standardize"},
+    "debt": {"transform": "log_standardize", "missing": "zero"},
+    "counts": {"width": 2, "transform": "log_standardize"},
+    "seen.weekday": {"part": "weekday", "transform": "log_standardize"},
 }
 CATEGORICAL = {
     "word": {"num_unknown": 3},
@@ -94,6 +98,9 @@ def raw_rows(rows: int, seed: int = 0) -> dict[str, list]:
         "raw": rng.integers(-9, 9, (rows, 2)).tolist(),
         "ts": some(times(rows, rng)),
         "seen": some(times(rows, rng)),
+        "views": some(np.exp(9 * rng.standard_normal(rows)).tolist()),
+        "debt": some((rng.standard_normal(rows) * 10.0 ** rng.integers(-9, 300, rows)).tolist()),
+        "counts": some(rng.integers(0, 10_000, (rows, 2)).tolist()),
     }
 
 

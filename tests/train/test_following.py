@@ -66,6 +66,18 @@ def test_folder(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_the_default_batch_size_is_the_largest(tmp_path, capsys):
+    folder, output = tmp_path / "in", tmp_path / "run"
+    write(folder, 0, 100)
+    options = [option for option in OPTIONS if option not in ("--batch-size", "16")]
+    assert main(["train", "--data", str(folder), "--output", str(output), *options]) == 0
+    assert "2,048 rows a step" in capsys.readouterr().out
+    assert all_steps(output) == [1]
+    data = load_config(output / "config.yaml").data
+    assert (data.batch_size, data.epochs) == (2048, 1)
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_topic(broker, tmp_path, capsys):
     """A message that cannot be decoded is left out, and a label that is none ends the run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jaxrec.data import Schema, TableEncoder
 from jaxrec.train.config import DataConfig, TrainConfig
 from jaxrec.train.features import text_encoder
 from jaxrec.train.models.dcn_v2 import DCNv2Kind
@@ -38,6 +39,16 @@ def test_small_files_with_frequent_ids_are_read_twice(rows, epochs):
     """The generated log has 26 ids a row, of 4,315 in all."""
     encoder = text_encoder(TrainConfig())
     assert with_sizes(TrainConfig(), encoder, rows, 1).data.epochs == epochs
+
+
+def test_columns_of_a_shared_table_look_its_rows_up_together():
+    """50,000 rows of two columns: 20 lookups of each row by one of them, 40 by both."""
+    item = {"encoding": "ids", "num_embeddings": 2_500}
+    columns = {"item": item, "before": {"table": "item"}}
+    for categorical, epochs in (({"item": item}, 1), (columns, 2)):
+        schema = Schema.from_dict({"label": "y", "categorical": categorical})
+        data = with_sizes(TrainConfig(), TableEncoder(schema, {}, {}, {}), 50_000, 1).data
+        assert data.epochs == epochs
 
 
 def test_given_numbers_stay():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 
@@ -16,7 +17,7 @@ from jaxrec.arguments import ConfigError
 from jaxrec.commands import main, train
 from jaxrec.commands.train import train_config
 from jaxrec.data import DataError
-from jaxrec.train.config import OptimizerConfig, TrainConfig, write_options
+from jaxrec.train.config import DataConfig, OptimizerConfig, TrainConfig, write_options
 from jaxrec.train.features import run_encoder
 from jaxrec.train.interrupt import Interrupt
 from jaxrec.train.models.kind import Measure
@@ -106,9 +107,9 @@ def test_combinations_replace_options_and_keep_those_of_their_model(tmp_path):
     assert {run.config.optimizer.learning_rate for run in runs} == {0.1, 0.2}
     assert {run.config.model.top_layer_sizes for run in runs} == {(8, 4), (2,)}
     assert {(run.config.seed, run.config.sweep) for run in runs} == {(3, ())}
-    # The default batch size is that of the model.
+    # The default batch size is that of the model; that of models of rows follows from them.
     sizes = {run.values["model"]: run.config.data.batch_size for run in runs}
-    assert sizes == {"dlrm": 2048, "hstu_ranker": 128}
+    assert sizes == {"dlrm": 0, "hstu_ranker": 128}
     write_options(train_config([]), tmp_path / "config.yaml")
     with pytest.raises(ConfigError, match="to go on with a sweep, repeat its command"):
         train_config(["--sweep", "lr=1", f"--resume={tmp_path}"])
@@ -183,6 +184,29 @@ def test_a_sweep_goes_on_where_it_was_stopped(sweep, monkeypatch):
     assert (code, made) == (0, [("lr=2", False), ("lr=5", False)])
     with pytest.raises(ConfigError, match=r"lr=1 has a run of another sweep, with seed 0 in place"):
         sweep([1, 2], seed=4)
+
+
+def test_sizes_of_the_rows_do_not_make_another_sweep(tmp_path, monkeypatch):
+    """A run writes the batch size and the epochs that its rows gave, and goes on with them."""
+    monkeypatch.setattr("jaxrec.train.sweep.all_steps", lambda path: [3])
+    monkeypatch.setattr("jaxrec.train.sweep.saved_encoder", lambda path: None)
+    run = Combination({"seed": "0"}, TrainConfig(output=tmp_path / "seed=0"))
+    run.output.mkdir()
+    sizes = DataConfig(batch_size=32, epochs=2)
+    write_options(TrainConfig(data=sizes), run.output / "config.yaml")
+    resumed = []
+
+    def train(config, *_):
+        resumed.append((config.resume, config.data))
+        return 0
+
+    assert run_sweep([run], tmp_path, Console(quiet=True), Interrupt(), train) == 0
+    assert resumed == [(run.output, sizes)]
+    other = dataclasses.replace(run.config, data=DataConfig(batch_size=64))
+    with pytest.raises(ConfigError, match=r"with data\.batch-size 32 in place of 64"):
+        run_sweep(
+            [Combination({"seed": "0"}, other)], tmp_path, Console(quiet=True), Interrupt(), train
+        )
 
 
 def test_columns_are_learned_once(rows, monkeypatch):
