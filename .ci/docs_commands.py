@@ -28,20 +28,18 @@ SMALL = "--data.batch-size 104 --data.table-rows 1000 --hold-out 0.2"
 
 # Options of the commands of docs/choosing_a_model.md.
 _LIKED = "--label liked --exclude rating timestamp loved history"
-_USUAL = "--epochs 3 --patience 3"
 _SEQUENCES = "--user user --item movie --time timestamp"
 SMALL_MODEL = "--batch-size 100 --model.embedding-dim 4 --epochs 1"
 CHOICES = (
-    f"{_LIKED} --model dlrm {_USUAL} --output dlrm",
-    f"{_LIKED} --model dcn_v2 {_USUAL} --output dcn",
-    f"{_LIKED} --model deepfm {_USUAL} --output deepfm",
-    f"{_LIKED} --model wide_deep {_USUAL} --output wide",
+    f"{_LIKED} --model dlrm --output dlrm",
+    f"{_LIKED} --model dcn_v2 --output dcn",
+    f"{_LIKED} --model deepfm --output deepfm",
+    f"{_LIKED} --model wide_deep --output wide",
     "--label liked --exclude rating timestamp loved --model din --history history --item movie "
-    f"{_USUAL} --output din",
-    f"--label liked loved --exclude rating timestamp history --model mmoe {_USUAL} --output mmoe",
-    f"--label liked loved --exclude rating timestamp history --model ple {_USUAL} --output ple",
-    "--label rating --exclude liked timestamp loved history --model dcn_v2 "
-    f"{_USUAL} --output stars",
+    "--output din",
+    "--label liked loved --exclude rating timestamp history --model mmoe --output mmoe",
+    "--label liked loved --exclude rating timestamp history --model ple --output ple",
+    "--label rating --exclude liked timestamp loved history --model dcn_v2 --output stars",
     f"{_LIKED} --model two_tower --item movie genres year --epochs 10 --patience 3 --output towers",
     f"--model sasrec {_SEQUENCES} --output sasrec",
     f"--model bert4rec {_SEQUENCES} --output bert",
@@ -276,6 +274,8 @@ LEFT_OUT = {
     "pip install 'jax[k8s]'": "installs what README does not",
     "pip install 'jaxrec[cuda12]'": "needs a GPU",
     "pip install optuna": "is for a recipe",
+    "python -m benchmarks.defaults work --movielens ml-100k --criteo criteo.csv --beauty "
+    "beauty.txt --trees PYTHON --torchrec PYTHON": "needs data sets and other libraries",
     "pip install 'jaxrec[rocksdb]'": "installs what README does not",
     "pip install 'jaxrec[redis]'": "installs what README does not",
     "pip install 'jaxrec[kafka]'": "installs what README does not",

@@ -136,7 +136,7 @@ def test_options_that_are_wrong(capsys, model, monkeypatch, arguments, message):
         ("batch_size", "batchsize", "the file has an unknown field 'batchsize'"),
         ("num_embeddings: 4096, ", "", "table 'user' has no num_embeddings"),
         ("name: user", "name: product", "two tables are named 'product'"),
-        ("pooling: mean", "pooling: max", "table 'product': "),
+        ("pooling: mean", "pooling: most", "table 'product': "),
         ("optimizer: sgd", "optimizer: nothing", "optimizer is a name of jaxrec.optim"),
         ("learning_rate: 0.001", "learn: 0.001", "optimizer adam: "),
         ("{table_wise: 1}", "sideways", "placement is a sharding type such as row_wise"),

@@ -226,6 +226,7 @@ def test_devices_and_one_device_agree(trained, tmp_path, capsys):
         )
 
 
+@pytest.mark.filterwarnings("ignore:parameter .* stays whole")
 def test_sharded_dense_layers_agree(trained, tmp_path, monkeypatch, capsys):
     """With --dense-layers fsdp; the run is then loaded on one device."""
     monkeypatch.setattr("jaxrec.mesh.dense.MIN_SHARDED_SIZE", 16)
@@ -296,7 +297,7 @@ def test_a_run_that_failed_does_not_block_its_corrected_self(tmp_path, monkeypat
     [
         ("--seed=3", "--seed 3 makes another log than that of the run, whose seed is 0"),
         ("--data.generated-rows=30", "--data.generated-rows 30 holds out other rows"),
-        ("--model=dcn_v2", "--model dcn_v2 is not that of the run, which is dlrm"),
+        ("--model=dlrm", "--model dlrm is not that of the run, which is dcn_v2"),
         ("--time=day", "--time differs from that of the run; leave --time out"),
     ],
     ids=["seed", "rows", "model", "time"],
@@ -377,7 +378,7 @@ IN_PROCESS = {
     "config-no-value": (["--config"], 2, "followed by a path"),
     "resume-nothing": (["--resume=nothing"], 1, "nothing: there is no saved run here"),
     "resume-and-config": (["--resume=a", "--config=b"], 2, "leave --config out"),
-    "directory": (["--data=."], 1, "there are no Parquet files in this directory"),
+    "directory": (["--data=."], 1, "bad.tsv is not a Parquet file; columns"),
     "one-row": (["--data=one"], 1, "1 rows are too few"),
     "empty": (["--data=empty"], 1, "the file is empty"),
     "taken": (["--output=taken"], 2, "taken holds a config.yaml that no run has written"),

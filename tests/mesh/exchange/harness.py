@@ -66,7 +66,7 @@ class Harness:
             features = first(features)
             layout = self.placed.group.bags(features)
             lookups = flatten(features, None, layout, self.placed.group)
-            request = Request.of(features, lookups, lookup_weights(features, True), layout)
+            request = Request.of(features, lookups, lookup_weights(features, True, ()), layout)
             return stack(function(request, rows, state, *gradients))
 
         spec, over = self.tables.spec(self.placed), PartitionSpec("data")

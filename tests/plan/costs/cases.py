@@ -66,9 +66,7 @@ def evaluate(
 ):
     """The estimate of one table under a placement."""
     kind = config.pop("kind", jaxrec.EmbeddingBagConfig)
-    table = kind(
-        "a", rows, dim, **{"optimizer": optim.sgd(0.1), "dtype": "float32", **config}
-    )
+    table = kind("a", rows, dim, **{"optimizer": optim.sgd(0.1), "dtype": "float32", **config})
     constraints = {"a": ParameterConstraints(pooling_factors=pooling)}
     plan = ShardingPlan.from_dict({"a": placement})
     batch_size = batch * topology.num_devices
