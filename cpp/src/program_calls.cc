@@ -55,11 +55,10 @@ class Targets {
       } catch (const Problem&) {
         // What was read before the end is what MLIR reads.
       }
-      const bool is_call = !references.empty() && code_is(references[0], kVhlo, kApiVersion);
-      if (references.size() < kCallProperties) {
-        if (is_call) throw Problem("a custom call lacks properties");
-        continue;
-      }
+      // Fewer are of no custom call, though a number among them may look like a reference to the
+      // version of one: MLIR refuses a custom call without all of its properties.
+      if (references.size() < kCallProperties) continue;
+      const bool is_call = code_is(references[0], kVhlo, kApiVersion);
       const uint64_t target = references[kTargetProperty];
       if (is_call || is_string(target)) targets.emplace(string(target));
     }

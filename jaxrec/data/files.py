@@ -29,6 +29,9 @@ _ICEBERG = ".metadata.json"
 # Files of Hugging Face's `datasets` beside the data: the splits of a set, and a split's data files.
 _SPLITS_FILE, _STATE_FILE = "dataset_dict.json", "state.json"
 
+# What `jaxrec data criteo` writes beside the rows: a summary, and a directory of maps of ids.
+_SUMMARY_FILE, _MAPS = "summary.json", "maps"
+
 # Names of the files of a split on Hugging Face's hub: train-00000-of-00002.parquet.
 _SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")
 
@@ -149,7 +152,8 @@ def _of_directory(
     directory: pathlib.Path, matches: Callable[[str], Any], kind: str
 ) -> tuple[pathlib.Path, ...]:
     below = natural_order(_below(directory))
-    files = [path for path in below if matches(path.name)]
+    known = frozenset(below)
+    files = [path for path in below if matches(path.name) and not _is_map(path, known)]
     beside = {path.name: path for path in below if path.parent == directory}
     if _SPLITS_FILE in beside:
         splits = _read_json(beside[_SPLITS_FILE]).get("splits", [])
@@ -169,6 +173,11 @@ def _of_directory(
         parent = files[0].parent
         raise _several(directory, splits, f"'{parent}/{splits[-1]}-*{files[0].suffix}'")
     return tuple(files)
+
+
+def _is_map(path: pathlib.Path, known: frozenset[pathlib.Path]) -> bool:
+    """Return whether a file is a map of ids of a data set that `jaxrec data criteo` wrote."""
+    return path.parent.name == _MAPS and path.parent.parent / _SUMMARY_FILE in known
 
 
 def _several(directory: pathlib.Path, splits: Iterable[str], example: str) -> DataError:

@@ -162,7 +162,7 @@ def test_columns_of_a_stream_are_those_of_the_model(tmp_path):
     schema = Schema.from_dict({"label": "click", "categorical": {"user.id": item}})
     user = pa.struct({"id": pa.int64(), "home": pa.null()})
     columns = pa.schema({"click": pa.int64(), "user": user, "note": pa.null()})
-    config = parse_options(["--follow", "--data", "kafka://h:1/x"])
+    config = parse_options(["--follow", "--data", "kafka://h:1/x", "--batch-size", "8"])
     batches = _batches(config, TableEncoder(schema, {}, {}, {}), columns, Interrupt())
     assert batches.source.schema.names == ["click", "user"]
     rows = pa.table({"click": [1], "user": pa.array([{"id": 3, "home": None}], user)})
