@@ -105,7 +105,7 @@ class Address(pathlib.PosixPath):
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """What the file system says of the file or directory; asked once."""
+        """The file system's description of the file or directory, fetched once."""
         if self._known is None:
             system, name = self._system
             with self._explained():

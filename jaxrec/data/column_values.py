@@ -1,4 +1,4 @@
-"""What values of columns reveal: hidden labels, weights, ids stored as floats, skewed numbers."""
+"""Finds columns by their values: hidden labels, weights, ids stored as floats, skewed numbers."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _ICEBERG = ".metadata.json"
 # Files of Hugging Face's `datasets` beside the data: the splits of a set, and a split's data files.
 _SPLITS_FILE, _STATE_FILE = "dataset_dict.json", "state.json"
 
-# What `jaxrec data criteo` writes beside the rows: a summary, and a directory of maps of ids.
+# `jaxrec data criteo` writes these beside the rows: a summary, and a directory of maps of ids.
 _SUMMARY_FILE, _MAPS = "summary.json", "maps"
 
 # Names of the files of a split on Hugging Face's hub: train-00000-of-00002.parquet.
@@ -110,8 +110,8 @@ def data_files(
     files in errors. A single file counts whatever its name is.
 
     Raises:
-        DataError: There are no such files, or their directories do not have the same keys, or a
-            directory is that of a table format or holds several splits.
+        DataError: There are no such files, the keys of their directories differ, or a directory
+            has several splits or the log of a table format, such as Delta.
         OSError: An address cannot be read.
     """
     path = data_path(path)

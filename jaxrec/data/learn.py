@@ -53,7 +53,7 @@ def needs_pass(schema: Schema, files: Iterable[pa.Schema]) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ColumnStatistics:
-    """What an encoder is learned from. The statistics of parts of the rows add up.
+    """Statistics of rows, from which an encoder is learned; those of two parts of the rows add up.
 
     Counts and sums are exact, so that any parts, added in any order, give the same encoder; only
     its `TableEncoder.example` is that of the leftmost part.

@@ -50,7 +50,7 @@ class NumberSums:
         count: Number of numbers.
         total: Sum of the numbers, times ``2**1000``.
         squares: Sum of their squares, times ``2**2000``.
-        smallest: The smallest number; None: there are no numbers.
+        smallest: The smallest number; None if there is none.
 
     Example:
         >>> values = np.array([1e16, 1.0, -1e16, 3.0])

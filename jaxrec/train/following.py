@@ -93,6 +93,11 @@ def _check(config: TrainConfig, output: pathlib.Path) -> None:
             f"--follow trains on one row after another, and --model {config.model.name} needs "
             f"others with it; take one of {', '.join(names)}"
         )
+    if config.eval_only:
+        raise ConfigError(
+            "a run that follows a stream has no held-out rows, so --eval-only has nothing to "
+            "measure; `jaxrec export` its model, and measure what `jaxrec predict` writes"
+        )
     given = {
         "--epochs": config.data.epochs > 1,
         "--hold-out-data": config.data.eval_path is not None,
@@ -100,7 +105,6 @@ def _check(config: TrainConfig, output: pathlib.Path) -> None:
         "--patience": config.patience > 0,
         "--evaluate-every": config.evaluate_every > 0,
         "--checkpoint.keep-best": config.checkpoint.keep_best > 0,
-        "--eval-only": config.eval_only,
         "--profile": config.profile,
     }
     for option, is_given in given.items():

@@ -36,6 +36,13 @@ def check_resumed(config: TrainConfig, run: TrainConfig) -> None:
             "--ranker and --windows make other requests, or another model, than those of the run; "
             "leave them out"
         )
+    # The number of steps so far says which rows come next; a followed run keeps positions instead.
+    size = run.data.batch_size
+    if config.data.batch_size != size and not (config.eval_only or config.stream.follow):
+        raise ConfigError(
+            f"--batch-size {config.data.batch_size} would skip rows or repeat some, since the run "
+            f"has read batches of {size}; leave --batch-size out"
+        )
     columns = ["user", "item", "history", "time", "label_kind", "dense", "categorical"]
     columns += ["hold_out", "hold_out_by", "hold_out_from", "types"]
     # Other models compare --label with the labels that the run has found.

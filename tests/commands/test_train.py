@@ -308,6 +308,13 @@ def test_the_rows_and_the_model_are_those_of_the_run(tmp_path, capsys, option, m
     assert message in capsys.readouterr().err
 
 
+def test_the_batches_of_a_run_keep_their_size(model, capsys):
+    """The number of steps says which rows come next."""
+    assert main(["train", "--resume=model", "--data.epochs=2", "--batch-size=8"]) == 2
+    assert "--batch-size 8 would skip rows or repeat some" in capsys.readouterr().err
+    assert main(["train", "--resume=model", "--eval-only", "--batch-size=8"]) == 0
+
+
 def test_the_order_of_a_file_is_that_of_the_run(model, capsys):
     assert main(["train", "--resume=model", "--data.epochs=2", "--seed=3"]) == 2
     assert "--seed 3 makes another order of the rows" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from jaxrec.commands import main
 from jaxrec.data import FolderSource, KafkaSource, Schema, TableEncoder
 from jaxrec.train.checkpoint import all_steps
 from jaxrec.train.checkpoint.files import read_run
-from jaxrec.train.config import load_config, parse_options
+from jaxrec.train.config import load_config, parse_options, write_options
 from jaxrec.train.following import SAMPLE_FILE, _batches, _sample
 from jaxrec.train.interrupt import Interrupt
 from jaxrec.train.resumed import check_resumed
@@ -124,6 +124,13 @@ def test_problems(options, problem, tmp_path, monkeypatch, capsys):
     (tmp_path / "file.csv").write_text("x\n1\n")
     assert main(["train", "--follow", "--output", "run", *options]) in (1, 2)
     assert problem in capsys.readouterr().err
+
+
+def test_a_followed_run_is_not_evaluated(tmp_path, capsys):
+    config = parse_options(["--follow", "--data", "kafka://h:1/x"])
+    write_options(config, tmp_path / "config.yaml")
+    assert main(["train", f"--resume={tmp_path}", "--eval-only"]) == 2
+    assert "follows a stream has no held-out rows" in capsys.readouterr().err
 
 
 def test_options_without_follow():

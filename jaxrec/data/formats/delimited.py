@@ -230,8 +230,8 @@ def _may_have_zeros(path: pathlib.Path, separator: str) -> bool:
         while part := stream.read(_SCAN_BYTES):
             data = np.frombuffer(rest + part, np.uint8)
             rest = data[-3:].tobytes()
-            # The digits are the ten bytes from "0" on; smaller bytes wrap around. Letters and
-            # digits, of which most text is, are no starts and no signs; few bytes are left.
+            # The digits are the ten bytes from "0" on; smaller bytes wrap around. A code follows
+            # the start of a field or a sign, which letters and digits are not: few places are left.
             before = data[:-2]
             is_code = (data[1:-1] == zero) & (data[2:] - zero < 10)
             is_code &= (before < zero) | (before == starts[0])

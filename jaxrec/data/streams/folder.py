@@ -30,6 +30,7 @@ from jaxrec.data.streams.source import (
     Rows,
     Source,
     SourceReader,
+    check_choices,
 )
 
 Item = TypeVar("Item")
@@ -37,7 +38,7 @@ Item = TypeVar("Item")
 # Position of a file of which all rows are used; of another file, the row is the next one.
 _DONE = Position(1)
 
-# What to do about a file that is read too early.
+# Advice in the error of a file that was read while it was written.
 _RENAME = (
     "a file must be complete when it has its name: write it as .NAME and rename it, or give "
     "settle_seconds"
@@ -81,11 +82,7 @@ class FolderSource(Source):
     poll_seconds: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, allowed in {"order": ("name", "time"), "deleted": ("fail", "skip")}.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} is {' or '.join(map(repr, allowed))}, got {getattr(self, name)!r}"
-                )
+        check_choices(self, {"order": ("name", "time"), "deleted": ("fail", "skip")})
         if self.settle_seconds < 0 or self.poll_seconds < 0:
             raise ValueError(
                 "settle_seconds and poll_seconds are 0 or more, got "

@@ -23,6 +23,7 @@ from jaxrec.data.streams.source import (
     Rows,
     Source,
     SourceReader,
+    check_choices,
 )
 
 logger = logging.getLogger(__name__)
@@ -90,16 +91,9 @@ class KafkaSource(Source):
 
     def __post_init__(self) -> None:
         Decoder(self.decode, self.schema)
-        choices = {
-            "start": ("earliest", "latest"),
-            "bad_messages": ("fail", "skip"),
-            "deleted": ("fail", "skip"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} is {' or '.join(map(repr, allowed))}, got {getattr(self, name)!r}"
-                )
+        fail_or_skip = ("fail", "skip")
+        choices = {"start": ("earliest", "latest"), "bad_messages": fail_or_skip}
+        check_choices(self, {**choices, "deleted": fail_or_skip})
         if not self.timeout > 0 or self.buffer_bytes < 1 << 10:
             raise ValueError(
                 "timeout is above 0 seconds and buffer_bytes 1024 or more, got "
@@ -130,7 +124,7 @@ class KafkaReader(SourceReader):
         except self._kafka.KafkaException as error:
             raise ValueError(f"options of KafkaSource: {error.args[0].str()}") from None
         try:
-            # Of all partitions in order, so that the shares of the processes are whole.
+            # All processes deal the same list, so that each partition has one reader.
             names = self._partitions()
             if len(names) < shard.count:
                 raise DataError(
@@ -280,7 +274,8 @@ class KafkaReader(SourceReader):
             return
         code = error.code()
         if code == self._kafka.KafkaError._PARTITION_EOF:
-            # Also where the last offsets are those of transactions, which are no messages.
+            # The last offsets may belong to commits of transactions, for which no message comes:
+            # the broker's word that the end is reached counts, too.
             if self._ends is not None and message.offset() >= self._ends.get(index, 0):
                 self._ends.pop(index, None)
         elif code == self._kafka.KafkaError._AUTO_OFFSET_RESET:

@@ -33,6 +33,13 @@ Positions: TypeAlias = Mapping[str, Position]
 """Positions by the names of parts, such as ``{"clicks/0": Position(1200)}``."""
 
 
+def check_choices(source: Source, choices: Mapping[str, Sequence[str]]) -> None:
+    """Raise a ValueError if a field of a source has another value than those that it may have."""
+    for name, allowed in choices.items():
+        if (value := getattr(source, name)) not in allowed:
+            raise ValueError(f"{name} is {' or '.join(map(repr, allowed))}, got {value!r}")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
     """Rows of a stream with the messages that they come from, in order.

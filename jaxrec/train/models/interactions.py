@@ -138,7 +138,7 @@ def _held_out(
 
 
 def _check_questions(last: pa.Array, path: pathlib.Path | None) -> None:
-    """Raise a DataError if there are no last items to predict."""
+    """Raise a DataError if no sequence has a last item to predict, after an earlier one."""
     if not len(last):
         raise DataError(
             f"{path}: no sequence has two items, of which the last is held out, to predict it"

@@ -1,6 +1,7 @@
 // The native kernels without XLA: every primitive on random batches with bad ids and bad lengths,
 // for each instruction set and for several numbers of threads. Results must be those of a plain
 // loop, and the same bits for any number of threads. Built with sanitizers by tests/sanitize.sh.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -16,8 +17,10 @@
 
 #include "attention.h"
 #include "dot_products.h"
+#include "drop_ids.h"
 #include "kernels.h"
 #include "lookup.h"
+#include "max_gradients.h"
 #include "new_rows.h"
 #include "runs.h"
 #include "shift.h"
@@ -772,6 +775,8 @@ void check_new_rows() {
   }
 }
 
+#include "maxima_check.h"
+
 }  // namespace
 
 int main() {
@@ -809,6 +814,8 @@ int main() {
         check_packed(data, code);
       }
       check_bad_packed_lengths(shape);
+      check_max(data);
+      check_max_of_bad_lengths(shape);
       check_sum_rows(data);
       for (Rule rule : {Rule::kSgd, Rule::kAdagrad, Rule::kRowwiseAdagrad, Rule::kAdam,
                         Rule::kPartialRowwiseAdam}) {
@@ -820,6 +827,18 @@ int main() {
     check_runs();
     check_shift_rows();
     check_new_rows();
+    check_max_gradients(0, 0, 4);
+    check_max_gradients(0, 5, 3);
+    check_max_gradients(4, 0, 3);
+    check_max_gradients(6, 18, 0);
+    check_max_gradients(2000, 5990, 33);  // In several pieces.
+    for (bool odd : {false, true}) {
+      check_drop_ids(0, 0, 0, 1, odd);
+      check_drop_ids(3, 0, 5, 1, odd);
+      check_drop_ids(3, 5, 0, 3, odd);
+      check_drop_ids(4, 30, 40, 3, odd);
+      check_drop_ids(5, 900, 2000, 3, odd);  // By several threads.
+    }
     for (int64_t n : {0, 1, 2, 3, 4, 5, 6, 9, 17, 18, 27, 33, 34, 50, 66, 81}) {
       for (int64_t dim : {0, 1, 3, 4, 16, 21, 65}) check_pairs(3, n, dim);
     }

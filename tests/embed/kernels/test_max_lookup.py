@@ -100,6 +100,17 @@ def test_a_nan_and_infinities(implementation):
 
 
 @with_implementation
+def test_bags_whose_ids_are_used_up_are_empty(implementation):
+    """Lengths may say more than there are ids, in a batch that was made without checks."""
+    rows = -jnp.ones((2, 3), jnp.float32)
+    layout = BagLayout((0,), (2,), (0,), (2,), (0,), (2,), (False,), takes_max=True)
+    arrays = jnp.array([0, 1], jnp.int32), jnp.array([2, 5], jnp.int32), layout
+    found, winners = kernels.max_lookup(rows, *arrays, "float32")
+    np.testing.assert_array_equal(found, [[-1] * 3, [0] * 3])
+    np.testing.assert_array_equal(winners, [[0] * 3, [-1] * 3])
+
+
+@with_implementation
 def test_drop_ids(implementation):
     """Any mix of kept and dropped ids, of features with and without one to drop."""
     features = (DroppingFeature(0, 30, 0, 8, 2), DroppingFeature(35, 15, 11, 5, 0))

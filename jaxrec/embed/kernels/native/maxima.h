@@ -1,8 +1,8 @@
 // The largest element of each column over the rows of a bag. Included once per instruction set, after
 // packed.h.
 //
-// The first of equal elements wins. A NaN wins over all numbers; which of several does is open. A bag without rows gives zeros, and
-// where all elements are -infinity no element wins.
+// The first of equal elements wins. A NaN wins over all numbers; which of several NaN does is open. A
+// bag without rows gives zeros. Where all elements are -infinity, none wins.
 
 constexpr float kSmallest = -__builtin_inff();
 
@@ -60,13 +60,13 @@ struct Largest {
   }
 };
 
-// The result of a bag: `fill` in place of the largest elements, if that is not the number 1.
+// The result of a bag: `fill` in place of the largest elements if the bag is empty or has a bad id.
 struct BagResult {
   bool has_fill;
   float fill;
 
   JAXREC_MEMBER explicit BagResult(const PooledBag& bag)
-      : has_fill(bag.has_bad_id || bag.length == 0),
+      : has_fill(bag.has_bad_id || bag.is_empty),
         fill(bag.has_bad_id ? __builtin_nanf("") : 0.0f) {}
   JAXREC_MEMBER Vec operator()(Vec best) const { return has_fill ? splat(fill) : best; }
   JAXREC_MEMBER Mask operator()(Mask winner) const { return has_fill ? splat_position(-1) : winner; }

@@ -57,6 +57,7 @@ JAXREC_INLINE void with_rows(const Source& source, int64_t dim, const Work& work
 struct PooledBag {
   int64_t number, length;
   bool has_bad_id;  // Whether an id is outside of the table.
+  bool is_empty;    // Also where its length is not 0, but all ids of the feature are used up.
 };
 
 // Pools consecutive bags. ask(id) prefetches a row, add(sums, column, position, id) adds its columns
@@ -100,7 +101,7 @@ JAXREC_INLINE void pool_each_bag(const Bags& bags, uint32_t num_rows, int64_t ro
         }
         add(sums, column, position, id);
       }
-      put(sums, PooledBag{bag, length, outside}, column, out + column * element_bytes);
+      put(sums, PooledBag{bag, length, outside, begin == end}, column, out + column * element_bytes);
     });
     begin = end;
   }
