@@ -14,7 +14,8 @@ SIZES = ("batch_size", "epochs")
 MIN_BATCH_SIZE, MAX_BATCH_SIZE = 16, 2048
 
 # Small files are read twice if the rows of their tables are looked up often. A row of few lookups
-# repeats the labels of its samples when it sees them again; docs/choosing_a_model.md has figures.
+# repeats the labels of its samples when it sees them again: on Amazon Beauty, with 7 lookups of a
+# row, a second epoch raised the log loss from 0.650 to 0.669.
 MAX_ROWS_READ_TWICE = 100_000
 MIN_LOOKUPS_READ_TWICE = 25
 

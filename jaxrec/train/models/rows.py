@@ -35,7 +35,7 @@ FIRST_VALUES = nnx.initializers.normal(0.01)
 # Row-wise Adagrad divides a row's gradient by the root of the sum of its squares so far. Without a
 # first value of this sum, the first sample of a rare id would move its row as far as a hundred
 # samples move that of a frequent one, and the row would repeat that sample's label. The first value
-# is in squares of the gradient of one sample's loss; docs/choosing_a_model.md has what it gains.
+# is in squares of the gradient of one sample's loss.
 FIRST_SQUARES = 10.0
 
 # End of the names of the tables of width 1 that a linear part has beside the others.
