@@ -28,6 +28,19 @@ def public_names(package: Mapping[str, Any], *modules: str) -> list[str]:
     )
 
 
+def warn_of_earlier_form(message: str) -> None:
+    """Warn, where the function that calls this was called, that it goes after one version.
+
+    ``message`` names the form of today.
+    """
+    # 1 is this line, 2 the function that has an earlier form, 3 the user's.
+    warnings.warn(
+        f"{message}; the earlier form goes with the next minor version",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+
+
 def moved_names(package: str, moved: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a ``__getattr__`` for a package that finds moved names, with a warning.
 
@@ -37,7 +50,7 @@ def moved_names(package: str, moved: Mapping[str, str]) -> Callable[[str], Any]:
     def get(name: str) -> Any:
         if name not in moved:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        warnings.warn(f"{package}.{name} is now {moved[name]}", DeprecationWarning, stacklevel=2)
+        warn_of_earlier_form(f"{package}.{name} is now {moved[name]}")
         module, _, attribute = moved[name].rpartition(".")
         return getattr(importlib.import_module(module), attribute)
 

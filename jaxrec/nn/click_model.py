@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
+from jaxrec._public import warn_of_earlier_form
 from jaxrec.embed import EmbeddingBagCollection
 from jaxrec.embed.config import TableConfig
 from jaxrec.nn.arithmetic import promote
@@ -49,9 +49,7 @@ class ClickModel(nnx.Module):
 
     def look_up(self, features: KeyedJaggedArray) -> Any:
         """Call `lookup`, with a `DeprecationWarning`: this is its name in earlier versions."""
-        warnings.warn(
-            f"{type(self).__name__}.look_up is called lookup now", DeprecationWarning, stacklevel=2
-        )
+        warn_of_earlier_form(f"{type(self).__name__}.look_up is called lookup now")
         return self.lookup(features)
 
     def logits(self, dense: Any, embedded: Any) -> Float[Array, " batch"]:

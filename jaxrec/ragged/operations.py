@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from jaxtyping import Array, Float, Int, Num
 
+from jaxrec._public import warn_of_earlier_form
 from jaxrec.ragged import fbgemm
 from jaxrec.ragged.arrays import AnyArray, require_one_batch
 from jaxrec.ragged.fbgemm import Dense
@@ -39,10 +39,8 @@ def _column_first(operation: Callable[Arguments, Result]) -> Callable[Arguments,
                 f"jaxrec.ragged.{name} takes one column of a batch, such as batch["
                 f"{next(iter(arguments[0].keys), 'feature')!r}]; got a KeyedJaggedArray"
             )
-        warnings.warn(
-            f"jaxrec.ragged.{name} takes a JaggedArray; jaxrec.ragged.fbgemm.{name} takes arrays",
-            DeprecationWarning,
-            stacklevel=2,
+        warn_of_earlier_form(
+            f"jaxrec.ragged.{name} takes a JaggedArray; jaxrec.ragged.fbgemm.{name} takes arrays"
         )
         loose: Any = getattr(fbgemm, name)
         return loose(*arguments, **options)
