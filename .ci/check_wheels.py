@@ -2,9 +2,9 @@
 
     python .ci/check_wheels.py DIRECTORY
 
-``DIRECTORY`` has the wheels and the source distribution that ``.ci/wheels`` builds. The wheel of this
-machine and the source distribution (without a compiler) are installed into new environments, where
-a model is trained. Wheels of other machines are only looked into.
+``DIRECTORY`` has the wheels and the source distribution that ``.ci/wheels`` builds. The wheel of
+this machine and the source distribution (without a compiler) are installed into new environments,
+where a model is trained. Wheels of other machines are only looked into.
 """
 
 from __future__ import annotations
