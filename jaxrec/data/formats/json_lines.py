@@ -14,7 +14,7 @@ import pyarrow.json
 
 from jaxrec.data.files import DataError
 from jaxrec.data.formats.base import Format, Types, unpacked
-from jaxrec.data.structs import flat_table
+from jaxrec.data.structs import flat_table, with_types
 
 PART_BYTES = 16 << 20
 
@@ -46,20 +46,8 @@ class JsonLines(Format):
             schema = table.schema if schema is None else _unified(path, schema, table.schema)
         if schema is None:
             raise DataError(f"{path} is empty; leave it out, such as by a pattern of the others")
-        for table in _parts(path, pa.schema(_with_types(schema, types))):
+        for table in _parts(path, pa.schema(with_types(schema, types))):
             yield _without_empty_objects(table.select(schema.names))
-
-
-def _with_types(fields: Iterable[pa.Field], types: Types, before: str = "") -> list[pa.Field]:
-    """Give columns the types of a user, who names a field of an object ``user.age``."""
-    typed = []
-    for field in fields:
-        name = f"{before}{field.name}"
-        kind = types.get(name, field.type)
-        if pa.types.is_struct(kind):
-            kind = pa.struct(_with_types(kind, types, f"{name}."))
-        typed.append(field.with_type(kind))
-    return typed
 
 
 def _unified(path: pathlib.Path, first: pa.Schema, second: pa.Schema) -> pa.Schema:
