@@ -156,7 +156,8 @@ def _text_columns(served: ServedModel) -> set[str]:
 def _kept_types(files: DataFiles, keep: tuple[str, ...]) -> pa.Schema:
     """Return the types in the output of the columns ``keep``, on which all input files agree."""
     types = CommonTypes(keep)
-    for path, columns in ParquetGroups(files.paths, keep, sources=files.sources).schemas.items():
+    groups = ParquetGroups(files.paths, keep, sources=files.sources)
+    for path, columns in groups.schemas_of_rows.items():
         types.add(columns, path)
     return pa.schema([types.schema.field(name) for name in keep])
 

@@ -137,9 +137,10 @@ class FileGroups(abc.ABC):
         names = dict.fromkeys(name for _, columns, _ in files for name in columns.names)
         names |= dict.fromkeys(self.columns or ())
         files = [(path, flat_schema(columns, names), sizes) for path, columns, sizes in files]
-        for path, columns, _ in files:
+        is_empty = not any(map(sum, (sizes for *_, sizes in files)))
+        for path, columns, sizes in files:
             for name in self.columns or ():
-                if name not in columns.names:
+                if name not in columns.names and (is_empty or sum(sizes)):
                     raise missing_column(self._sources[path], name, columns.names)
         return tuple(files)
 
@@ -147,6 +148,15 @@ class FileGroups(abc.ABC):
     def schemas(self) -> dict[pathlib.Path, pa.Schema]:
         """Names and types of each file's columns; directories such as ``day=3`` are columns too."""
         return {self._sources[path]: columns for path, columns, _ in self._files}
+
+    @property
+    def schemas_of_rows(self) -> dict[pathlib.Path, pa.Schema]:
+        """The `schemas` of files with rows; if no file has any, of all.
+
+        Columns without rows have no types, as a table of names alone or an empty data frame.
+        """
+        filled = {self._sources[path]: x for path, x, sizes in self._files if sum(sizes)}
+        return filled or self.schemas
 
     @functools.cached_property
     def _locations(self) -> tuple[tuple[pathlib.Path, int, int, int], ...]:
@@ -157,6 +167,7 @@ class FileGroups(abc.ABC):
             locations += [
                 (path, number, stop - rows, rows)
                 for number, (rows, stop) in enumerate(zip(sizes, stops, strict=True))
+                if rows
             ]
         return tuple(locations)
 

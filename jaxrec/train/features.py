@@ -210,7 +210,7 @@ def learn_features(
     assert isinstance(training.groups, ParquetGroups)
     # With nothing to learn, the training rows are checked as they are read; held-out rows would be
     # read only after training.
-    if not needs_pass(schema, training.groups.schemas.values()):
+    if not needs_pass(schema, training.groups.schemas_of_rows.values()):
         check_rows(encoder, held_out)
         return encoder
     started, rows = time.perf_counter(), sum(training.sizes)
@@ -298,7 +298,9 @@ def _find_schema(data: DataConfig, console: Console, is_dynamic: bool, needs_lab
     else:
         keys = tuple(dict.fromkeys(key for each in files for key in each.keys))
         groups = [ParquetGroups(each.paths, keys=keys, sources=each.sources) for each in files]
-    schemas = {path: x for rows in groups for path, x in rows.schemas.items()}
+    if not sum(groups[0].sizes):
+        raise DataError(f"{data.path}: it has no rows")
+    schemas = {path: x for rows in groups for path, x in rows.schemas_of_rows.items()}
     # Held-out rows may lack a struct that training rows have, and the reverse.
     names = dict.fromkeys(name for each in schemas.values() for name in each.names)
     columns = {path: flat_schema(each, names) for path, each in schemas.items()}

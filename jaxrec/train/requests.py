@@ -86,8 +86,8 @@ class RequestData:
             return cls._grouped(movielens_ratings(path), data)
         found = parquet_data(path, data)
         files = ParquetGroups.of_files(found)
-        shared = set.intersection(*({*each.names} for each in files.schemas.values()))
-        columns = common_columns(files.schemas.items(), shared)
+        shared = set.intersection(*({*each.names} for each in files.schemas_of_rows.values()))
+        columns = common_columns(files.schemas_of_rows.items(), shared)
         names = Columns.find(data, columns.names)
         if is_list(columns.field(names.time).type):
             return cls(files, columns)

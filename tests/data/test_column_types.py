@@ -81,6 +81,30 @@ SUSPECTS = {
 }
 
 
+FORMS = {
+    "1,000": "numbers, such as '1,000'; write 12000.5",
+    "12,5 %": "numbers, such as",
+    "$3": "numbers, such as",
+    "3/1/2024": "dates, such as '3/1/2024'; write a column of times",
+    "2024-03-01T10:00": "dates, such as",
+    "[1, 2]": "lists, such as '\\[1, 2\\]'; write lists",
+    "007": None,
+    "3 rooms": None,
+    "a": None,
+}
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_text_of_other_values(tmp_path, text):
+    (sentence,) = said(tmp_path, {"x": pa.array([text, None] * (ROWS // 2))}) or [""]
+    if FORMS[text] is None:
+        assert not sentence
+    else:
+        assert re.match(
+            f"column 'x' is text for categories that looks like {FORMS[text]}", sentence
+        )
+
+
 @pytest.mark.parametrize("name", SUSPECTS)
 def test_suspects(tmp_path, name):
     values, message = SUSPECTS[name]

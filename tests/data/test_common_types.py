@@ -229,3 +229,16 @@ def test_a_null_struct(tmp_path):
     rows = encoder(TABLES["nulls"])
     assert rows["x.a"].unique().to_pylist() == [0]
     np.testing.assert_allclose(rows["x.b.c"], 0, atol=1e-6)  # the mean
+
+
+def test_files_without_rows(tmp_path):
+    """Names alone have no types, and may lack columns; an empty data frame is such a file."""
+    for number, kept in enumerate((["label"], ["x", "user", "label"])):
+        none = pa.table(dict.fromkeys(kept, pa.nulls(0)))
+        pq.write_table(none, tmp_path / f"empty {number}.parquet")
+    encoder = learned(tmp_path, "whole")
+    assert encoder.encoded_columns.names == ["label", "weight", "x", "user"]
+    for path in tmp_path.glob("[0-9]*.parquet"):
+        path.unlink()
+    with pytest.raises(DataError, match="it has no rows"):
+        learn_features(DataConfig(path=tmp_path, label=("label",)))

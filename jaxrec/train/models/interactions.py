@@ -173,7 +173,7 @@ def _lists(values: pa.Array, lengths: Int[np.ndarray, " sequences"]) -> pa.Array
 
 def _read(files: DataFiles, columns: tuple[str, ...]) -> pa.Table:
     groups = ParquetGroups.of_files(files, columns)
-    common_columns(groups.schemas.items(), columns)  # or an error that names two files
+    common_columns(groups.schemas_of_rows.items(), columns)  # or an error that names two files
     tables = [groups.read(group) for group in range(len(groups.sizes))]
     if not tables:
         raise DataError(f"{next(iter(groups.schemas))}: it has no rows")
