@@ -18,7 +18,7 @@ from jaxrec.arguments import NOT_GIVEN, ConfigError, parse, required
 from jaxrec.data import DataError, ParquetGroups, Vocabulary
 from jaxrec.data.addresses import Address, data_path
 from jaxrec.data.arrays import as_column
-from jaxrec.data.column_types import CommonTypes
+from jaxrec.data.common_types import CommonTypes
 from jaxrec.data.files import DataFiles
 from jaxrec.data.formats.conversion import format_of, table_files
 from jaxrec.data.groups import check_key, missing_column
@@ -156,7 +156,8 @@ def _text_columns(served: ServedModel) -> set[str]:
 def _kept_types(files: DataFiles, keep: tuple[str, ...]) -> pa.Schema:
     """Return the types in the output of the columns ``keep``, on which all input files agree."""
     types = CommonTypes(keep)
-    for path, columns in ParquetGroups(files.paths, keep, sources=files.sources).schemas.items():
+    groups = ParquetGroups(files.paths, keep, sources=files.sources)
+    for path, columns in groups.schemas_of_rows.items():
         types.add(columns, path)
     return pa.schema([types.schema.field(name) for name in keep])
 
@@ -181,16 +182,20 @@ def _read(
         path, pre_buffer=False, buffer_size=buffer_size, page_checksum_verification=True
     ) as file:
         stored = flat_schema(file.schema_arrow).names
+        # The fields of a struct that is null in all rows.
+        fields = {*flat_schema(file.schema_arrow, columns).names} - {*stored}
         for name in columns:
-            if name not in stored and name not in keys:
+            if name not in stored and name not in fields and name not in keys:
                 raise missing_column(source, name, stored)
         wanted = [name for name in columns if name in stored]
         for batch in file.iter_batches(batch_size, columns=wanted):
             rows = without_views(flat_table(pa.Table.from_batches([batch])))
+            for name in fields:
+                rows = rows.append_column(name, pa.nulls(len(batch)))
             for name in columns:
                 if name in stored and name in checked:
                     check_key(rows[name], name, keys[name], source)
-                if name not in stored:
+                if name not in rows.column_names:
                     rows = rows.append_column(name, key_column(keys[name], types[name], len(batch)))
             if len(batch):
                 yield rows

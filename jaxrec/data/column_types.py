@@ -1,4 +1,4 @@
-"""Arrow types of columns: the roles they allow, and checks against a schema and between files."""
+"""Arrow types of columns: the roles they allow, and checks against a schema."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection
-from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -185,117 +184,3 @@ def _advice(name: str, kind: pa.DataType, is_dense_column: bool) -> str:
     if is_dense_column and is_list(kind) and is_dense(kind.value_type):
         return "give the width of the vectors, such as width: 64, or leave it out of the schema"
     return "convert it, or leave it out of the schema"
-
-
-class _Column(NamedTuple):
-    """The type that the files so far have for a column, and the file that it comes from."""
-
-    kind: pa.DataType
-    path: str | os.PathLike[str]
-
-
-class CommonTypes:
-    """Types of the columns of a data set's files, which must agree on each column.
-
-    All number types agree, all string types agree, and null agrees with every type. ``names`` are
-    the columns to compare, those of a schema. None: all columns, and every file must have every
-    column that can be a feature, except for ``exclude``.
-    """
-
-    def __init__(self, names: Collection[str] | None = None, exclude: Collection[str] = ()):
-        self._names, self._exclude = names, exclude
-        self._columns: dict[str, _Column] = {}
-        self._first: str | os.PathLike[str] | None = None
-        self._index: set[str] = set()
-        # Columns of integers in one file and of floats in another: pandas writes integers with
-        # nulls as floats, so that these are mostly ids.
-        self.mixed: set[str] = set()
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Names and types of the compared columns, with pandas' metadata of index columns."""
-        # A column is an index if one file says so: `infer_schema` must see it in the metadata.
-        metadata = {"pandas": json.dumps({"index_columns": sorted(self._index)})}
-        return pa.schema({name: x.kind for name, x in self._columns.items()}, metadata)
-
-    def add(self, columns: pa.Schema, path: str | os.PathLike[str]) -> None:
-        """Compare the columns of one more file with those of the files before."""
-        self._index |= index_columns(columns)
-        names = columns.names
-        for name, kind in zip(names, columns.types, strict=True):
-            if self._names is not None and name not in self._names:
-                continue
-            if names.count(name) > 1:
-                raise DataError(
-                    f"{path} has {names.count(name)} columns {name!r}; give each a name of its own"
-                )
-            before = self._columns.get(name)
-            self._columns[name] = now = _Column(kind, path)
-            if before is not None:
-                self._columns[name] = self._merged(name, before, now)
-            elif self._first is not None:
-                self._check_is_needless(name, self._first)
-        for name in [name for name in self._columns if name not in columns.names]:
-            self._check_is_needless(name, path)
-        self._first = self._first or path
-
-    def _check_is_needless(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Raise a DataError if a column can be a feature; the file ``path`` lacks it."""
-        kind, other = self._columns[name]
-        if self._is_compared(name) and self._names is None and _may_be_feature(kind):
-            raise DataError(
-                f"{path} has no column {name!r}, which {other} has; leave it out with --exclude "
-                f"{name}, or write all files with the same columns"
-            )
-
-    def _is_compared(self, name: str) -> bool:
-        return self._names is not None or not (name in self._index or name in self._exclude)
-
-    def _merged(self, name: str, before: _Column, now: _Column) -> _Column:
-        """Return the type of a column that two types in files agree on, or raise a DataError."""
-        if not _agree(before.kind, now.kind):
-            may_be_feature = _may_be_feature(before.kind) or _may_be_feature(now.kind)
-            if self._names is not None or (self._is_compared(name) and may_be_feature):
-                advice = f"leave it out with --exclude {name}, or " if self._names is None else ""
-                raise DataError(
-                    f"{now.path}, column {name!r} is of type {now.kind}, and of type {before.kind} "
-                    f"in {before.path}; {advice}write all files with one type"
-                )
-            return before
-        floats = [pa.types.is_floating(each.kind) for each in (before, now)]
-        if any(floats) and any(is_integral(each.kind) for each in (before, now)):
-            self.mixed.add(name)
-            return now if floats[1] else before
-        # Vectors of one file may be whole numbers, such as [0, 1] in JSON.
-        if is_list(now.kind) and is_vector(before.kind) != is_vector(now.kind):
-            return now if is_vector(now.kind) else before
-        # A file whose times are all at midnight may have dates.
-        if pa.types.is_date(before.kind) and pa.types.is_timestamp(now.kind):
-            return now
-        # A column of nulls, or of lists of nulls, has no values yet.
-        has_values = not pa.types.is_null(value_type(before.kind))
-        return before if has_values or pa.types.is_null(now.kind) else now
-
-
-def _may_be_feature(kind: pa.DataType) -> bool:
-    return is_dense(kind) or is_categorical(kind, floats=False) or is_time(kind) or is_vector(kind)
-
-
-def _agree(one: pa.DataType, other: pa.DataType) -> bool:
-    """Return whether both types are numbers, strings or bytes, or both are lists of these."""
-    if one == other or pa.types.is_null(one) or pa.types.is_null(other):
-        return True
-    kinds = {_kind(value_type(one)), _kind(value_type(other))}
-    return is_list(one) == is_list(other) and len(kinds - {"null"}) < 2
-
-
-def _kind(kind: pa.DataType) -> str:
-    if pa.types.is_null(kind):
-        return "null"
-    if is_dense(kind):
-        return "numbers"
-    if is_time(kind):
-        return "times"
-    if is_string(kind):
-        return "strings"
-    return "bytes" if is_bytes(kind) else str(kind)

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jaxrec.data.column_types import is_dense, is_list
-from jaxrec.data.encode import are_whole, joined, numbers, signed_log1p
+from jaxrec.data.column_types import is_dense, is_list, is_string
+from jaxrec.data.encode import are_whole, decoded, joined, numbers, signed_log1p
 from jaxrec.data.feature_table import feature_table
 from jaxrec.data.files import DataError
 from jaxrec.data.groups import FileGroups, RowGroups
@@ -29,6 +29,21 @@ _WEIGHT_NAME = re.compile(r"(^|_)(weights?|importances?)$")
 
 # Names of ids: user_id, itemID, userId, "id".
 _ID_NAME = re.compile(r"(^|[^a-zA-Z])(id|ids|ID|IDS)$|[a-z0-9](Id|Ids|ID|IDs)$")
+
+# Forms of text that people write for other values, and what is read as these.
+_FORMS = (
+    (
+        "numbers",
+        r"^[-+]?[$€£]? ?(\d{1,3}([,.' ]\d{3})+|\d*)([.,]\d+)? ?[%€$£]?$",
+        "write 12000.5, without marks",
+    ),
+    (
+        "dates",
+        r"^(\d{1,2}[./-]\d{1,2}[./-]\d{2,4}|\d{4}[-/.]\d{1,2}[-/.]\d{1,2})([T ]\d.*)?$",
+        "write a column of times, or 2024-03-01 and its parts in a --schema",
+    ),
+    ("lists", r"^[\[{(].*[\]})]$", "write lists, in Parquet or JSON lines"),
+)
 
 # Largest share of the rarer label's rows in which a copy of the label may differ from it.
 _DIFFERENT = 0.005
@@ -68,6 +83,8 @@ def suspects(schema: Schema, rows: RowGroups, *, by_name: bool = True) -> Iterat
             yield f"column {name!r} looks like weights of the rows; --weight {name}, or {advice}"
         elif by_name and _is_label(name, column):
             yield f"column {name!r} looks like another label, and is a feature; {advice}"
+        elif by_name and (form := _form(column)) is not None:
+            yield f"column {name!r} is text for categories that looks like {form}; or {advice}"
 
 
 def _sample(rows: RowGroups) -> pa.Table:
@@ -148,6 +165,21 @@ def _is_label(name: str, column: pa.Array) -> bool:
     values, is_null = numbers(column)
     is_binary = (is_null | np.isin(values, (0, 1))).all() and not is_null.all()
     return name in LABEL_NAMES or (bool(is_binary) and bool(_LABEL_WORD.search(name.lower())))
+
+
+def _form(column: pa.Array) -> str | None:
+    """Return what the text of a column looks like, and how to write that; None: like categories."""
+    texts = decoded(column)
+    if not is_string(texts.type):
+        return None
+    texts = pc.unique(texts.cast(pa.string())).drop_null()
+    for form, pattern, advice in _FORMS:
+        if pc.all(pc.match_substring_regex(texts, pattern), min_count=1).as_py():
+            # Codes of digits alone are categories.
+            other = texts.filter(pc.invert(pc.match_substring_regex(texts, r"^\d*$")))
+            if len(other):
+                return f"{form}, such as {other[0].as_py()!r}; {advice}"
+    return None
 
 
 def _is_weight(name: str, column: pa.Array) -> bool:

@@ -34,7 +34,7 @@ def feature_table(
     Raises:
         DataError: A column of times is missing, has another type, or has text that is no time.
     """
-    table = flat_table(table)
+    table = flat_table(table, schema.inputs)
     kinds = feature_schema(schema, table.schema, path)
     times: dict[str, pa.Array] = {}
 

@@ -21,6 +21,7 @@ import pyarrow as pa
 from jaxrec.data.addresses import data_path
 from jaxrec.data.files import DataError
 from jaxrec.data.partitions import has_value, key_column, key_types, keys_of
+from jaxrec.data.structs import flat_schema
 
 
 @runtime_checkable
@@ -127,21 +128,35 @@ class FileGroups(abc.ABC):
         # All footers are read before the first row: a file without a column fails now, not in the
         # middle of an epoch.
         files = []
-        for path, source in self._sources.items():
+        for path in self._sources:
             with self.open(path) as file:
                 columns, sizes = file.columns, file.sizes
             for name in self._keys(path, columns.names):
                 columns = columns.append(pa.field(name, self._key_types[name]))
-            for name in self.columns or ():
-                if name not in columns.names:
-                    raise missing_column(source, name, columns.names)
             files.append((path, columns, sizes))
+        names = dict.fromkeys(name for _, columns, _ in files for name in columns.names)
+        names |= dict.fromkeys(self.columns or ())
+        files = [(path, flat_schema(columns, names), sizes) for path, columns, sizes in files]
+        is_empty = not any(map(sum, (sizes for *_, sizes in files)))
+        for path, columns, sizes in files:
+            for name in self.columns or ():
+                if name not in columns.names and (is_empty or sum(sizes)):
+                    raise missing_column(self._sources[path], name, columns.names)
         return tuple(files)
 
     @property
     def schemas(self) -> dict[pathlib.Path, pa.Schema]:
         """Names and types of each file's columns; directories such as ``day=3`` are columns too."""
         return {self._sources[path]: columns for path, columns, _ in self._files}
+
+    @property
+    def schemas_of_rows(self) -> dict[pathlib.Path, pa.Schema]:
+        """The `schemas` of files with rows; if no file has any, of all.
+
+        Columns without rows have no types, as a table of names alone or an empty data frame.
+        """
+        filled = {self._sources[path]: x for path, x, sizes in self._files if sum(sizes)}
+        return filled or self.schemas
 
     @functools.cached_property
     def _locations(self) -> tuple[tuple[pathlib.Path, int, int, int], ...]:
@@ -152,6 +167,7 @@ class FileGroups(abc.ABC):
             locations += [
                 (path, number, stop - rows, rows)
                 for number, (rows, stop) in enumerate(zip(sizes, stops, strict=True))
+                if rows
             ]
         return tuple(locations)
 
@@ -177,6 +193,12 @@ class FileGroups(abc.ABC):
                 table = file.read(number, wanted)
         except DataError as error:
             raise DataError(f"{source}, row group {number}: it cannot be read ({error})") from None
+        # The fields of a struct that is null in all rows of this file.
+        known = {*stored, *keys_of(path)}
+        if fields := [n for n in (names if columns is None else columns) if n not in known]:
+            for name in fields:
+                table = table.append_column(name, pa.nulls(rows))
+            table = table.select([name for name in table.column_names if name in names])
         for name, value in keys_of(path).items():
             if name in self.keys and name in table.column_names:
                 check_key(table[name], name, value, source)

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from jaxrec.data.column_types import CommonTypes, check_columns, is_list
+from jaxrec.data.column_types import check_columns, is_integral, is_list, value_type
+from jaxrec.data.common_types import common_columns
 from jaxrec.data.encode import (
     Location,
     encode_categorical,
@@ -137,11 +138,9 @@ class ColumnStatistics:
 
     def __add__(self, other: ColumnStatistics) -> ColumnStatistics:
         """Add the statistics of other rows; raise a DataError if their columns' types differ."""
-        types = {**other.types, **self.types}
+        types = {**self.types, **other.types, **self.types}
         if len(types) > len(self.types):
-            common = CommonTypes(self.schema.columns)
-            for kinds, path in (*self.types.items(), *other.types.items()):
-                common.add(kinds, path)
+            _common(self.schema, types)
         counts = _sum(self.counts, other.counts)
         sums, lengths = _sum(self.sums, other.sums), _sum(self.lengths, other.lengths)
         # A part of a cluster may have no rows.
@@ -176,7 +175,36 @@ class ColumnStatistics:
         columns = self.schema.columns
         moments = {name: self.sums[name].moments() for name in columns if name in self.sums}
         lengths = {name: self.lengths[name] for name in columns if name in self.lengths}
-        return TableEncoder(self.schema, vocabularies, moments, lengths, self.example)
+        example = self.example
+        if example is not None and len(self.types) > 1:
+            example = _with_values(example, _common(self.schema, self.types))
+        return TableEncoder(self.schema, vocabularies, moments, lengths, example)
+
+
+def _common(schema: Schema, types: Mapping[pa.Schema, str | os.PathLike[str]]) -> pa.Schema:
+    """Return the types on which the columns of all files agree, or raise a DataError."""
+    return common_columns([(path, kinds) for kinds, path in types.items()], schema.columns)
+
+
+def _with_values(example: pa.Table, types: pa.Schema) -> pa.Table:
+    """Give columns of nulls or booleans the types that other files have for them.
+
+    What an encoder takes later depends on these types, and must not on the order of the files.
+    """
+    for number, field in enumerate(example.schema):
+        if field.name not in types.names:
+            continue
+        kind, wanted = value_type(field.type), types.field(field.name).type
+        if pa.types.is_boolean(kind) and not pa.types.is_boolean(value_type(wanted)):
+            # Arrow makes no decimals and halves of booleans.
+            wide = pa.int64() if is_integral(value_type(wanted)) else pa.float64()
+            wanted = pa.list_(wide) if is_list(wanted) else wide
+        elif not pa.types.is_null(kind):
+            continue
+        wanted = wanted if is_list(wanted) else value_type(wanted)
+        column = example[field.name].cast(wanted)
+        example = example.set_column(number, field.with_type(wanted), column)
+    return example
 
 
 def _sum(one: Mapping[str, Statistic], other: Mapping[str, Statistic]) -> dict[str, Statistic]:

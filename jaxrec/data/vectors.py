@@ -136,7 +136,8 @@ def learned_widths(columns: pa.Schema, groups: Iterable[ColumnGroups]) -> dict[s
                 if not is_list(table.field(name).type):
                     continue  # nulls alone, in one of several files
                 lengths = pc.unique(pc.list_value_length(joined(table[name])).drop_null())
-                if len(lengths):
+                # Empty lists, such as those of a file whose lists are all empty, tell nothing.
+                if lengths.to_pylist() not in ([], [0]):
                     names.remove(name)
                     widths[name] = lengths[0].as_py() if len(lengths) == 1 else 0
     return {name: width for name, width in widths.items() if width}

@@ -23,8 +23,9 @@ from jaxrec.data import (
     learn_encoder,
     read_schema,
 )
-from jaxrec.data.column_types import CommonTypes, check_columns
+from jaxrec.data.column_types import check_columns
 from jaxrec.data.column_values import are_ids, number_labels, skewed_numbers, suspects, whole_floats
+from jaxrec.data.common_types import CommonTypes
 from jaxrec.data.criteo.conversion import SUMMARY_FILE, read_summary
 from jaxrec.data.criteo.log import criteo_schema
 from jaxrec.data.criteo.parts import is_part
@@ -209,7 +210,7 @@ def learn_features(
     assert isinstance(training.groups, ParquetGroups)
     # With nothing to learn, the training rows are checked as they are read; held-out rows would be
     # read only after training.
-    if not needs_pass(schema, training.groups.schemas.values()):
+    if not needs_pass(schema, training.groups.schemas_of_rows.values()):
         check_rows(encoder, held_out)
         return encoder
     started, rows = time.perf_counter(), sum(training.sizes)
@@ -294,13 +295,20 @@ def _find_schema(data: DataConfig, console: Console, is_dynamic: bool, needs_lab
         schema = _with_vocabularies(read_schema(data.schema), data, is_dynamic)
         check_zones(schema)
         groups = [ParquetGroups(each.paths, schema.inputs, sources=each.sources) for each in files]
-        types = CommonTypes(schema.inputs)
     else:
         keys = tuple(dict.fromkeys(key for each in files for key in each.keys))
         groups = [ParquetGroups(each.paths, keys=keys, sources=each.sources) for each in files]
-        names = dict.fromkeys(n for rows in groups for x in rows.schemas.values() for n in x.names)
-        types = CommonTypes(exclude=covered(data.exclude, names))
-    columns = {path: x for rows in groups for path, x in rows.schemas.items()}
+    if not sum(groups[0].sizes):
+        raise DataError(f"{data.path}: it has no rows")
+    schemas = {path: x for rows in groups for path, x in rows.schemas_of_rows.items()}
+    # Held-out rows may lack a struct that training rows have, and the reverse.
+    names = dict.fromkeys(name for each in schemas.values() for name in each.names)
+    columns = {path: flat_schema(each, names) for path, each in schemas.items()}
+    types = (
+        CommonTypes(exclude=covered(data.exclude, names))
+        if data.schema is None
+        else CommonTypes(schema.inputs)
+    )
     for path, each in columns.items():
         types.add(each, path)
     if data.schema is None:

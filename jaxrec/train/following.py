@@ -33,7 +33,7 @@ from jaxrec.train.results import HISTORY_FILE
 from jaxrec.train.run_callbacks import RunCheckpoints, RunningMetrics, shown_values
 from jaxrec.train.run_size import with_sizes
 from jaxrec.train.run_trainer import make_trainer, train_on
-from jaxrec.train.stream_options import open_source, topic_address
+from jaxrec.train.stream_options import followed_columns, open_source, topic_address
 from jaxrec.train.trainer import Trainer
 
 SAMPLE_FILE = "sample.parquet"
@@ -172,19 +172,15 @@ def _batches(
     config: TrainConfig, encoder: TableEncoder, columns: pa.Schema, interrupt: Interrupt
 ) -> StreamBatches:
     assert config.data.path is not None
-    # Fields that the model does not read may come later, or change their types.
-    read = {
-        ".".join(parts[: end + 1])
-        for parts in (name.split(".") for name in encoder.schema.inputs)
-        for end in range(len(parts))
-    }
-    columns = pa.schema([field for field in columns if field.name in read])
+    columns = followed_columns(columns, encoder.schema)
     shard = Shard(jax.process_index(), jax.process_count())
     each = config.data.batch_size // shard.count
 
     def encode(rows: pa.Table) -> ClickBatch:
         # The encoder itself takes rows without labels, to predict them.
-        check_columns(encoder.schema, flat_schema(rows.schema), str(config.data.path))
+        check_columns(
+            encoder.schema, flat_schema(rows.schema, encoder.schema.inputs), str(config.data.path)
+        )
         return encoder.batch(rows, each)
 
     return StreamBatches(

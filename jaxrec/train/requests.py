@@ -29,6 +29,7 @@ from jaxrec.data import (
     movielens_ratings,
 )
 from jaxrec.data.column_types import is_list
+from jaxrec.data.common_types import common_columns
 from jaxrec.data.event_tables import request_rows
 from jaxrec.data.groups import ColumnGroups
 from jaxrec.data.later_rows import LaterRows
@@ -85,7 +86,8 @@ class RequestData:
             return cls._grouped(movielens_ratings(path), data)
         found = parquet_data(path, data)
         files = ParquetGroups.of_files(found)
-        columns = next(iter(files.schemas.values()))
+        shared = set.intersection(*({*each.names} for each in files.schemas_of_rows.values()))
+        columns = common_columns(files.schemas_of_rows.items(), shared)
         names = Columns.find(data, columns.names)
         if is_list(columns.field(names.time).type):
             return cls(files, columns)

@@ -11,9 +11,12 @@ import pyarrow as pa
 import tyro
 
 from jaxrec.arguments import ConfigError
-from jaxrec.data import FolderSource, KafkaSource
+from jaxrec.data import FolderSource, KafkaSource, Schema
+from jaxrec.data.column_types import is_list, is_time, value_type
+from jaxrec.data.schema import time_of
 from jaxrec.data.streams.kafka import parse_address
 from jaxrec.data.streams.source import Source
+from jaxrec.data.structs import flat_schema, with_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,3 +94,30 @@ def open_source(
         bad_messages=bad_rows,
         deleted=options.deleted,
     )
+
+
+def followed_columns(columns: pa.Schema, schema: Schema) -> pa.Schema:
+    """Return the columns that a run reads of the rows to come, by the ``columns`` of its sample.
+
+    Their types are those that text and JSON are read as. A sample of whole numbers may be followed
+    by fractions, and one of times by times with parts of a second: numbers become floats and times
+    text, unless they are categories. The fields that the model does not read may come later, or
+    change their types.
+    """
+    numbers = {name for name, column in schema.dense.items() if column.part is None}
+    numbers |= {*schema.labels, *([] if schema.weight is None else [schema.weight])}
+    times = {time_of(name, part) for name, part, _ in schema.parts}
+    times |= {column.since for column in schema.dense.values() if column.since is not None}
+    types: dict[str, pa.DataType] = {}
+    for field in flat_schema(columns):
+        kind = value_type(field.type)
+        if field.name in numbers and pa.types.is_integer(kind):
+            types[field.name] = pa.list_(pa.float64()) if is_list(field.type) else pa.float64()
+        elif field.name in times and is_time(kind):
+            types[field.name] = pa.string()
+    read = {
+        ".".join(parts[: end + 1])
+        for parts in (name.split(".") for name in schema.inputs)
+        for end in range(len(parts))
+    }
+    return pa.schema([x for x in with_types(columns, types) if x.name in read])

@@ -1,4 +1,4 @@
-"""Types of columns over files, and what names and values say before anything is learned."""
+"""What names and values of columns say before anything is learned."""
 
 from __future__ import annotations
 
@@ -10,82 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxrec.data import DataError, ParquetGroups, Schema
-from jaxrec.data.column_types import CommonTypes, index_columns
+from jaxrec.data import ParquetGroups, Schema
 from jaxrec.data.column_values import are_ids, skewed_numbers, suspects, whole_floats
+from jaxrec.data.common_types import CommonTypes
 from jaxrec.data.groups import GroupRange
 
 pytestmark = pytest.mark.every_case
-
-STRINGS = (pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string()))
-LISTS = (pa.list_(pa.string()), pa.large_list(pa.large_string()), pa.list_(pa.null()))
-AGREE = {
-    "strings": (STRINGS, pa.string()),
-    "lists": (LISTS, pa.list_(pa.string())),
-    "null": ((pa.null(), pa.int64(), pa.null()), pa.int64()),
-    "null-list": ((pa.null(), pa.list_(pa.null()), pa.list_(pa.int8())), pa.list_(pa.int8())),
-    "integers": ((pa.int8(), pa.int64(), pa.uint16()), pa.int8()),
-    "floats": ((pa.int64(), pa.float64(), pa.int64()), pa.float64()),
-    "numbers": ((pa.bool_(), pa.int64(), pa.decimal128(9, 2)), pa.bool_()),
-    "times": ((pa.date32(), pa.timestamp("s"), pa.timestamp("us", "UTC")), pa.timestamp("s")),
-    "vectors": ((pa.list_(pa.float16()), pa.list_(pa.float32(), 3)), pa.list_(pa.float16())),
-    "unused": ((pa.time32("s"), pa.struct([("a", pa.int8())])), pa.time32("s")),
-}
-
-
-@pytest.mark.parametrize(("kinds", "wanted"), AGREE.values(), ids=AGREE)
-def test_types_that_agree(kinds, wanted):
-    types = CommonTypes()
-    for number, kind in enumerate(kinds):
-        types.add(pa.schema({"x": kind}), f"{number}.parquet")
-    assert types.schema.field("x").type == wanted
-    assert types.mixed == ({"x"} if pa.float64() in kinds else set())
-
-
-DIFFER = {
-    "list": (pa.string(), pa.list_(pa.string())),
-    "number": (pa.string(), pa.int64()),
-    "bytes": (pa.string(), pa.binary()),
-    "of-lists": (pa.list_(pa.int64()), pa.list_(pa.string())),
-    "unused": (pa.string(), pa.timestamp("s")),
-}
-
-
-@pytest.mark.parametrize(("one", "other"), DIFFER.values(), ids=DIFFER)
-def test_types_that_differ_are_named(one, other):
-    for given in ({}, {"names": ["x"]}):
-        types = CommonTypes(**given)
-        types.add(pa.schema({"x": one}), "a.parquet")
-        with pytest.raises(DataError, match=r"^b.parquet, column 'x' is of type .* in a.parquet; "):
-            types.add(pa.schema({"x": other}), "b.parquet")
-    for given in ({"exclude": ["x"]}, {"names": ["y"]}):
-        types = CommonTypes(**given)
-        types.add(pa.schema({"x": one}), "a.parquet")
-        types.add(pa.schema({"x": other}), "b.parquet")
-
-
-def test_columns_that_a_file_lacks_are_named():
-    x, both = pa.schema({"x": pa.int8()}), pa.schema({"x": pa.int8(), "y": pa.string()})
-    for files, lacks in (((x, both), "a"), ((both, x), "b")):
-        types = CommonTypes()
-        types.add(files[0], "a")
-        with pytest.raises(DataError, match=rf"^{lacks} has no column 'y', .*--exclude y"):
-            types.add(files[1], "b")
-    with pytest.raises(DataError, match="a has 2 columns 'x'; give each a name"):
-        CommonTypes().add(pa.schema([("x", pa.int8())] * 2), "a")
-
-
-def test_indexes_of_pandas():
-    names = ["__index_level_0__", "__null_dask_index__", "day", "x"]
-    metadata = {"pandas": '{"index_columns": ["day", {"kind": "range", "name": "x"}]}'}
-    columns = pa.schema(dict.fromkeys(names, pa.int64()), metadata)
-    assert index_columns(columns) == {*names} - {"x"}
-    types = CommonTypes()
-    types.add(columns, "a")
-    types.add(columns.remove(0), "b")
-    assert index_columns(types.schema) == {*names} - {"x"}
-    for strange in (b"\xff", b"[]", b'{"index_columns": 3}'):
-        assert index_columns(pa.schema({"x": pa.int8()}, {b"pandas": strange})) == set()
 
 
 def of_columns(tmp_path, *tables: dict) -> list[ParquetGroups]:
@@ -149,6 +79,30 @@ SUSPECTS = {
     "is_converted": (lambda y, rng: rng.integers(0, 2, ROWS), "looks like another label"),
     "sample_weight": (lambda y, rng: rng.random(ROWS), "looks like weights .*--weight sample_w"),
 }
+
+
+FORMS = {
+    "1,000": "numbers, such as '1,000'; write 12000.5",
+    "12,5 %": "numbers, such as",
+    "$3": "numbers, such as",
+    "3/1/2024": "dates, such as '3/1/2024'; write a column of times",
+    "2024-03-01T10:00": "dates, such as",
+    "[1, 2]": "lists, such as '\\[1, 2\\]'; write lists",
+    "007": None,
+    "3 rooms": None,
+    "a": None,
+}
+
+
+@pytest.mark.parametrize("text", FORMS)
+def test_text_of_other_values(tmp_path, text):
+    (sentence,) = said(tmp_path, {"x": pa.array([text, None] * (ROWS // 2))}) or [""]
+    if FORMS[text] is None:
+        assert not sentence
+    else:
+        assert re.match(
+            f"column 'x' is text for categories that looks like {FORMS[text]}", sentence
+        )
 
 
 @pytest.mark.parametrize("name", SUSPECTS)

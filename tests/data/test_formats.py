@@ -18,6 +18,7 @@ import pytest
 from jaxrec.data import DataError, ParquetGroups
 from jaxrec.data.formats import conversion, delimited, json_lines
 from jaxrec.data.formats.conversion import as_parquet, format_of
+from jaxrec.data.structs import flat_table
 
 pytestmark = pytest.mark.every_case
 
@@ -168,6 +169,65 @@ WIDER = {
 def test_a_type_that_fits_all_values(tmp_path, name):
     text, expected = WIDER[name]
     assert read(write(tmp_path, "x.csv", text))["x"].to_pylist() == expected
+
+
+COMMAS = {
+    "fractions": ("x;y\n1,5;a\n2;b\n-,25;\n", [1.5, 2.0, -0.25]),
+    "in quotes": ('x\ty\n"1,5"\ta\n2e3\t\n', None),
+    "exponents": ("x|y\n1,5|a\n2,5e3|b\n", [1.5, 2500.0]),
+    "thousands": ("x;y\n1,500;a\n2;b\n", ["1,500", "2"]),
+    "points as well": ("x;y\n1,5;0.5\n2;1\n", ["1,5", "2"]),
+    "words": ("x;y\n1,5;a\nnone,5;b\n", ["1,5", "none,5"]),
+    "beside separators": ('x,y\n"1,5",a\n"2,5",b\n', ["1,5", "2,5"]),
+}
+
+
+@pytest.mark.parametrize("name", COMMAS)
+def test_decimal_commas(tmp_path, name):
+    """Numbers of files whose fields are not separated by commas may have decimal commas."""
+    text, expected = COMMAS[name]
+    expected = [1.5, 2000.0] if expected is None else expected
+    assert read(write(tmp_path, "x.csv", text))["x"].to_pylist() == expected
+
+
+def test_the_index_of_pandas(tmp_path):
+    table = read(write(tmp_path, "x.csv", ",label\n0,1\n1,0\n"))
+    assert table.to_pydict() == {"__index_level_0__": [0, 1], "label": [1, 0]}
+
+
+# Two files of a column, and the values that both then have: the type is that of all files.
+BOTH = {
+    "codes": ("x.csv", "x\n501\n7\n", "x\n007\n", ["501", "7", "007"]),
+    "ids": ("x.csv", "x\n1\n", f"x\n{2**64 - 1}\n", ["1", f"{2**64 - 1}"]),
+    "dates": ("x.csv", "x\n2024-03-01\n", "x\nsoon\n", ["2024-03-01", "soon"]),
+    "nulls": ("x.csv", "y,x\n1,\n", "y,x\n1,a\n", [None, "a"]),
+    "numbers": ("x.csv", "x\n1\n", "x\n0.5\n", [1, 0.5]),
+    "times": (
+        "x.jsonl",
+        '{"x": "2024-03-01T10:00:00Z"}',
+        '{"x": "2024-03-01T10:00:00.25+02:00"}',
+        [datetime.datetime(2024, 3, 1, 10), datetime.datetime(2024, 3, 1, 8, 0, 0, 250000)],
+    ),
+    "times and words": (
+        "x.jsonl",
+        '{"o": {"x": "2024-03-01"}}',
+        '{"o": {"x": "2024-03-01T10:00:00.5 or so"}}',
+        ["2024-03-01", "2024-03-01T10:00:00.5 or so"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_columns_of_two_files(tmp_path, name):
+    file, one, other, expected = BOTH[name]
+    for folder, order in (("a", (one, other)), ("b", (other, one))):
+        for number, text in enumerate(order):
+            write(tmp_path, f"{folder}/{number}{file}", text)
+        files = as_parquet(tmp_path / folder)
+        tables = [flat_table(pq.read_table(path)) for path in files.paths]
+        columns = [table.columns[-1] for table in tables]
+        found = columns if folder == "a" else columns[::-1]
+        assert [value for column in found for value in column.to_pylist()] == expected
 
 
 CODES = {
@@ -322,7 +382,10 @@ def stream_of(table: pa.Table) -> bytes:
 BAD = {
     "text-later": ("x.csv", "x\n" + "1\n" * 80 + "a\n", r"line 82, column 'x': 'a' is no int64"),
     "fields": ("x.csv", "x,y\n1,2\n1,2,3\n", r"line 3: .*Expected 2 columns, got 3"),
-    "empty": ("x.csv", "", "line 1 is empty"),
+    "empty": ("x.csv", "", "x.csv is empty; leave it out"),
+    "empty-line": ("x.csv", "\nx\n1\n", "line 1 is empty"),
+    "excel": ("x.csv", "sep=;\nx;y\n1;2\n", "line 1 is 'sep=;', which is for Excel; remove"),
+    "name-on-two-lines": ("x.csv", 'a,"b\nc"\n1,2\n', "line 1 has a quote that is not closed"),
     "no-names": ("x.csv", "1,2\n3,4\n", "line 1 has numbers and no names of columns: '1,2'"),
     "unnamed": ("x.csv", "a,,b\n1,2,3\n", "line 1 has a column without a name"),
     "twice": ("x.csv", "a,b,a\n1,2,3\n", "line 1 names 2 columns 'a'"),

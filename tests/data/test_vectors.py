@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxrec.data import DataError, ParquetGroups, Schema, TableEncoder, learn_encoder
-from jaxrec.data.column_types import CommonTypes, is_vector
+from jaxrec.data.column_types import is_vector
+from jaxrec.data.common_types import CommonTypes
 from jaxrec.data.vectors import learned_widths
 
 pytestmark = pytest.mark.every_case

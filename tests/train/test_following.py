@@ -14,6 +14,7 @@ from rich.console import Console
 from jaxrec.arguments import ConfigError
 from jaxrec.commands import main
 from jaxrec.data import FolderSource, KafkaSource, Schema, TableEncoder
+from jaxrec.data.streams.decode import Decoder
 from jaxrec.train.checkpoint import all_steps
 from jaxrec.train.checkpoint.files import read_run
 from jaxrec.train.config import load_config, parse_options, write_options
@@ -174,6 +175,40 @@ def test_columns_of_a_stream_are_those_of_the_model(tmp_path):
     assert batches.source.schema.names == ["click", "user"]
     rows = pa.table({"click": [1], "user": pa.array([{"id": 3, "home": None}], user)})
     assert batches.transform(rows).labels[0] == 1
+
+
+def test_numbers_and_times_of_json_stay_what_they_are():
+    """The rows of the sample may all have whole numbers and whole seconds."""
+    item = {"encoding": "dynamic", "num_embeddings": 9}
+    schema = Schema.from_dict(
+        {
+            "label": "click",
+            "weight": "weight",
+            "dense": {
+                "price": {},
+                "user.age": {},
+                "vector": {"width": 2},
+                "ts.age": {"part": "age"},
+            },
+            "categorical": {"item": item},
+        }
+    )
+    user = pa.struct({"age": pa.int64()})
+    kinds = {"click": pa.int64(), "weight": pa.int64(), "price": pa.int64(), "user": user}
+    kinds |= {"vector": pa.list_(pa.int64()), "ts": pa.timestamp("s"), "item": pa.int64()}
+    encoder = TableEncoder(schema, {}, {}, {})
+    config = parse_options(["--follow", "--data", "kafka://h:1/x", "--batch-size", "8"])
+    batches = _batches(config, encoder, pa.schema(kinds), Interrupt())
+    decode = Decoder("json", batches.source.schema)
+    later = (
+        b'{"click": 1.0, "weight": 0.5, "price": 2.5, "user": {"age": 3.5}, "vector": [1, 0.5], '
+        b'"ts": "2024-03-01T10:00:00.25Z", "item": 7.0}'
+    )
+    table, _ = decode([later], lambda at, error: pytest.fail(str(error)))
+    batch = batches.transform(table)
+    assert (batch.labels[0], batch.weights[0]) == (1, 0.5)
+    np.testing.assert_allclose(batch.dense[0, :4], [2.5, 3.5, 1, 0.5])
+    assert table["item"].to_pylist() == [7]
 
 
 def test_sources(tmp_path):

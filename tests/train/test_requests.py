@@ -30,6 +30,7 @@ from jaxrec.train import load_model, requests
 from jaxrec.train.config import DataConfig, ModelConfig, RankerConfig, TrainConfig
 from jaxrec.train.datasets import run_batches
 from jaxrec.train.models import model_kind
+from jaxrec.train.models.interactions import read_sequences
 from jaxrec.train.request_columns import Columns, table_schema
 from jaxrec.train.requests import RequestData, split_windows
 
@@ -155,6 +156,27 @@ def test_columns_that_are_missing(tmp_path, columns, options, message):
     pq.write_table(pa.table(columns), tmp_path / "log.parquet")
     with pytest.raises(ConfigError, match=message):
         groups_of(config_of(tmp_path / "log.parquet", **options))
+
+
+OPENED = {
+    "hstu_ranker": lambda path: RequestData.open(CONFIG, path),
+    "sasrec": lambda path: read_sequences(
+        DataConfig(path=path, user="user_id", item=("item_id",), time="timestamp"), path
+    ),
+}
+
+
+@pytest.mark.parametrize("model", OPENED)
+def test_files_of_other_types_are_named(tmp_path, model):
+    """A column of text in one file and of numbers in another is an error, in any order."""
+    log = pa.table({"user_id": [1, 1], "item_id": [3, 4], "timestamp": [1, 2], "rating": [5, 1]})
+    texts = log.set_column(1, "item_id", pa.array(["3", "4"]))
+    for number, order in enumerate(((log, texts), (texts, log))):
+        (folder := tmp_path / str(number)).mkdir()
+        for name, table in zip("ab", order, strict=True):
+            pq.write_table(table, folder / f"{name}.parquet")
+        with pytest.raises(DataError, match=r"b.parquet, column 'item_id' is of type .*a.parquet"):
+            OPENED[model](folder)
 
 
 def test_requests_have_labels_of_their_own(files):

@@ -55,6 +55,10 @@ class Format(abc.ABC):
         found = data_files(path, self.pattern.search, self.name)
         return found._replace(paths=without_descriptions(found.paths))
 
+    def may_be_text(self, kind: pa.DataType) -> bool:
+        """Return whether values that got a type are text if another file has text in the column."""
+        return False
+
     @abc.abstractmethod
     def tables(self, path: pathlib.Path, types: Types, guesses: Types) -> Iterator[pa.Table]:
         """Read a file in parts of some megabytes, all with the same columns.

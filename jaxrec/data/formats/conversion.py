@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jaxrec.data.addresses import Address
-from jaxrec.data.column_types import is_dense, is_list, is_vector
+from jaxrec.data.column_types import is_dense, is_list, is_string, is_vector
 from jaxrec.data.files import (
     DataError,
     DataFiles,
@@ -55,7 +55,7 @@ GROUP_BYTES = 1 << 28
 _MAGIC = b"PAR1"
 
 # Changes when the same files would be converted to other Parquet files.
-_VERSION = 2
+_VERSION = 3
 
 # Locks of directories exclude other processes alone.
 _THREADS = threading.Lock()
@@ -181,16 +181,31 @@ def convert(
 ) -> int:
     """Write files of a format as Parquet files, in the same directories; return the rows.
 
-    The directory ``output`` appears when it is complete.
+    A column whose values are text in one file is text in all: where each file alone decides, codes
+    such as 10115 and 01067 would be numbers in some. The directory ``output`` appears when it is
+    complete.
     """
     rows = 0
     with write_atomically(output) as unfinished:
-        for path, name in zip(files.paths, _relative_names(files), strict=True):
-            target = unfinished / _target(name)
+        targets = [unfinished / _target(name) for name in _relative_names(files)]
+        for path, target in zip(files.paths, targets, strict=True):
             target.parent.mkdir(parents=True, exist_ok=True)
             rows += _write(kind, path, target, types)
             progress(path.stat().st_size)
+        for path, target, texts in zip(files.paths, targets, _texts(kind, targets), strict=True):
+            if texts:
+                _write(kind, path, target, {**types, **texts})
     return rows
+
+
+def _texts(kind: Format, targets: Iterable[pathlib.Path]) -> list[Types]:
+    """Return for each file the columns that must become text, since other files have text."""
+    schemas = [flat_schema(pq.read_schema(target)) for target in targets]
+    texts = {x.name for columns in schemas for x in columns if is_string(x.type)}
+    return [
+        {x.name: pa.string() for x in columns if x.name in texts and kind.may_be_text(x.type)}
+        for columns in schemas
+    ]
 
 
 def _target(name: pathlib.Path) -> pathlib.Path:

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
+from jaxrec.data.column_types import is_string
 from jaxrec.data.files import DataError
 from jaxrec.data.formats.base import Format, Types, WiderTypeError, unpacked
 
@@ -42,6 +43,15 @@ SEPARATORS = "\t,;|"
 _WHOLE = re.compile(r"[-+]?[0-9]+")
 _QUOTED = re.compile(r'"[^"]*"')
 
+# Whole numbers, some of them perhaps with a comma before thousands.
+_THOUSANDS = r"^[-+]?(\d{1,3}(,\d{3})+|\d+)$"
+
+# Name that pandas gives an index without a name in Parquet files.
+_INDEX = "__index_level_0__"
+
+# Line by which Excel learns the separator.
+_SEPARATOR_LINE = re.compile(r'"?sep=.?"?', re.IGNORECASE)
+
 _BAD_VALUE = re.compile(
     r"In CSV column #(?P<column>\d+): (Row #(?P<row>\d+): )?CSV conversion error to "
     r"(?P<kind>[^:]+): invalid value '(?P<value>.*)'",
@@ -62,21 +72,27 @@ class Delimited(Format):
     suffixes = (".csv", ".tsv", ".tab", ".psv")
     guesses_types = True
 
+    def may_be_text(self, kind: pa.DataType) -> bool:
+        return not (pa.types.is_null(kind) or is_string(kind))
+
     def tables(self, path: pathlib.Path, types: Types, guesses: Types) -> Iterator[pa.Table]:
         header, separator = _header(path)
         names = _names(path, header, separator)
+        shown = _with_index(names)
         known = {name: kind for name, kind in {**guesses, **types}.items() if name in names}
         part = None
         try:
             with unpacked(path) as stream:
-                reader = _reader(stream, separator, column_types=known)
-                yield reader.schema.empty_table()  # a file may have names and no rows
+                point = _decimal_point(path, names, separator)
+                reader = _reader(stream, separator, column_types=known, decimal_point=point)
+                # A file may have names and no rows.
+                yield reader.schema.empty_table().rename_columns(shown)
                 for batch in reader:
                     if part is None:
                         _check_digits(path, batch, separator, known)
                         _check_zeros(path, batch.schema, separator, types, sample=True)
                     part = pa.Table.from_batches([batch])
-                    yield _without_empty_texts(path, part)
+                    yield _without_empty_texts(path, part).rename_columns(shown)
             if part is not None:
                 _check_last_quote(path, part)
                 _check_zeros(path, part.schema, separator, types)
@@ -113,11 +129,51 @@ def _header(path: pathlib.Path) -> tuple[str, str]:
     except UnicodeDecodeError:
         is_wide = start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         raise _no_utf8(path, "line 1", "UTF-16" if is_wide else "LATIN1") from None
+    if not start:
+        raise DataError(f"{path} is empty; leave it out, such as by a pattern of the others")
     if not line.strip():
         raise DataError(f"{path}, line 1 is empty; the first line has the names of the columns")
+    if _SEPARATOR_LINE.fullmatch(line):
+        raise DataError(f"{path}, line 1 is {line!r}, which is for Excel; remove the line")
+    if line.count('"') % 2:
+        raise DataError(
+            f"{path}, line 1 has a quote that is not closed: {line[:80]!r}; names are on one line"
+        )
     bare = _QUOTED.sub("", line)
     separator = max(SEPARATORS, key=bare.count)
     return line, separator if separator in bare else ","
+
+
+def _with_index(names: list[str]) -> list[str]:
+    """Name a first column without a name, the index of a pandas data frame, as pandas does."""
+    return [name or _INDEX for name in names[:1]] + names[1:]
+
+
+def _decimal_point(path: pathlib.Path, names: list[str], separator: str) -> str:
+    """Return the decimal point of a file, by its first rows: a comma, as Excel writes it in Europe.
+
+    Commas that separate fields, or thousands, are none.
+    """
+    if separator == ",":
+        return "."
+    kinds: dict[str, Any] = {"column_types": dict.fromkeys(names, pa.string())}
+    try:
+        with unpacked(path) as stream:
+            texts = _reader(stream, separator, _SAMPLE_BYTES, **kinds).read_next_batch()
+    except (pa.ArrowInvalid, StopIteration):
+        return "."  # the pass over the file says what is wrong
+    found = set()
+    for column in texts.columns:
+        values = column.filter(pc.not_equal(column, ""))
+        for point in ".,":
+            number = rf"^[-+]?(\d+|\d*[{point}]\d+)([eE][-+]?\d+)?$"
+            if (
+                pc.any(pc.match_substring(values, point)).as_py()
+                and pc.all(pc.match_substring_regex(values, number)).as_py()
+                and not pc.all(pc.match_substring_regex(values, _THOUSANDS)).as_py()
+            ):
+                found.add(point)
+    return "," if found == {","} else "."
 
 
 def _names(path: pathlib.Path, header: str, separator: str) -> list[str]:
@@ -131,8 +187,11 @@ def _names(path: pathlib.Path, header: str, separator: str) -> list[str]:
         raise DataError(f"{path}, line 1 does not name the columns ({error})") from None
     for name in names:
         if names.count(name) > 1:
-            raise DataError(f"{path}, line 1 names {names.count(name)} columns {name!r}")
-        if not name:
+            raise DataError(
+                f"{path}, line 1 names {names.count(name)} columns {name!r}; give each a name of "
+                "its own"
+            )
+        if not name and name != names[0]:
             raise DataError(f"{path}, line 1 has a column without a name: {header[:80]!r}")
     if all(_is_number(name) for name in names):
         raise DataError(

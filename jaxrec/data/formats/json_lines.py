@@ -14,7 +14,7 @@ import pyarrow.json
 
 from jaxrec.data.files import DataError
 from jaxrec.data.formats.base import Format, Types, unpacked
-from jaxrec.data.structs import flat_table
+from jaxrec.data.structs import flat_table, with_types
 
 PART_BYTES = 16 << 20
 
@@ -24,6 +24,9 @@ LINE_BYTES = 256 << 20
 _ROW = re.compile(r" in row (\d+)")
 
 _ONE_TYPE = "; write its values in one type, such as all in quotes"
+
+# Text of a time with parts of a second, down to microseconds.
+_FINE_TIME = r"^\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d(:?\d\d)?)?$"
 
 # A whole number that may exceed int64, as a value or in a list.
 _LONG = re.compile(rb"[:\[,]\s*-?\d{19,}\s*[,}\]]")
@@ -40,26 +43,40 @@ class JsonLines(Format):
     name = "JSON lines"
     suffixes = (".jsonl", ".ndjson", ".json")
 
+    def may_be_text(self, kind: pa.DataType) -> bool:
+        return pa.types.is_timestamp(kind)  # of text that looks like times
+
     def tables(self, path: pathlib.Path, types: Types, guesses: Types) -> Iterator[pa.Table]:
         schema = None
+        times = _FineTimes()
         for table in _parts(path, pa.schema([])):
             schema = table.schema if schema is None else _unified(path, schema, table.schema)
+            times.add(flat_table(table))
         if schema is None:
             raise DataError(f"{path} is empty; leave it out, such as by a pattern of the others")
-        for table in _parts(path, pa.schema(_with_types(schema, types))):
+        for table in _parts(path, pa.schema(with_types(schema, {**times.types, **types}))):
             yield _without_empty_objects(table.select(schema.names))
 
 
-def _with_types(fields: Iterable[pa.Field], types: Types, before: str = "") -> list[pa.Field]:
-    """Give columns the types of a user, who names a field of an object ``user.age``."""
-    typed = []
-    for field in fields:
-        name = f"{before}{field.name}"
-        kind = types.get(name, field.type)
-        if pa.types.is_struct(kind):
-            kind = pa.struct(_with_types(kind, types, f"{name}."))
-        typed.append(field.with_type(kind))
-    return typed
+class _FineTimes:
+    """Columns of text that are times with parts of a second, which Arrow leaves text."""
+
+    def __init__(self) -> None:
+        self._has_times: dict[str, bool] = {}
+
+    def add(self, table: pa.Table) -> None:
+        """Look at the values of one more part; a column that has other text is none."""
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            if pa.types.is_string(column.type) and self._has_times.get(name, True):
+                are_times = pc.all(pc.match_substring_regex(column, _FINE_TIME), min_count=1)
+                if (has_times := are_times.as_py()) is not None:
+                    self._has_times[name] = has_times
+
+    @property
+    def types(self) -> Types:
+        """Types of such columns, by name."""
+        names = [name for name, has_times in self._has_times.items() if has_times]
+        return dict.fromkeys(names, pa.timestamp("us"))
 
 
 def _unified(path: pathlib.Path, first: pa.Schema, second: pa.Schema) -> pa.Schema:

@@ -12,6 +12,8 @@ import pyarrow.json
 
 from jaxrec.data.files import DataError
 from jaxrec.data.formats.json_lines import check_digits
+from jaxrec.data.streams.numbers import WholeNumbers
+from jaxrec.data.structs import with_types
 
 Decode: TypeAlias = Literal["json", "arrow"] | Callable[[list[bytes]], pa.Table]
 """Way to decode payloads: objects of JSON, one a line; Arrow IPC streams or files; or a function
@@ -25,7 +27,7 @@ class Decoder:
     """Decodes payloads into tables whose columns keep their types.
 
     ``schema`` gives the columns and types of JSON; None: the first payloads that have a field give
-    its type.
+    its type, and integers become floats from the first fraction on.
     """
 
     def __init__(self, decode: Decode, schema: pa.Schema | None = None) -> None:
@@ -60,7 +62,7 @@ class Decoder:
         ]
         tables = [table for table, _ in parts]
         return (
-            pa.concat_tables(tables, promote_options="default"),
+            pa.concat_tables(tables, promote_options="permissive"),
             np.concatenate([counts for _, counts in parts]),
         )
 
@@ -69,6 +71,27 @@ class Decoder:
         return table, np.zeros(payloads, np.int64)
 
     def _json(self, payloads: list[bytes]) -> Decoded:
+        try:
+            return self._json_of(payloads)
+        except pa.ArrowInvalid:
+            if self._known is None:
+                raise
+            whole = WholeNumbers(self._known)
+            rewritten = whole(payloads)
+            if whole.fractions and self._is_open:
+                self._known = pa.schema(with_types(self._known, whole.fractions))
+            elif whole.fractions:
+                name = next(iter(whole.fractions))
+                raise DataError(
+                    f"the field {name!r} has a number with a fraction, and is a column of "
+                    "integers; give it a type of floats from the start: in the schema of the "
+                    f"source, or by --dense {name}"
+                ) from None
+            elif rewritten == payloads:
+                raise
+            return self._json_of(rewritten)
+
+    def _json_of(self, payloads: list[bytes]) -> Decoded:
         text = b"\n".join(payloads) + b"\n"
         options = pyarrow.json.ParseOptions(
             explicit_schema=self._known,

@@ -32,6 +32,7 @@ from jaxrec.data.streams.source import (
     SourceReader,
     check_choices,
 )
+from jaxrec.data.structs import with_null_fields
 
 Item = TypeVar("Item")
 
@@ -198,6 +199,7 @@ class FolderReader(SourceReader):
     def _read_columns(self, table: pa.Table) -> pa.Table:
         if (schema := self._source.schema) is None:
             return table
+        table = with_null_fields(table, schema.names)
         return table.select([name for name in schema.names if name in table.column_names])
 
     def _on_removed(self, name: str) -> None:

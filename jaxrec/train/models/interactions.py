@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int
 from jaxrec.arguments import ConfigError
 from jaxrec.data import DataError, ParquetGroups
 from jaxrec.data.column_types import is_list
+from jaxrec.data.common_types import common_columns
 from jaxrec.data.encode import joined
 from jaxrec.data.files import DataFiles
 from jaxrec.train.config import DataConfig
@@ -172,6 +173,7 @@ def _lists(values: pa.Array, lengths: Int[np.ndarray, " sequences"]) -> pa.Array
 
 def _read(files: DataFiles, columns: tuple[str, ...]) -> pa.Table:
     groups = ParquetGroups.of_files(files, columns)
+    common_columns(groups.schemas_of_rows.items(), columns)  # or an error that names two files
     tables = [groups.read(group) for group in range(len(groups.sizes))]
     if not tables:
         raise DataError(f"{next(iter(groups.schemas))}: it has no rows")

@@ -1,0 +1,56 @@
+"""Numbers of JSON, which are 7, 7.0 and 7e0 alike, in columns of integers and of floats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from jaxrec.data.column_types import is_list
+
+
+class WholeNumbers:
+    """Rewrites lines of JSON so that Arrow reads whole numbers of columns of integers.
+
+    Arrow takes ``7.0`` and ``7e0`` for no integers. ``fractions`` then has the name of each column
+    of integers with a number that is none, such as ``user.age``, and a type that holds both.
+    """
+
+    def __init__(self, columns: pa.Schema) -> None:
+        self._columns = pa.struct([*columns])
+        self.fractions: dict[str, pa.DataType] = {}
+        self._is_changed = False
+
+    def __call__(self, payloads: Sequence[bytes]) -> list[bytes]:
+        """Rewrite payloads of lines; lines that are no JSON stay as they are."""
+        return [b"\n".join(map(self._line, payload.split(b"\n"))) for payload in payloads]
+
+    def _line(self, line: bytes) -> bytes:
+        try:
+            content = json.loads(line)
+        except ValueError:
+            return line
+        self._is_changed = False
+        whole = self._value(content, self._columns, "", pa.float64())
+        return json.dumps(whole).encode() if self._is_changed else line
+
+    def _value(self, value: Any, kind: pa.DataType, name: str, wide: pa.DataType) -> Any:
+        """Return a value whose numbers are integers where a type has integers."""
+        if isinstance(value, dict) and pa.types.is_struct(kind):
+            fields = {field.name: field.type for field in kind}
+            return {
+                key: self._value(each, fields[key], f"{name}.{key}".lstrip("."), pa.float64())
+                if key in fields
+                else each
+                for key, each in value.items()
+            }
+        if isinstance(value, list) and is_list(kind):
+            return [self._value(each, kind.value_type, name, pa.list_(wide)) for each in value]
+        if isinstance(value, float) and pa.types.is_integer(kind):
+            if value.is_integer():
+                self._is_changed = True
+                return int(value)
+            self.fractions[name] = wide
+        return value
