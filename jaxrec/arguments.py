@@ -9,6 +9,7 @@ import io
 import itertools
 import pathlib
 import re
+import typing
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +21,9 @@ Options = TypeVar("Options")
 # Default of required paths: a path that no file can have. With a default the command itself
 # reports a missing path, in a sentence, where tyro would print a box.
 NOT_GIVEN = pathlib.Path("\0")
+
+# Largest number of options that an error lists.
+_MAX_LISTED = 8
 
 
 class ConfigError(ValueError):
@@ -46,6 +50,9 @@ def parse(command: str, options: Sequence[str], default: Options) -> Options:
         # Code 0: --help was printed.
         if not stop.code:
             raise
+        # If a path is missing, too, tyro does not come to an option that it does not know.
+        if option := _unknown_option(options, type(default)):
+            raise ConfigError(_describe_unknown(command, option, type(default))) from None
         raise ConfigError(_sentence(problem.getvalue())) from None
     if unknown:
         # The shell has replaced an unquoted pattern by its files.
@@ -55,12 +62,7 @@ def parse(command: str, options: Sequence[str], default: Options) -> Options:
                 "'parts/*.parquet'"
             )
         option = unknown[0].partition("=")[0]
-        similar = similar_names(option, list(_names(type(default))))
-        raise ConfigError(
-            f"unknown option {option}"
-            + (f", did you mean {' or '.join(similar)}?" if similar else ";")
-            + f" `jaxrec {command} --help` lists all options"
-        )
+        raise ConfigError(_describe_unknown(command, option, type(default)))
     return parsed
 
 
@@ -87,14 +89,67 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _names(kind: type, prefix: str = "--") -> Iterator[str]:
-    """Yield the names of a dataclass's options, such as "--data.batch-size"."""
+@dataclasses.dataclass(frozen=True)
+class OptionNames:
+    """The names of an option, without dashes first.
+
+    Attributes:
+        name: The whole name, such as "data.batch-size".
+        aliases: Its other names, such as "batch-size".
+        path: Name of a path that is given without the option's name, such as "RUN"; else None.
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    path: str | None = None
+
+
+def option_names(kind: type, prefix: str = "") -> Iterator[OptionNames]:
+    """Yield the names of each option of a dataclass, and of the groups of options in it."""
+    hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         name = f"{prefix}{field.name.replace('_', '-')}"
         if dataclasses.is_dataclass(field.default):
-            yield from _names(type(field.default), f"{name}.")
-        else:
-            yield name
+            yield from option_names(type(field.default), f"{name}.")
+            continue
+        marks = typing.get_args(hints[field.name])[1:]
+        aliases = [x.lstrip("-") for mark in marks for x in getattr(mark, "aliases", None) or ()]
+        metavars = [x for mark in marks if (x := getattr(mark, "metavar", None))]
+        is_path = tyro.conf.Positional in marks
+        yield OptionNames(name, tuple(aliases), (name, *metavars)[-1] if is_path else None)
+
+
+def _unknown_option(words: Sequence[str], kind: type) -> str | None:
+    """Return the first word that looks like an option and is none."""
+    known = {"help", "h"}
+    for each in option_names(kind):
+        if each.path is not None:
+            continue
+        # tyro puts the "no-" of a flag in a group after the group's name.
+        group, dot, last = each.name.rpartition(".")
+        known |= {each.name, f"{group}{dot}no-{last}", *each.aliases}
+    for word in words:
+        option = word.partition("=")[0]
+        if option.startswith("--") and option[2:].replace("_", "-") not in known:
+            return option
+    return None
+
+
+def _describe_unknown(command: str, option: str, kind: type) -> str:
+    """Return a sentence about an option that a command does not have, and what it has."""
+    names = [*option_names(kind)]
+    paths = [each.path for each in names if each.path is not None]
+    options = [f"--{each.name}" for each in names if each.path is None]
+    similar = similar_names(option, options)
+    text = f"unknown option {option}" + (
+        f", did you mean {' or '.join(similar)}?" if similar else ";"
+    )
+    shown = f"`jaxrec {command} --help` lists all options"
+    if len(options) <= _MAX_LISTED:
+        shown = f"the options are {', '.join(options)}"
+    if paths:
+        return f"{text} `jaxrec {command}` takes {' '.join(paths)} without names, and {shown}"
+    return f"{text} {shown}"
 
 
 def similar_names(option: str, names: Sequence[str]) -> list[str]:

@@ -57,6 +57,14 @@ def check_resumed(config: TrainConfig, run: TrainConfig) -> None:
             "--hold-out-data makes other training rows than those of the run; leave it out, or "
             "give --eval-only, too"
         )
+    # The values of saved checkpoints, of which the best one is kept, are those of other rows.
+    path, before = config.data.eval_path, run.data.eval_path
+    has_best = (config.patience or config.checkpoint.keep_best) and not config.eval_only
+    if has_best and path and before and path.absolute() != before.absolute():
+        raise ConfigError(
+            f"--hold-out-data {path} has other rows than {before}, on which the run has compared "
+            "its steps to keep the best one; leave --hold-out-data out, or give --eval-only, too"
+        )
     rows = config.data.generated_rows
     if config.eval_only and config.data.path is None and rows != run.data.generated_rows:
         raise ConfigError(

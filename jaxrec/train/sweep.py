@@ -8,14 +8,13 @@ import json
 import pathlib
 import re
 import traceback
-import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from rich.console import Console
 
-from jaxrec.arguments import ConfigError, similar_names
-from jaxrec.data import DataError, TableEncoder
+from jaxrec.arguments import ConfigError, option_names, similar_names
+from jaxrec.data import DataError, SchemaError, TableEncoder
 from jaxrec.mesh.agree import on_process_zero
 from jaxrec.train.checkpoint import all_steps
 from jaxrec.train.checkpoint.files import lock_directory
@@ -105,7 +104,7 @@ def read_axes(texts: Sequence[str]) -> tuple[Axis, ...]:
 def _option(name: str) -> str:
     """Return the whole name of an option that is named whole, by an alias, or by its last part."""
     wanted = name.replace("_", "-")
-    options = dict(_options(TrainConfig))
+    options = {each.name: each.aliases for each in option_names(TrainConfig)}
     found = [x for x, aliases in options.items() if wanted == x or wanted in aliases]
     found = found or [x for x in options if wanted == x.rpartition(".")[2]]
     if not found:
@@ -121,19 +120,6 @@ def _option(name: str) -> str:
     if found[0] in _FIXED or found[0].startswith(_FIXED_GROUP):
         raise ConfigError(f"--sweep {name}: --{found[0]} is the same in all runs of a sweep")
     return found[0]
-
-
-def _options(kind: type, prefix: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the whole name and the aliases of each option of a dataclass, without dashes first."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    for field in dataclasses.fields(kind):
-        name = f"{prefix}{field.name.replace('_', '-')}"
-        if dataclasses.is_dataclass(field.default):
-            yield from _options(type(field.default), f"{name}.")
-            continue
-        marks = typing.get_args(hints[field.name])[1:]
-        aliases = [x for mark in marks for x in getattr(mark, "aliases", None) or ()]
-        yield name, tuple(alias.lstrip("-") for alias in aliases)
 
 
 def combinations(
@@ -222,7 +208,8 @@ def run_sweep(
         ConfigError: The directory has a run of other options.
     """
     with lock_directory(output):
-        states = on_process_zero(lambda: [_state(run) for run in runs], (ConfigError,))
+        errors_of_states = (ConfigError, DataError, OSError, SchemaError)
+        states = on_process_zero(lambda: [_state(run) for run in runs], errors_of_states)
         learn = SharedEncoders()
         errors: dict[str, str] = {}
         for number, (run, state) in enumerate(zip(runs, states, strict=True), 1):
@@ -259,7 +246,7 @@ def _state(run: Combination) -> str:
     options, others = run_options(run.config), run_options(load_config(file))
     for each in (options, others):
         # That of the folder is a copy.
-        each["data"].pop("schema")
+        each["data"]["schema"] = "a file" if each["data"]["schema"] else None
     for name in SIZES:
         # A run writes the size that its rows gave.
         if not options["data"][name]:
@@ -270,9 +257,24 @@ def _state(run: Combination) -> str:
             f"{run.output} has a run of another sweep, with {name} {other} in place of {value}; "
             "give another --output"
         )
-    if (run.output / RESULTS_FILE).exists():
-        return "finished"
-    return "stopped" if all_steps(run.output) else "new"
+    is_finished = (run.output / RESULTS_FILE).exists()
+    if not (is_finished or all_steps(run.output)):
+        return "new"
+    if run.config.data.schema is not None:
+        _check_schema(run)
+    return "finished" if is_finished else "stopped"
+
+
+def _check_schema(run: Combination) -> None:
+    """Raise a ConfigError if a folder's run had other columns than its schema file has now."""
+    config = dataclasses.replace(run.config, resume=run.output)
+    try:
+        KINDS[config.model.name].learn(config, Console(quiet=True))
+    except ConfigError:
+        raise ConfigError(
+            f"{run.output} has a run of another schema than {config.data.schema} has now; give "
+            "another --output"
+        ) from None
 
 
 def _resumed(config: TrainConfig, output: pathlib.Path) -> TrainConfig:

@@ -168,8 +168,27 @@ def test_tables_are_quantized_on_request(of_text, tmp_path):
         (["run", "model", "--batch-sizes", "0"], 1, "batch_sizes are whole numbers of 1 or more"),
         (["run", "model", "--platforms", "tpu"], 2, "platforms"),
         (["run", "model", "--dtype", "int3"], 2, "dtype"),
+        (
+            ["run", "--output", "model"],
+            2,
+            "jaxrec export: unknown option --output; `jaxrec export` takes RUN MODEL without "
+            "names, and the options are --step, --dtype, --batch-sizes, --platforms, --example\n",
+        ),
+        (["--model=model", "run"], 2, "unknown option --model; `jaxrec export` takes RUN MODEL"),
+        (["run", "model", "--dtpe=int8"], 2, "unknown option --dtpe, did you mean --dtype?"),
     ],
-    ids=["none", "no run", "no step", "no model", "size", "platform", "dtype"],
+    ids=[
+        "none",
+        "no run",
+        "no step",
+        "no model",
+        "size",
+        "platform",
+        "dtype",
+        "unknown",
+        "path by name",
+        "slip",
+    ],
 )
 def test_wrong_options(of_text, tmp_path, monkeypatch, capsys, arguments, code, message):
     monkeypatch.chdir(tmp_path)

@@ -332,6 +332,21 @@ def test_a_run_keeps_its_split(tmp_path, capsys, option, name):
     assert name in capsys.readouterr().err
 
 
+def test_the_best_step_is_that_of_one_hold_out(tmp_path, monkeypatch):
+    """Its values are compared over all parts of a run; without a best step others may come."""
+    monkeypatch.chdir(tmp_path)
+    data = DataConfig(path=pathlib.Path("x"), eval_path=pathlib.Path("y"))
+    write_options(TrainConfig(data=data, patience=2), tmp_path / "config.yaml")
+    resumed = [f"--resume={tmp_path}", "--epochs=3"]
+    message = f"--hold-out-data z has other rows than {tmp_path / 'y'}, on which the run has"
+    with pytest.raises(ConfigError, match=message):
+        train_config([*resumed, "--hold-out-data=z"])
+    assert train_config([*resumed, "--hold-out-data=y"]).patience == 2
+    for options in (["--patience=0"], ["--eval-only"]):
+        config = train_config([*resumed, "--hold-out-data=z", *options])
+        assert config.data.eval_path == pathlib.Path("z")
+
+
 def test_other_files_may_be_evaluated(tmp_path):
     data = DataConfig(path=pathlib.Path("x"), hold_out="0.3")
     write_options(TrainConfig(data=data), tmp_path / "config.yaml")

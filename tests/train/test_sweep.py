@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from jaxrec.arguments import ConfigError
+from jaxrec.arguments import ConfigError, OptionNames
 from jaxrec.commands import main, train
 from jaxrec.commands.train import train_config
 from jaxrec.data import DataError
@@ -87,8 +87,8 @@ def test_what_cannot_be_swept(texts, message, tmp_path):
 
 
 def test_a_name_of_two_options(monkeypatch):
-    options = [("a.rate", ()), ("b.rate", ("lr",))]
-    monkeypatch.setattr("jaxrec.train.sweep._options", lambda kind: options)
+    options = [OptionNames("a.rate"), OptionNames("b.rate", ("lr",))]
+    monkeypatch.setattr("jaxrec.train.sweep.option_names", lambda kind: options)
     with pytest.raises(ConfigError, match=r"rate may be a\.rate or b\.rate; give the whole name"):
         read_axes(["rate=1"])
     assert read_axes(["lr=1"])[0].option == "b.rate"
@@ -207,6 +207,42 @@ def test_sizes_of_the_rows_do_not_make_another_sweep(tmp_path, monkeypatch):
         run_sweep(
             [Combination({"seed": "0"}, other)], tmp_path, Console(quiet=True), Interrupt(), train
         )
+
+
+def test_another_schema_makes_another_sweep(rows, tmp_path, monkeypatch):
+    """A finished run has a copy of its schema; the file may have changed since."""
+    schema = tmp_path / "schema.yaml"
+    schema.write_text("label: click\ncategorical:\n  item: {encoding: vocabulary}\n")
+    data = DataConfig(path=rows, schema=schema)
+    run = Combination({"seed": "0"}, TrainConfig(data=data, output=tmp_path / "seed=0"))
+    made = []
+
+    def train(config, console, interrupt, learn):
+        made.append(config)
+        run.output.mkdir(exist_ok=True)
+        learn(config, console).save(run.output / "features")
+        write_options(config, run.output / "config.yaml")
+        (run.output / "results.json").write_text('{"auc": 0.5}')
+
+    def sweep(config):
+        run_sweep([dataclasses.replace(run, config=config)], tmp_path, quiet, Interrupt(), train)
+
+    quiet = Console(quiet=True)
+    sweep(run.config)
+    sweep(run.config)
+    assert len(made) == 1, "it is finished"
+    schema.write_text(schema.read_text() + "dense:\n  age: {transform: standardize}\n")
+    with pytest.raises(
+        ConfigError, match=r"seed=0 has a run of another schema than .*schema\.yaml"
+    ):
+        sweep(run.config)
+    without = dataclasses.replace(data, schema=None, label=("click",))
+    with pytest.raises(ConfigError, match=r"with data\.schema a file in place of None"):
+        sweep(dataclasses.replace(run.config, data=without))
+    # A run that failed before its first checkpoint may have failed by its schema.
+    (run.output / "results.json").unlink()
+    sweep(run.config)
+    assert len(made) == 2
 
 
 def test_columns_are_learned_once(rows, monkeypatch):
