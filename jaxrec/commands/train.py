@@ -10,7 +10,7 @@ import functools
 import pathlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,6 @@ from jaxrec.data import ClickBatch, DataError, SchemaError, Shard, TableEncoder
 from jaxrec.data.addresses import Address, data_path
 from jaxrec.mesh.agree import on_process_zero
 from jaxrec.mesh.processes import join_processes, losses_first
-from jaxrec.metrics.writers import BackgroundWriter, JSONLinesWriter, Values
 from jaxrec.plan import PlanError
 from jaxrec.train import checkpoint
 from jaxrec.train.callbacks import StepTrace
@@ -50,8 +49,10 @@ from jaxrec.train.progress import HELD_OUT, Progress, read_history, standard_out
 from jaxrec.train.results import (
     HISTORY_FILE,
     RESULTS_FILE,
+    SUMMARY_FILE,
     RunFacts,
     evaluated,
+    final_values,
     has_stopped_early,
     preservation_policy,
     report,
@@ -66,6 +67,7 @@ from jaxrec.train.run_callbacks import (
     RunStopping,
     shown_values,
 )
+from jaxrec.train.run_record import LoggerError, RunRecord, open_record, require_loggers
 from jaxrec.train.run_size import SIZES, with_sizes
 from jaxrec.train.run_trainer import make_trainer, train_on
 from jaxrec.train.sweep import Learn, combinations, read_axes, run_sweep
@@ -88,7 +90,7 @@ class JobError(RuntimeError):
     """The processes of a job cannot connect."""
 
 
-FAILURES = (CheckpointError, DataError, JobError, NotFiniteError, PlanError)
+FAILURES = (CheckpointError, DataError, JobError, LoggerError, NotFiniteError, PlanError)
 
 
 def run(options: Sequence[str]) -> int:
@@ -113,6 +115,7 @@ def run(options: Sequence[str]) -> int:
         console.print(f"{signal}: stopping after this step")
 
     with interruptible(announce) as interrupt, losses_first():
+        require_loggers([] if config.eval_only else config.loggers)
         if config.sweep:
             output = _output(config)
             runs = combinations(read_axes(config.sweep), options, output, train_config)
@@ -245,34 +248,32 @@ class _Run:
             console.print(f"{path}: {count:,} bad lines left out")
         policy = preservation_policy(config, self.kind.measures)
         begun = time.perf_counter()
-        with contextlib.ExitStack() as stack:
-            progress = stack.enter_context(Progress(console, num_steps, trainer.step))
-            evaluation, stopping = self._add_callbacks(progress, policy, stack)
-            self._steps(run_batches(self.rows, batch_size, config.data.epochs, first=trainer.step))
-            values = None if self.interrupt else evaluation.values_at(trainer.step)
-        if values is None:
-            return _stopped(console, self.interrupt, self.output, trainer.step, num_steps)
-        facts = RunFacts(
-            rows=len(self.rows),
-            held_out_rows=len(self.held_out),
-            hold_out=self.kind.hold_out,
-            steps=trainer.step if stopping is None else stopping.last_step,
-            # Process 0 reads, as it alone knows which checkpoints it has deleted.
-            best_step=on_process_zero(lambda: checkpoint.best_step(self.output, policy)),
-            seconds=round(time.perf_counter() - begun, 3),
-            samples_per_second=progress.samples_per_second,
-        )
+        with contextlib.closing(open_record(config, self.output, trainer.step, console)) as record:
+            with contextlib.ExitStack() as stack:
+                progress = stack.enter_context(Progress(console, num_steps, trainer.step))
+                evaluation, stopping = self._add_callbacks(progress, policy, record, stack)
+                batches = run_batches(self.rows, batch_size, config.data.epochs, first=trainer.step)
+                self._steps(batches)
+                values = None if self.interrupt else evaluation.values_at(trainer.step)
+            if values is None:
+                return _stopped(console, self.interrupt, self.output, trainer.step, num_steps)
+            record.wait()
+            facts = RunFacts(
+                rows=len(self.rows),
+                held_out_rows=len(self.held_out),
+                hold_out=self.kind.hold_out,
+                steps=trainer.step if stopping is None else stopping.last_step,
+                # Process 0 reads, as it alone knows which checkpoints it has deleted.
+                best_step=on_process_zero(lambda: checkpoint.best_step(self.output, policy)),
+                seconds=round(time.perf_counter() - begun, 3),
+                samples_per_second=progress.samples_per_second,
+            )
+            results = self._results(values, facts)
+            if jax.process_index() == 0:
+                write_results(results, self.kind.measures, self.output, console)
+            files = [self.output / name for name in (RESULTS_FILE, SUMMARY_FILE)]
+            record.finish(facts.steps, final_values(self.kind.measures, results), files)
         measures = self.kind.measures
-        results = run_results(config, measures, values, facts)
-        if others := self._others:
-            results["windows"] = evaluated(others, measures, self.output)
-            for each in results["windows"]:
-                console.print(
-                    f"after step {each['step']:,}, on the next window: "
-                    + shown_values(measures, each, 2)
-                )
-        if jax.process_index() == 0:
-            write_results(results, measures, self.output, console)
         if stopping is not None:
             console.print(stopping.describe(num_steps))
         report(console, measures, results, len(self.held_out))
@@ -289,6 +290,19 @@ class _Run:
             console.print(f"  rows         {rows}")
         console.print(f"model saved in {self.output}")
         return 0
+
+    def _results(self, values: Mapping[str, float], facts: RunFacts) -> dict[str, Any]:
+        """Return the content of ``results.json``."""
+        measures = self.kind.measures
+        results = run_results(self.config, measures, values, facts)
+        if others := self._others:
+            results["windows"] = evaluated(others, measures, self.output)
+            for each in results["windows"]:
+                self.console.print(
+                    f"after step {each['step']:,}, on the next window: "
+                    + shown_values(measures, each, 2)
+                )
+        return results
 
     def _steps(self, batches: Iterator[ClickBatch]) -> None:
         """Train on batches; print warnings of the vocabularies on the console."""
@@ -314,20 +328,19 @@ class _Run:
         return HeldOutEvaluation(self.kind, held_out, **options)
 
     def _add_callbacks(
-        self, progress: Progress, policy: PreservationPolicy, stack: contextlib.ExitStack
+        self,
+        progress: Progress,
+        policy: PreservationPolicy,
+        record: RunRecord,
+        stack: contextlib.ExitStack,
     ) -> tuple[HeldOutEvaluation, RunStopping | None]:
         """Add the trainer's callbacks; ``stack`` closes them. Return those that evaluate."""
         config, trainer, plan = self.config, self.trainer, self.devices.plan
         manager = stack.enter_context(CheckpointManager(self.output, policy))
-        record: Callable[[int, Values], None] = lambda step, values: None  # noqa: E731
-        writer = None
-        if is_first := jax.process_index() == 0:
-            writer = BackgroundWriter(JSONLinesWriter(self.output / HISTORY_FILE))
-            record = stack.enter_context(contextlib.closing(writer)).write
 
         # Called for evaluations during training.
         def report_values(step: int, values: dict[str, float]) -> None:
-            record(step, {f"{HELD_OUT}{name}": value for name, value in values.items()})
+            record.write(step, {f"{HELD_OUT}{name}": value for name, value in values.items()})
             progress.show_held_out(step, shown_values(self.kind.measures, values, 2))
 
         is_reported = config.evaluate_every or policy.best or self._others
@@ -358,7 +371,7 @@ class _Run:
             metrics=checkpoint_metrics,
             plan=None if plan is None else plan.to_json(),
             progress=progress,
-            history=writer,
+            record=record,
         )
         stopping = None
         if config.patience:
@@ -374,11 +387,12 @@ class _Run:
                 saving=saving,
                 interrupt=self.interrupt,
             )
-        trace_directory = self.output / PROFILE_DIRECTORY if config.profile and is_first else None
+        is_traced = config.profile and jax.process_index() == 0
+        trace_directory = self.output / PROFILE_DIRECTORY if is_traced else None
         # The trainer calls them in this order: a step's history and evaluation come before its
         # checkpoint.
         trainer.callbacks = (
-            RunningMetrics(self.kind, progress, record, config.record_every or default_every),
+            RunningMetrics(self.kind, progress, record.write, config.record_every or default_every),
             stack.enter_context(StepTrace(trace_directory, progress.paused)),
             evaluation,
             *([] if stopping is None else [stopping]),

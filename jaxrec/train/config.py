@@ -17,6 +17,7 @@ from jaxrec.data.split import DEFAULT_FRACTION
 from jaxrec.files.atomic import write_atomically
 from jaxrec.train.data_path import DataPath
 from jaxrec.train.hold_out import split_of
+from jaxrec.train.loggers import LOGGERS
 from jaxrec.train.option_groups import (
     JobConfig,
     RankerConfig,
@@ -273,6 +274,9 @@ class TrainConfig:
     record_every: int | None = None
     """Number of steps between two lines of metrics.jsonl, besides the last step; by default 100, or
     a twentieth of a shorter run."""
+    log: tuple[str, ...] = ()
+    """Systems that get the run's values besides metrics.jsonl, such as tensorboard,wandb,mlflow,
+    each with the extra of its name; see docs/training.md."""
     output: pathlib.Path | None = None
     """Directory of the run; by default a new one in runs/."""
     seed: int = 0
@@ -295,6 +299,9 @@ class TrainConfig:
         for name in ("record_every", "devices"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name.replace('_', '-')} must be above 0, got {value}")
+        for name in self.loggers:
+            if name not in LOGGERS or self.loggers.count(name) > 1:
+                raise ConfigError(f"--log takes each of {', '.join(LOGGERS)} once, got {name!r}")
         if self.eval_only and self.resume is None:
             raise ConfigError("--eval-only evaluates a saved model; say which with --resume")
         if self.sweep and self.resume is not None:
@@ -336,6 +343,11 @@ class TrainConfig:
             raise ConfigError(f"--hold-out-data takes files, and {topic} is a topic")
         if self.seed < 0:
             raise ConfigError(f"seed must be 0 or more, got {self.seed}")
+
+    @property
+    def loggers(self) -> list[str]:
+        """Names of the systems of ``log``, which commas may separate."""
+        return [name for text in self.log for name in text.split(",") if name]
 
 
 _DEFAULT = TrainConfig()

@@ -20,7 +20,6 @@ from jaxrec.data.column_types import check_columns
 from jaxrec.data.structs import flat_schema
 from jaxrec.files.atomic import write_atomically
 from jaxrec.mesh.agree import on_process_zero
-from jaxrec.metrics.writers import BackgroundWriter, JSONLinesWriter
 from jaxrec.train.checkpoint import CheckpointManager, PreservationPolicy
 from jaxrec.train.checkpoint.files import lock_directory
 from jaxrec.train.config import TrainConfig
@@ -29,8 +28,8 @@ from jaxrec.train.models import KINDS, model_kind
 from jaxrec.train.models.kind import LOSS, ModelKind
 from jaxrec.train.models.rows import RowModel
 from jaxrec.train.progress import Progress
-from jaxrec.train.results import HISTORY_FILE
 from jaxrec.train.run_callbacks import RunCheckpoints, RunningMetrics, shown_values
+from jaxrec.train.run_record import open_record
 from jaxrec.train.run_size import with_sizes
 from jaxrec.train.run_trainer import make_trainer, train_on
 from jaxrec.train.stream_options import followed_columns, open_source, topic_address
@@ -215,32 +214,31 @@ def _train(
         policy = PreservationPolicy(latest=config.checkpoint.keep_last)
         manager = stack.enter_context(CheckpointManager(output, policy))
         progress = stack.enter_context(Progress(console, None, first))
-        writer = None
-        if jax.process_index() == 0:
-            writer = BackgroundWriter(JSONLinesWriter(output / HISTORY_FILE))
-            stack.enter_context(contextlib.closing(writer))
+        record = open_record(config, output, first, console)
+        stack.enter_context(contextlib.closing(record))
 
-        def record(step: int, compute: Callable[[], dict[str, float]]) -> None:
+        def write(step: int, compute: Callable[[], dict[str, float]]) -> None:
             def values() -> dict[str, float]:
                 last.update(compute())
                 return last
 
-            if writer is not None:
-                writer.write(step, values)
+            record.write(step, values)
 
         trainer.callbacks = (
-            RunningMetrics(kind, progress, record, config.record_every or _RECORD_EVERY),
+            RunningMetrics(kind, progress, write, config.record_every or _RECORD_EVERY),
             RunCheckpoints(
                 manager,
                 config.checkpoint.every,
                 metrics=dict,
                 plan=plan,
                 progress=progress,
-                history=writer,
+                record=record,
             ),
             interrupt,
         )
         train_on(trainer, batches)
+        if not interrupt:
+            record.finish(trainer.step, {})
     return _report(kind, trainer.step - first, last, output, console, interrupt)
 
 

@@ -17,6 +17,7 @@ from jaxrec.arguments import ConfigError
 from jaxrec.files.atomic import write_atomically
 from jaxrec.train.checkpoint import PreservationPolicy
 from jaxrec.train.config import TrainConfig
+from jaxrec.train.loggers.base import FINAL
 from jaxrec.train.models.kind import LOSS, Measure
 from jaxrec.train.progress import HELD_OUT, draw_summary, read_history
 
@@ -84,6 +85,13 @@ def evaluated(
         for step in steps
         if (values := history.get(step, {}))
     ]
+
+
+def final_values(measures: Sequence[Measure], results: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a run's results for loggers, such as "final_auc"."""
+    names = [measure.name for measure in measures] + ["best_step", "seconds", "samples_per_second"]
+    values = {f"{FINAL}{name}": results.get(name) for name in names}
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
 def write_results(

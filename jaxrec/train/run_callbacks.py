@@ -11,7 +11,6 @@ from typing import ClassVar
 import numpy as np
 
 from jaxrec.mesh.agree import of_all_processes, on_host
-from jaxrec.metrics.writers import BackgroundWriter
 from jaxrec.train.callbacks import SaveCheckpoints
 from jaxrec.train.datasets import Dataset
 from jaxrec.train.early_stopping import EarlyStopping
@@ -25,6 +24,7 @@ from jaxrec.train.models.kind import (
 )
 from jaxrec.train.open_vocabularies import describe, scalars
 from jaxrec.train.progress import Progress
+from jaxrec.train.run_record import RunRecord
 from jaxrec.train.trainer import Callback, StepResult, Trainer
 
 # Numbers of steps over which running values and those of samples are taken.
@@ -163,7 +163,7 @@ class RunCheckpoints(SaveCheckpoints):
     """Saves checkpoints outside of the time that the progress bar measures."""
 
     progress: Progress = dataclasses.field(kw_only=True)
-    history: BackgroundWriter | None = dataclasses.field(kw_only=True)
+    record: RunRecord = dataclasses.field(kw_only=True)
     _saved: int | None = dataclasses.field(default=None, init=False)
 
     def save(self, trainer: Trainer) -> None:
@@ -174,8 +174,7 @@ class RunCheckpoints(SaveCheckpoints):
         with self.progress.paused():
             # The history must be complete up to the checkpoint: a run that is killed continues from
             # the checkpoint, and does not compute earlier lines again.
-            if self.history is not None:
-                self.history.wait()
+            self.record.wait()
             super().save(trainer)
 
 

@@ -29,7 +29,7 @@ from jaxrec.train.sweep_report import RunRow, report_sweep
 
 # Options that do not vary within a sweep: files of a run, what it shares with others, and the
 # processes and devices, which are fixed before the first run.
-_FIXED = ("config", "output", "resume", "eval-only", "step", "profile", "sweep", "devices")
+_FIXED = ("config", "output", "resume", "eval-only", "step", "profile", "sweep", "devices", "log")
 _FIXED_GROUP = "job."
 
 # Characters that a folder's name has besides letters and digits.
@@ -247,6 +247,8 @@ def _state(run: Combination) -> str:
     for each in (options, others):
         # That of the folder is a copy.
         each["data"]["schema"] = "a file" if each["data"]["schema"] else None
+        # Loggers do not change what a run computes.
+        del each["log"]
     for name in SIZES:
         # A run writes the size that its rows gave.
         if not options["data"][name]:
