@@ -257,6 +257,7 @@ LEFT_OUT = {
     "jaxrec serve model": "ends when it is stopped; README's lines start it",
     "jaxrec train --output run --data.generated-rows 200000": TOGETHER,
     SERVING: TOGETHER,
+    "jaxrec serve model --port 8417 &": "tests/test_docs.py runs the page",
     "jaxrec serve model --deltas versions": "ends when it is stopped; tests/serve/http does it",
     "python -m benchmarks.ranker_serving --requests 120": "takes minutes",
     "jaxrec serve ranker --cache-mb 2048": "ends when it is stopped; tests/serve/http does it",
@@ -317,6 +318,7 @@ LEFT_OUT = {
     "python -m benchmarks.gpu.compile --quick --no-steps": CUDA,
     "python -m benchmarks.gpu.compile --only 'fused_update .* D128'": CUDA,
     "python -m benchmarks.gpu.doc_tables": "writes the docs",
+    "python -m benchmarks.report": "writes the docs; tests/test_report.py compares them",
     "python -m benchmarks.gpu.mesh": CUDA,
     "python -m benchmarks.gpu.mesh --exchange rows --topology 1x8x1 --routed True": CUDA,
     "python -m pytest tests/plan/test_golden.py": "is run by .ci/run",
@@ -369,7 +371,13 @@ def documented() -> tuple[set[tuple[str, str]], set[str]]:
     ``python -m`` or ``pip install``. What begins with ``jaxrec`` is often only a command's name.
     """
     to_list, commands = set(), set()
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    made = ("api", "results", "_build")  # folders that the build of the site writes
+    pages = [
+        path
+        for path in sorted((ROOT / "docs").rglob("*.md"))
+        if path.relative_to(ROOT / "docs").parts[0] not in made
+    ]
+    for path in (ROOT / "README.md", *pages):
         text = path.read_text().replace("\\\n", " ")
         blocks = re.findall(r"^```(.*)\n((?s:.*?))^```$", text, re.MULTILINE)
         shell = [body for language, body in blocks if language in ("", "sh", "bash")]

@@ -2,26 +2,36 @@
 
 Each section of a page runs by itself, after the blocks above the page's first section. A block that
 begins with ```` ```python notest ```` is a fragment: it needs names that the page does not define.
+The blocks of the pages in `PROGRAMS` are one program, and their commands run after it.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import pathlib
 import pkgutil
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 
 pytestmark = [pytest.mark.every_case, pytest.mark.jax_version]
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = {
-    path.stem: path.read_text()
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCS = ROOT / "docs"
+MADE = ("api", "results", "_build")  # folders that the build of the site writes
+PAGES = {"README": (ROOT / "README.md").read_text()} | {
+    path.relative_to(DOCS).with_suffix("").as_posix(): path.read_text()
+    for path in sorted(DOCS.rglob("*.md"))
+    if path.relative_to(DOCS).parts[0] not in MADE
 }
 # Packages of extras that sections need.
 NEEDS = {"clusters_and_streams: Kafka topics": "confluent_kafka"}
 RUN_ELSEWHERE = ("data",)  # by tests/train/test_columns.py, which has the rows that it is about
+PROGRAMS = ("from_parquet_to_server",)
 
 
 def blocks(text: str) -> list[str]:
@@ -42,7 +52,7 @@ def sections(text: str) -> dict[str, list[str]]:
 CODE = {
     f"{page}: {title}": code
     for page, text in PAGES.items()
-    if page not in RUN_ELSEWHERE
+    if page not in RUN_ELSEWHERE + PROGRAMS
     for title, code in sections(text).items()
 }
 
@@ -126,6 +136,28 @@ def test_code_runs(section, tmp_path, monkeypatch, unchecked):
     for block in CODE[section]:
         exec(compile(block, section, "exec"), names)
     assert SHOWN.get(section, bool)(names)
+
+
+@pytest.mark.slow
+def test_the_way_from_a_file_to_a_server(tmp_path, monkeypatch, unchecked):
+    pytest.importorskip("uvicorn", reason="jaxrec serve needs the extra 'serve'")
+    if shutil.which("curl") is None:
+        pytest.skip("the page asks its server by curl")
+    monkeypatch.chdir(tmp_path)
+    text = PAGES["from_parquet_to_server"]
+    names: dict = {"__name__": "page"}
+    for block in blocks(text):
+        exec(compile(block, "from_parquet_to_server", "exec"), names)
+    assert (names["metadata"].step, names["trainer"].step) == (24, 56)
+    assert names["results"]["click/window_auc"] > 0.75
+    assert names["logits"].shape == (2,)
+    _, *commands = re.findall(r"^```sh\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    script = "set -e; trap 'kill $(jobs -p)' EXIT\n" + "".join(commands)
+    env = os.environ | {"PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+    answer = done.stdout.decode().splitlines()[-1]
+    assert [len(scores) for scores in json.loads(answer).values()] == [2]
 
 
 def test_all_that_is_shown_is_there():

@@ -15,6 +15,7 @@ from jaxrec.metrics.domain import as_numbers
 from jaxrec.metrics.metric import AnyArray, Metric
 
 GroupState: TypeAlias = dict[str, Any]
+"""State of each metric of a `MetricGroup`, by the metric's name; a pytree."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

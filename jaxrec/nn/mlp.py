@@ -15,6 +15,7 @@ from jaxrec.ragged.arrays import AnyArray
 Activation: TypeAlias = (
     Callable[[Array], Array] | Literal["relu", "sigmoid", "swish_layernorm", "dice"]
 )
+"""Elementwise function or the name of one. ``"dice"`` and ``"swish_layernorm"`` have parameters."""
 
 _BY_NAME: dict[str, Callable[[Array], Array]] = {"relu": nnx.relu, "sigmoid": nnx.sigmoid}
 

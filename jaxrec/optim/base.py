@@ -16,9 +16,11 @@ from jaxrec.optim import checks
 # Types of `RowOptimizer.update`. Its rows are the rows of one batch, not of a table.
 Rows: TypeAlias = Float[Array, "rows dim"]
 RowState: TypeAlias = Mapping[str, Array]
+"""Optimizer state of some rows, by name; each array's first axis is the rows."""
 Updated: TypeAlias = tuple[Rows, dict[str, Array]]
 Count: TypeAlias = Int[Array, ""]
 Schedule: TypeAlias = Callable[[Count], Float[Array, ""] | float]
+"""Learning rate as a function of the step, such as optax's schedules."""
 
 STATE_DTYPES = ("float32", "bfloat16", "float8")
 LARGEST_SQUARED = 2.0**50  # 2**27 squares of it, 2**127 in all, still fit float32

@@ -13,6 +13,7 @@ from jaxrec.plan.problem import Choice, Problem, Solution, Totals
 from jaxrec.plan.quantities import Load
 
 Partitioner: TypeAlias = Callable[[Problem, Sequence[int]], Solution]
+"""Function from a problem and one option of each table to the devices of the tables' shards."""
 
 # Number of weights of memory that `balance_memory` tries, and the slowdown that it accepts.
 _MAX_TRIALS, _TOLERANCE = 8, 0.02

@@ -20,6 +20,7 @@ from jaxrec.plan.quantities import Load
 
 Proposal: TypeAlias = tuple[int, ...]
 Proposer: TypeAlias = Callable[[Problem], Iterator[Proposal]]
+"""Function from a problem to the proposals to try: the index of one option for each table."""
 
 # Combinations that `propose_grid` tries, and bins of memory for dynamic programming: a bin is 1 %
 # of a device, until the arrays of thousands of tables become large.

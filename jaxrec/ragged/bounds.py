@@ -13,6 +13,7 @@ from jaxrec.ragged.hashing import hash_ids
 from jaxrec.ragged.raw_ids import RESERVED
 
 BoundsMode: TypeAlias = Literal["raise", "clamp", "ignore"]
+"""Treatment of an id outside of its table: an error, 0 with a warning, or 0 without one."""
 
 INT32_BOUND = 2**31
 BAD_ID = -1  # an id of no table: its embedding is NaN
