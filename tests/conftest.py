@@ -58,7 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    directory = os.environ.get(SHARED_PROGRAMS)  # by .ci/run, or for a worker of this process
+    directory = os.environ.get(SHARED_PROGRAMS)  # of the process that started this worker
     if directory is None:
         directory = config.stash[PROGRAMS] = tempfile.mkdtemp(prefix="jaxrec-programs-")
     share_programs(directory)

@@ -15,7 +15,7 @@ from jaxlib.mlir import ir
 
 from tests.whole_programs import write_whole_programs, write_without_compression
 
-# Environment variable with the directory of compiled programs. .ci/run sets it for all its runs.
+# Environment variable with the directory of compiled programs, for processes of the run.
 SHARED_PROGRAMS = "JAXREC_TEST_PROGRAMS"
 
 # glibc's malloc.h
@@ -86,9 +86,9 @@ def keep_freed_memory() -> None:
 def share_programs(directory: str) -> None:
     """Keep compiled programs in a directory, for this process and its forks (`tests/forks.py`).
 
-    The directory lasts for one run, or for those of one ``.ci/run``: a program that was compiled of
-    another tree must not hide what this one compiles. Other processes do without: they write in
-    place, and one that is killed leaves half of a program.
+    The directory lasts for one run: a program that was compiled of another tree must not hide what
+    this one compiles. Other processes do without: they write in place, and one that is killed
+    leaves half of a program.
     """
     write_whole_programs()
     write_without_compression()
