@@ -35,10 +35,16 @@ CHOICES = (
     f"{_LIKED} --model dcn_v2 --output dcn",
     f"{_LIKED} --model deepfm --output deepfm",
     f"{_LIKED} --model wide_deep --output wide",
+    f"{_LIKED} --model wukong --output wukong",
+    f"{_LIKED} --model finalmlp --user user --item movie --output final",
     "--label liked --exclude rating timestamp loved --model din --history history --item movie "
     "--output din",
+    "--label liked --exclude rating timestamp loved --model longer --history history --item movie "
+    "--output longer",
     "--label liked loved --exclude rating timestamp history --model mmoe --output mmoe",
     "--label liked loved --exclude rating timestamp history --model ple --output ple",
+    "--label liked loved --exclude rating timestamp history --model pepnet --user user "
+    "--item movie --model.domain occupation --output pepnet",
     "--label rating --exclude liked timestamp loved history --model dcn_v2 --output stars",
     f"{_LIKED} --model two_tower --item movie genres year --epochs 10 --patience 3 --output towers",
     f"--model sasrec {_SEQUENCES} --output sasrec",

@@ -25,11 +25,18 @@ from jaxrec.nn.event_positions import EventPositions as EventPositions
 from jaxrec.nn.event_tokens import ActionEncoder as ActionEncoder
 from jaxrec.nn.event_tokens import ContextTokens as ContextTokens
 from jaxrec.nn.event_tokens import EventTokens as EventTokens
+from jaxrec.nn.finalmlp import BilinearFusion as BilinearFusion
+from jaxrec.nn.finalmlp import FinalMLP as FinalMLP
+from jaxrec.nn.gdcn import GDCN as GDCN
+from jaxrec.nn.gdcn import GatedCrossNet as GatedCrossNet
 from jaxrec.nn.history_cache import HistoryCache as HistoryCache
 from jaxrec.nn.history_sampling import stochastic_length as stochastic_length
 from jaxrec.nn.hstu import HSTU as HSTU
 from jaxrec.nn.hstu import HSTUBlock as HSTUBlock
 from jaxrec.nn.hstu_ranker import HSTURanker as HSTURanker
+from jaxrec.nn.longer import LONGER as LONGER
+from jaxrec.nn.masknet import MaskBlock as MaskBlock
+from jaxrec.nn.masknet import MaskNet as MaskNet
 from jaxrec.nn.mlp import MLP as MLP
 from jaxrec.nn.mlp import Activation as Activation
 from jaxrec.nn.mlp import Dice as Dice
@@ -39,7 +46,10 @@ from jaxrec.nn.multitask import PLE as PLE
 from jaxrec.nn.multitask import ExtractionLayer as ExtractionLayer
 from jaxrec.nn.multitask import Gate as Gate
 from jaxrec.nn.multitask import MMoE as MMoE
+from jaxrec.nn.onetrans import OneTrans as OneTrans
 from jaxrec.nn.pair_products import pairwise_dots as pairwise_dots
+from jaxrec.nn.pepnet import GateNU as GateNU
+from jaxrec.nn.pepnet import PEPNet as PEPNet
 from jaxrec.nn.pools import KeyedJaggedTensorPool as KeyedJaggedTensorPool
 from jaxrec.nn.pools import TensorPool as TensorPool
 from jaxrec.nn.positions import (
@@ -50,6 +60,8 @@ from jaxrec.nn.positions import PositionWeightedModuleCollection as PositionWeig
 from jaxrec.nn.positions import positions_in_rows as positions_in_rows
 from jaxrec.nn.pruning import PrunedEmbeddings as PrunedEmbeddings
 from jaxrec.nn.ranker_features import RankerFeatures as RankerFeatures
+from jaxrec.nn.rankmixer import RankMixer as RankMixer
+from jaxrec.nn.rankmixer import RankMixerBlock as RankMixerBlock
 from jaxrec.nn.retrieval import TwoTower as TwoTower
 from jaxrec.nn.retrieval import in_batch_softmax_loss as in_batch_softmax_loss
 from jaxrec.nn.retrieval import sampled_softmax_loss as sampled_softmax_loss
@@ -67,6 +79,7 @@ from jaxrec.nn.tiled_attention import time_bucket as time_bucket
 from jaxrec.nn.towers import DisaggregatedMultiTower as DisaggregatedMultiTower
 from jaxrec.nn.towers import EmbeddingTower as EmbeddingTower
 from jaxrec.nn.towers import EmbeddingTowerCollection as EmbeddingTowerCollection
+from jaxrec.nn.transact import TransAct as TransAct
 from jaxrec.nn.transduction import GatedNorm as GatedNorm
 from jaxrec.nn.transduction import TransductionUnit as TransductionUnit
 from jaxrec.nn.transduction_stack import TransductionStack as TransductionStack
@@ -76,6 +89,8 @@ from jaxrec.nn.transformers import SASRec as SASRec
 from jaxrec.nn.transformers import SASRecBlock as SASRecBlock
 from jaxrec.nn.wide_deep import LinearPart as LinearPart
 from jaxrec.nn.wide_deep import WideDeep as WideDeep
+from jaxrec.nn.wukong import Wukong as Wukong
+from jaxrec.nn.wukong import WukongLayer as WukongLayer
 
 __all__ = _public_names(globals())
 

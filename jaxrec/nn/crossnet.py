@@ -6,6 +6,7 @@ the input of layer ``l`` and ``*`` the elementwise product.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -285,7 +286,49 @@ class LowRankMixtureCrossNet(nnx.Module):
         return nnx.softmax(x @ self.gates[...].astype(x.dtype).T, axis=1)
 
 
-class DCNv2(ClickModel):
+class CrossModel(ClickModel):
+    """Base of models of a cross network, ``make_cross(columns, ...)``, and a deep network."""
+
+    def __init__(
+        self,
+        embeddings: EmbeddingBagCollection,
+        make_cross: Callable[..., Callable[[Array], Array]],
+        *,
+        num_dense: int,
+        deep_layer_sizes: Sequence[int],
+        structure: Literal["stacked", "parallel"],
+        dtype: DTypeLike | None,
+        logit_dtype: DTypeLike | None,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        if structure not in ("stacked", "parallel"):
+            raise ValueError(f"structure is 'stacked' or 'parallel', got {structure!r}")
+        columns = num_columns(embeddings) + num_dense
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
+        self.embeddings = embeddings
+        self.num_dense = num_dense
+        self.dtype = dtype
+        self.structure = structure
+        self.cross = make_cross(columns, rngs=rngs, **types)
+        self.deep = MLP(columns, deep_layer_sizes, rngs=rngs, **types)
+        last = deep_layer_sizes[-1] + (columns if structure == "parallel" else 0)
+        of_head = types if logit_dtype is None else types | {"dtype": logit_dtype}
+        self.head = nnx.Linear(last, 1, rngs=rngs, **of_head)
+
+    def logits(
+        self,
+        dense: Float[AnyArray, "batch num_dense"] | None,
+        embedded: Float[Array, "batch columns"],
+    ) -> Float[Array, " batch"]:
+        inputs = with_dense(embedded, dense, self.num_dense, self.dtype)
+        crossed = self.cross(inputs)
+        if self.structure == "stacked":
+            return self.head(self.deep(crossed))[:, 0]
+        return self.head(jnp.concatenate([crossed, self.deep(inputs)], axis=1))[:, 0]
+
+
+class DCNv2(CrossModel):
     """Predicts clicks with a cross network and a deep network, one after the other or in parallel.
 
     Wang et al. 2021, "DCN V2: Improved deep & cross network and practical lessons for web-scale
@@ -338,35 +381,24 @@ class DCNv2(ClickModel):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        if structure not in ("stacked", "parallel"):
-            raise ValueError(f"structure is 'stacked' or 'parallel', got {structure!r}")
         if low_rank is None and num_experts != 1:
             raise ValueError(f"num_experts={num_experts} needs low_rank=; give both or neither")
-        columns = num_columns(embeddings) + num_dense
-        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
-        self.embeddings = embeddings
-        self.num_dense = num_dense
-        self.dtype = dtype
-        self.structure = structure
-        self.cross: Callable[[Array], Array]
-        if low_rank is None:
-            self.cross = CrossNet(columns, cross_layers, rngs=rngs, **types)
-        else:
-            self.cross = LowRankMixtureCrossNet(
-                columns, cross_layers, num_experts, low_rank, rngs=rngs, **types
+        make: Callable[..., Any] = functools.partial(CrossNet, num_layers=cross_layers)
+        if low_rank is not None:
+            make = functools.partial(
+                LowRankMixtureCrossNet,
+                num_layers=cross_layers,
+                num_experts=num_experts,
+                low_rank=low_rank,
             )
-        self.deep = MLP(columns, deep_layer_sizes, rngs=rngs, **types)
-        last = deep_layer_sizes[-1] + (columns if structure == "parallel" else 0)
-        of_head = types if logit_dtype is None else types | {"dtype": logit_dtype}
-        self.head = nnx.Linear(last, 1, rngs=rngs, **of_head)
-
-    def logits(
-        self,
-        dense: Float[AnyArray, "batch num_dense"] | None,
-        embedded: Float[Array, "batch columns"],
-    ) -> Float[Array, " batch"]:
-        inputs = with_dense(embedded, dense, self.num_dense, self.dtype)
-        crossed = self.cross(inputs)
-        if self.structure == "stacked":
-            return self.head(self.deep(crossed))[:, 0]
-        return self.head(jnp.concatenate([crossed, self.deep(inputs)], axis=1))[:, 0]
+        super().__init__(
+            embeddings,
+            make,
+            num_dense=num_dense,
+            deep_layer_sizes=deep_layer_sizes,
+            structure=structure,
+            dtype=dtype,
+            logit_dtype=logit_dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )

@@ -12,10 +12,10 @@ from jaxtyping import Array, DTypeLike, Float
 
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingCollection
 from jaxrec.nn.arithmetic import promote
-from jaxrec.nn.click_model import check_logit_layer, num_columns, with_dense
+from jaxrec.nn.click_model import check_logit_layer
+from jaxrec.nn.history_model import HistoryModel, Join
 from jaxrec.nn.mlp import MLP, Activation
-from jaxrec.nn.sequence import last_states
-from jaxrec.ragged import JaggedArray, KeyedJaggedArray, complete_cumsum, segment_ids
+from jaxrec.ragged import JaggedArray, complete_cumsum, segment_ids
 from jaxrec.ragged.arrays import AnyArray, each_device
 from jaxrec.ragged.offsets import without_padding
 
@@ -96,7 +96,7 @@ def _total(lengths: Array, values: Float[Array, "capacity dim"]) -> Float[Array,
     return jax.ops.segment_sum(values, rows, lengths.shape[0], indices_are_sorted=True)
 
 
-class DIN(nnx.Module):
+class DIN(HistoryModel):
     """Predicts clicks on a target item from a history of items.
 
     Zhou et al. 2018, "Deep interest network for click-through rate prediction" (arXiv:1706.06978).
@@ -131,7 +131,7 @@ class DIN(nnx.Module):
         ...     [jaxrec.EmbeddingBagConfig("user", 100, 4)], rngs=rngs)
         >>> model = DIN(items, {"history": "target"}, profile=profile, top_layer_sizes=(16, 1),
         ...             rngs=rngs)
-        >>> batch = KeyedJaggedArray.from_lists(
+        >>> batch = jaxrec.KeyedJaggedArray.from_lists(
         ...     {"history": [[1, 2, 3], []], "target": [[4], [5]], "user": [[6], [7]]})
         >>> model(None, batch).shape
         (2,)
@@ -152,56 +152,14 @@ class DIN(nnx.Module):
         rngs: nnx.Rngs,
     ):
         types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        widths = {name: t.embedding_dim for t in items.configs for name in t.feature_names}
-        features = [*pairs, *pairs.values()]
-        if not pairs or set(features) - set(widths):
-            raise ValueError(
-                f"pairs name features of the item tables, {sorted(widths)}, a history and its "
-                f"target each; got {dict(pairs)}"
-            )
-        dim = sum(widths[name] for name in pairs)
-        if dim != sum(widths[name] for name in pairs.values()):
-            raise ValueError(f"histories and targets differ in width: {widths}")
-        self.items = items
-        self.pairs = tuple(pairs.items())
-        self.profile = profile
-        self.num_dense = num_dense
-        self.dtype = dtype
-        self.attention = TargetAttention(dim, layer_sizes=attention_layer_sizes, **types)
-        columns = 2 * dim + num_dense + (0 if profile is None else num_columns(profile))
+        super().__init__(items, pairs, profile=profile, num_dense=num_dense, dtype=dtype)
+        self.attention = TargetAttention(
+            self.item_columns, layer_sizes=attention_layer_sizes, **types
+        )
+        columns = self.item_columns + self.columns
         check_logit_layer("top_layer_sizes", top_layer_sizes)
         self.hidden = MLP(columns, top_layer_sizes[:-1], activation=activation, **types)
         self.head = nnx.Linear(top_layer_sizes[-2], 1, **types)
 
-    def __call__(
-        self, dense: Float[AnyArray, "batch num_dense"] | None, features: KeyedJaggedArray
-    ) -> Float[Array, " batch"]:
-        """Return the logits of a batch.
-
-        Args:
-            dense: ``[batch, num_dense]`` dense features; None if the model has none.
-            features: The batch's ids: histories, targets and profile.
-
-        Returns:
-            ``[batch]`` logits: the log-odds of a click on the target.
-
-        Raises:
-            ValueError: Histories have different capacities, or ``dense`` has another shape.
-        """
-        embedded = self.items(features)
-        histories = [embedded[history] for history, _ in self.pairs]
-        if len({column.values.shape[:-1] for column in histories}) > 1:
-            shapes = {name: embedded[name].values.shape for name, _ in self.pairs}
-            raise ValueError(
-                f"histories have one length and one capacity, got values of {shapes}; give the "
-                "batch's constructor capacities="
-            )
-        # A target feature has one id per sample: its last state is its embedding.
-        target = jnp.concatenate([last_states(embedded[name]) for _, name in self.pairs], axis=-1)
-        values = jnp.concatenate([column.values for column in histories], axis=-1)
-        interest = self.attention(JaggedArray(values, histories[0].lengths), target)
-        blocks = [array.reshape(-1, array.shape[-1]) for array in (interest, target)]
-        if self.profile is not None:
-            blocks.append(jnp.asarray(self.profile(features).values))
-        inputs = with_dense(jnp.concatenate(blocks, axis=1), dense, self.num_dense, self.dtype)
-        return self.head(self.hidden(inputs))[:, 0]
+    def logits(self, history: JaggedArray, target: Array, join: Join) -> Float[Array, " batch"]:
+        return self.head(self.hidden(join(self.attention(history, target))))[:, 0]

@@ -37,9 +37,18 @@ ModelName = Literal[
     "dcn_v2",
     "deepfm",
     "wide_deep",
+    "wukong",
+    "rankmixer",
+    "masknet",
+    "finalmlp",
+    "gdcn",
     "din",
+    "transact",
+    "longer",
+    "onetrans",
     "mmoe",
     "ple",
+    "pepnet",
     "two_tower",
     "sasrec",
     "bert4rec",
@@ -93,14 +102,15 @@ class DataConfig:
     string, integer, float or boolean."""
     user: Annotated[str | None, tyro.conf.arg(aliases=["--user"])] = None
     """Name of the column of users, whose rows in the order of --time are a sequence, for --model
-    sasrec, bert4rec and hstu_ranker."""
+    sasrec, bert4rec and hstu_ranker; a column that gates of finalmlp and pepnet read."""
     item: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--item"])] = ()
     """Names of the columns of the item that a row is about, first its id: for --model din,
-    two_tower, sasrec, bert4rec and hstu_ranker."""
+    transact, longer, onetrans, two_tower, sasrec, bert4rec and hstu_ranker; columns that gates of
+    finalmlp and pepnet read."""
     history: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--history"])] = ()
-    """Names of columns of lists, the items that a user had before, oldest first. For --model din
-    one for each column of --item, whose table they share; for sasrec and bert4rec one, in place of
-    --user and --time."""
+    """Names of columns of lists, the items that a user had before, oldest first. For --model din,
+    transact, longer and onetrans one for each column of --item, whose table they share; for sasrec
+    and bert4rec one, in place of --user and --time."""
     time: Annotated[str | None, tyro.conf.arg(aliases=["--time"])] = None
     """Name of the column of times by which the rows of a user are ordered; by default they have the
     order of the files."""
@@ -164,6 +174,11 @@ class DataConfig:
         split_of(self)
 
     @property
+    def users(self) -> tuple[str, ...]:
+        """Name of the column of users, if one is given."""
+        return () if self.user is None else (self.user,)
+
+    @property
     def hold_out_options(self) -> list[str]:
         """Names of the options that say which rows of ``path`` are held out, if they are given."""
         names = ("hold_out", "hold_out_by", "hold_out_from")
@@ -179,15 +194,21 @@ class ModelConfig:
     embedding_dim: int = 16
     """Number of columns of each table, unless the schema has another."""
     bottom_layer_sizes: tuple[int, ...] = (128, 64)
-    """Sizes of the hidden layers of DLRM's bottom MLP; a layer of embedding-dim follows."""
+    """Sizes of the hidden layers of the MLP of the dense features in DLRM, Wukong and MaskNet; a
+    layer of embedding-dim follows."""
     top_layer_sizes: tuple[int, ...] = (128, 64)
-    """Sizes of the hidden layers of DLRM's top MLP, of the deep network of DCN-v2, DeepFM, wide &
-    deep and DIN, where a layer of size 1 follows; of the experts of MMoE and PLE; of two towers,
-    where a layer of twice embedding-dim follows."""
+    """Sizes of the hidden layers of the network on top, or of the deep network, of models that
+    predict rows, where a layer of size 1 follows; of both streams of FinalMLP; of the experts of
+    MMoE and PLE and of each task of PEPNet; of two towers, where a layer of twice embedding-dim
+    follows."""
     cross_layers: int = 3
-    """Number of layers of DCN-v2's cross network."""
+    """Number of layers of the cross networks of DCN-v2 and GDCN, of layers of Wukong and RankMixer,
+    and of blocks of MaskNet."""
     max_length: int = 100
-    """Largest number of items of a sequence that SASRec and BERT4Rec read, the last ones."""
+    """Largest number of items of a sequence that SASRec, BERT4Rec, TransAct, LONGER and OneTrans
+    read, the last ones."""
+    domain: tuple[str, ...] = ()
+    """Columns that name the domain of a row, such as a page or a country, for PEPNet."""
     table_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of the tables."""
     dense_dtype: Annotated[

@@ -60,6 +60,24 @@ def items(rngs):
     return jaxrec.EmbeddingCollection([table], optimizer=jaxrec.optim.sgd(1.0), rngs=rngs)
 
 
+def history_model(kind, **options):
+    """A model of a target and a history of at most four of its items, with a profile."""
+    rngs = options["rngs"]
+    return kind(
+        items(rngs),
+        {"history": "target"},
+        profile=bags(rngs, ("a",)),
+        max_length=4,
+        hidden_dim=5,
+        top_layer_sizes=(5, 1),
+        **options,
+    )
+
+
+def over_history(module, features):
+    return module(None, features)
+
+
 def over_column(module, column):
     """A block that takes states and lengths, as a function of columns."""
     return dataclasses.replace(column, values=module(column.values, column.lengths))
@@ -122,6 +140,7 @@ def with_times(module, column):
 CLICKS = {"num_dense": 3, "bottom_layer_sizes": (5, DIM), "top_layer_sizes": (5, 1)}
 DLRM_INPUTS = (Dense((3,)), Bags(("a", "b")))
 HISTORY = (Bags(("history", "target")),)
+HISTORY_AND_PROFILE = (Bags(("history", "target", "a")),)
 VECTORS = (Dense((DIM,)), Dense((3, DIM)))
 
 CASES = {
@@ -143,6 +162,9 @@ CASES = {
         lambda module, column: jaxrec.JaggedArray(
             module({"user": column}, column.lengths), jnp.full_like(column.lengths, 2)
         ),
+    ),
+    nn.BilinearFusion: Case(
+        lambda **t: nn.BilinearFusion(6, 4, num_heads=2, **t), (Dense((6,)), Dense((4,)))
     ),
     nn.CrossNet: Case(lambda **t: nn.CrossNet(6, 2, **t), (Dense((6,)),)),
     nn.DCNv2: Case(
@@ -167,8 +189,8 @@ CASES = {
             top_layer_sizes=(5, 1),
             **t,
         ),
-        (Bags(("history", "target", "a")),),
-        lambda module, features: module(None, features),
+        HISTORY_AND_PROFILE,
+        over_history,
     ),
     nn.DLRM: Case(lambda **t: nn.DLRM(bags(t["rngs"]), **CLICKS, **t), DLRM_INPUTS),
     nn.DLRM_DCN: Case(
@@ -253,6 +275,27 @@ CASES = {
         (Bags(("a", "b")),),
         lambda module, features: module(features).values,
     ),
+    nn.FinalMLP: Case(
+        lambda **t: nn.FinalMLP(
+            bags(t["rngs"]),
+            num_dense=3,
+            contexts=(("a",), ()),
+            gate_hidden_size=5,
+            first_layer_sizes=(5, 4),
+            second_layer_sizes=(6,),
+            num_heads=2,
+            **t,
+        ),
+        DLRM_INPUTS,
+    ),
+    nn.GDCN: Case(
+        lambda **t: nn.GDCN(
+            bags(t["rngs"]), num_dense=3, cross_layers=2, deep_layer_sizes=(5,), **t
+        ),
+        DLRM_INPUTS,
+    ),
+    nn.GateNU: Case(lambda **t: nn.GateNU(6, 5, 3, **t), (Dense((6,)),)),
+    nn.GatedCrossNet: Case(lambda **t: nn.GatedCrossNet(6, 2, **t), (Dense((6,)),)),
     nn.GatedNorm: Case(
         lambda **t: nn.GatedNorm(2, 3, norm="group", concat=("gate", "attended"), **t),
         (Dense((6,)), Dense((6,))),
@@ -283,6 +326,13 @@ CASES = {
         (Column(DIM),),
         over_column,
     ),
+    nn.LONGER: Case(
+        lambda **t: history_model(
+            nn.LONGER, merge=2, dim=6, num_layers=2, num_heads=2, num_queries=1, **t
+        ),
+        HISTORY_AND_PROFILE,
+        over_history,
+    ),
     nn.LinearPart: Case(
         lambda **t: nn.LinearPart(bags(t["rngs"], dim=1), num_dense=3, **t), DLRM_INPUTS
     ),
@@ -296,6 +346,38 @@ CASES = {
             6, num_tasks=2, num_experts=3, expert_layer_sizes=(4,), tower_layer_sizes=(3, 1), **t
         ),
         (Dense((6,)),),
+    ),
+    nn.MaskBlock: Case(
+        lambda **t: nn.MaskBlock(6, 4, 3, mask_hidden_size=5, **t), (Dense((6,)), Dense((4,)))
+    ),
+    nn.MaskNet: Case(
+        lambda **t: nn.MaskNet(
+            bags(t["rngs"]),
+            num_dense=3,
+            bottom_layer_sizes=(DIM,),
+            block_sizes=(5, 6),
+            mask_hidden_size=7,
+            **t,
+        ),
+        DLRM_INPUTS,
+    ),
+    nn.OneTrans: Case(
+        lambda **t: history_model(nn.OneTrans, num_tokens=2, dim=6, num_layers=2, num_heads=2, **t),
+        HISTORY_AND_PROFILE,
+        over_history,
+    ),
+    nn.PEPNet: Case(
+        lambda **t: nn.PEPNet(
+            bags(t["rngs"]),
+            num_dense=3,
+            domain=("b",),
+            prior=("a",),
+            num_tasks=2,
+            hidden_sizes=(5, 4),
+            domain_hidden_size=6,
+            **t,
+        ),
+        DLRM_INPUTS,
     ),
     nn.PLE: Case(
         lambda **t: nn.PLE(
@@ -324,6 +406,22 @@ CASES = {
         (Bags(("a", "b")),),
         lambda module, features: module(features).values,
     ),
+    nn.RankMixer: Case(
+        lambda **t: nn.RankMixer(
+            bags(t["rngs"]),
+            num_dense=3,
+            num_layers=2,
+            num_tokens=2,
+            dim=6,
+            hidden_dim=5,
+            top_layer_sizes=(4, 1),
+            **t,
+        ),
+        DLRM_INPUTS,
+    ),
+    nn.RankMixerBlock: Case(
+        lambda **t: nn.RankMixerBlock(3, 6, hidden_dim=5, **t), (Dense((3, 6)),)
+    ),
     nn.SASRec: Case(
         lambda **t: nn.SASRec(items(t["rngs"]), max_length=6, num_blocks=1, **t),
         HISTORY,
@@ -350,6 +448,11 @@ CASES = {
             [nn.Task("click", bit=1), nn.Task("seconds")], 6, hidden_sizes=(5,), **t
         ),
         (Dense((6,)), Dense((6,))),
+    ),
+    nn.TransAct: Case(
+        lambda **t: history_model(nn.TransAct, num_newest=2, num_heads=2, cross_layers=1, **t),
+        HISTORY_AND_PROFILE,
+        over_history,
     ),
     nn.TransductionStack: Case(
         lambda **t: nn.TransductionStack(
@@ -383,6 +486,24 @@ CASES = {
         ),
         DLRM_INPUTS,
     ),
+    nn.Wukong: Case(
+        lambda **t: nn.Wukong(
+            bags(t["rngs"]),
+            num_dense=3,
+            bottom_layer_sizes=(5, 2 * DIM),
+            num_layers=2,
+            num_fm=2,
+            num_linear=1,
+            rank=2,
+            fm_hidden_sizes=(5,),
+            top_layer_sizes=(5, 1),
+            **t,
+        ),
+        DLRM_INPUTS,
+    ),
+    nn.WukongLayer: Case(
+        lambda **t: nn.WukongLayer(3, DIM, num_fm=2, num_linear=1, rank=2, **t), (Dense((3, DIM)),)
+    ),
 }
 
 # The weights of ids that a lookup takes are float32; a collection says itself what type it gives; a
@@ -397,3 +518,6 @@ KEEPS_FLOAT32 = {
     nn.FactorizationMachine,
     nn.PrunedEmbeddings,
 } | FLOAT32_WEIGHTS
+
+# Modules that stop gradients, which are not the differences of their values.
+STOPS_GRADIENTS = {nn.PEPNet}

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from flax import nnx
+from rich.console import Console
 
 import jaxrec
 from jaxrec.arguments import ConfigError
@@ -22,7 +23,7 @@ from jaxrec.metrics import auc
 from jaxrec.nn import SASRec
 from jaxrec.train import load_model
 from jaxrec.train.checkpoint.tree import saved_tree
-from jaxrec.train.config import DataConfig, ModelName, TrainConfig, load_config
+from jaxrec.train.config import DataConfig, ModelName, TrainConfig, load_config, parse_options
 from jaxrec.train.models import KINDS, default_config, model_kind
 from jaxrec.train.models.interactions import item_column, read_sequences, split_last
 from jaxrec.train.models.kind import HeldOutBatches
@@ -46,14 +47,24 @@ CLICKS = [*SMALL, "--label=click", *FEATURES, "buy"]
 
 # Options of each kind, for `rows`.
 OPTIONS = {
-    **{name: [*CLICKS, "history"] for name in ("dlrm", "dcn_v2", "deepfm", "wide_deep")},
-    "din": [*CLICKS, "--history=history", "--item=item"],
+    **{name: [*CLICKS, "history"] for name in ("dlrm", "dcn_v2", "deepfm", "wide_deep", "wukong",
+                                               "rankmixer", "masknet")},
+    "finalmlp": [*CLICKS, "history", "--user=user", "--item=item"],
+    "gdcn": [*CLICKS, "history"],
+    **{name: [*CLICKS, "--history=history", "--item=item", "--model.max-length=2"]
+       for name in ("din", "transact", "longer", "onetrans")},
     **{name: [*SMALL, "--label", "click", "stars", "--exclude", "when", "buy", "history"]
        for name in ("mmoe", "ple")},
+    "pepnet": [*SMALL, "--label", "click", "stars", "--exclude", "when", "buy", "history",
+               "--user=user", "--item=item", "--model.domain=user"],
     "two_tower": [*CLICKS, "history", "--item", "item", "price"],
     **{name: SEQUENCES for name in ("sasrec", "bert4rec")},
     "hstu_ranker": REQUESTS,
 }  # fmt: skip
+
+
+# Kinds that differ from a kind of the same family by their network alone.
+ALIKE = ("wukong", "rankmixer", "masknet", "finalmlp", "gdcn", "transact", "longer")
 
 
 def table(seed=0):
@@ -133,8 +144,24 @@ def test_options_of_earlier_versions(tmp_path):
 
 
 @pytest.mark.every_case
+@pytest.mark.parametrize("name", ALIKE)
+def test_networks_of_a_family_predict_rows(rows, name):
+    """As traced: names and shapes of the outputs, of a model that the options make."""
+    words = OPTIONS[name]
+    config = parse_options(["--data", str(rows), f"--model={name}", *words], default_config(name))
+    kind = model_kind(config, KINDS[name].learn(config, Console(quiet=True)))
+    batch = kind.encoder.batch(table())
+    outputs = nnx.eval_shape(
+        lambda: kind.predictions(kind.make(4, nnx.Rngs(0)), batch.dense, batch.features)
+    )
+    assert {name: x.shape for name, x in outputs.items()} == dict.fromkeys(
+        ("probability", "logit"), (ROWS,)
+    )
+
+
+@pytest.mark.every_case
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in ALIKE])
 def test_stopped_and_resumed_is_as_never_stopped(runs, tmp_path, name):
     run, output = runs(name), tmp_path / "model"
     results = json.loads((run / "results.json").read_text())
@@ -364,6 +391,10 @@ WRONG = {
     "din-plain": (
         ["--model=din", "--label=click", "--history=when", "--item=item"],
         "column 'when' of --history has no lists",
+    ),
+    "pepnet": (
+        ["--model=pepnet", "--label=click", "--model.domain=price"],
+        "column 'price' is not categorical; --user, --item and --model.domain name categorical",
     ),
     "towers": (["--model=two_tower", "--label=click"], "name their columns, the id first"),
     "towers-item": (["--model=two_tower", "--label=click", "--item=x"], "there is no feature 'x'"),

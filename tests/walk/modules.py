@@ -42,6 +42,15 @@ GROUPS = {
         nn.TransductionStack,
         nn.TransductionUnit,
     ),
+    "histories": (nn.LONGER, nn.OneTrans, nn.TransAct),
+    "backbones": (
+        nn.FinalMLP,
+        nn.GDCN,
+        nn.MaskNet,
+        nn.PEPNet,
+        nn.RankMixer,
+        nn.Wukong,
+    ),
     "sequences": (nn.BERT4Rec, nn.DIN, nn.HSTU, nn.HSTURanker, nn.SASRec),
     "clicks": (
         nn.DCNv2,

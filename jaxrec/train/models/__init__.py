@@ -10,14 +10,20 @@ from jaxrec.train.config import TrainConfig
 from jaxrec.train.features import text_encoder
 from jaxrec.train.models.dcn_v2 import DCNv2Kind
 from jaxrec.train.models.deepfm import DeepFMKind
-from jaxrec.train.models.din import DINKind
 from jaxrec.train.models.dlrm import DLRMKind
+from jaxrec.train.models.finalmlp import FinalMLPKind
+from jaxrec.train.models.gdcn import GDCNKind
+from jaxrec.train.models.histories import DINKind, LONGERKind, OneTransKind, TransActKind
 from jaxrec.train.models.hstu_ranker import HSTURankerKind
 from jaxrec.train.models.kind import ModelKind
+from jaxrec.train.models.masknet import MaskNetKind
 from jaxrec.train.models.multitask import MMoEKind, PLEKind
+from jaxrec.train.models.pepnet import PEPNetKind
+from jaxrec.train.models.rankmixer import RankMixerKind
 from jaxrec.train.models.sequences import BERT4RecKind, SASRecKind
 from jaxrec.train.models.two_tower import TwoTowerKind
 from jaxrec.train.models.wide_deep import WideDeepKind
+from jaxrec.train.models.wukong import WukongKind
 
 KINDS: dict[str, type[ModelKind]] = {
     kind.name: kind
@@ -26,9 +32,18 @@ KINDS: dict[str, type[ModelKind]] = {
         DCNv2Kind,
         DeepFMKind,
         WideDeepKind,
+        WukongKind,
+        RankMixerKind,
+        MaskNetKind,
+        FinalMLPKind,
+        GDCNKind,
         DINKind,
+        TransActKind,
+        LONGERKind,
+        OneTransKind,
         MMoEKind,
         PLEKind,
+        PEPNetKind,
         TwoTowerKind,
         SASRecKind,
         BERT4RecKind,

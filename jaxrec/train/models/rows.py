@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -167,6 +167,16 @@ class RowModel(ModelKind):
             of_task = task.predictions(outputs[:, number])
             predictions |= {f"{prefix}{name}": value for name, value in of_task.items()}
         return predictions
+
+
+def check_categorical(names: Iterable[str], schema: Schema, options: str) -> None:
+    """Raise a ConfigError if a column that some options name is not categorical."""
+    for name in names:
+        if name not in schema.categorical:
+            raise ConfigError(
+                f"column {name!r} is not categorical; {options} name categorical columns: "
+                f"{', '.join(schema.categorical)}"
+            )
 
 
 def _in_row_order(values: np.ndarray) -> np.ndarray:

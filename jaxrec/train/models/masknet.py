@@ -1,0 +1,33 @@
+"""MaskNet: columns times masks that the row itself computes."""
+
+from __future__ import annotations
+
+from flax import nnx
+
+from jaxrec.nn import MaskNet
+from jaxrec.train.models.rows import RowModel
+
+# Columns of a block's output, and hidden columns of a mask's network.
+BLOCK_SIZE, MASK_HIDDEN_SIZE = 64, 128
+
+
+class MaskNetKind(RowModel):
+    """`jaxrec.nn.MaskNet` with parallel blocks, for rows of ids and numbers."""
+
+    name = "masknet"
+
+    def make(self, num_steps: int, rngs: nnx.Rngs) -> MaskNet:
+        options = self.config.model
+        embeddings = self.collection(self.tables(), num_steps, rngs)
+        return MaskNet(
+            embeddings,
+            num_dense=self.num_dense,
+            bottom_layer_sizes=(*options.bottom_layer_sizes, embeddings.configs[0].embedding_dim),
+            block_sizes=(BLOCK_SIZE,) * options.cross_layers,
+            mask_hidden_size=MASK_HIDDEN_SIZE,
+            structure="parallel",
+            top_layer_sizes=(*options.top_layer_sizes, 1),
+            dtype=self.dtype,
+            logit_dtype="float32",
+            rngs=rngs,
+        )
