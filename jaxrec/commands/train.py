@@ -42,7 +42,7 @@ from jaxrec.train.following import follow
 from jaxrec.train.interrupt import Interrupt, interruptible
 from jaxrec.train.model import saved_config
 from jaxrec.train.models import KINDS, default_config, model_kind
-from jaxrec.train.models.kind import HeldOutBatches, ModelKind
+from jaxrec.train.models.kind import EvaluationStopped, HeldOutBatches, ModelKind
 from jaxrec.train.open_vocabularies import describe, describe_stores
 from jaxrec.train.overfitting import describe_overfitting
 from jaxrec.train.progress import HELD_OUT, Progress, read_history, standard_output
@@ -302,6 +302,12 @@ class _Run:
                     f"after step {each['step']:,}, on the next window: "
                     + shown_values(measures, each, 2)
                 )
+        if self.config.explain_rows:
+            held_out = self._held_out_batches
+            held_out.dataset = self.held_out  # after a window, it is another
+            # An interrupt now ends these evaluations alone: the model is saved.
+            with contextlib.suppress(EvaluationStopped):
+                results |= self.kind.explain(held_out, self.config.explain_rows)
         return results
 
     def _steps(self, batches: Iterator[ClickBatch]) -> None:
@@ -317,15 +323,18 @@ class _Run:
             f"warning: {message}: --data.table-rows, --vocabulary.admit-after, --vocabulary.store"
         )
 
-    def _evaluation(self, **options: Any) -> HeldOutEvaluation:
-        held_out = HeldOutBatches(
+    @functools.cached_property
+    def _held_out_batches(self) -> HeldOutBatches:
+        return HeldOutBatches(
             self.trainer.model,
             self.held_out,
             self.config.data.batch_size,
             place=self.devices.put_batch,
             stop=self.interrupt.is_due,
         )
-        return HeldOutEvaluation(self.kind, held_out, **options)
+
+    def _evaluation(self, **options: Any) -> HeldOutEvaluation:
+        return HeldOutEvaluation(self.kind, self._held_out_batches, **options)
 
     def _add_callbacks(
         self,

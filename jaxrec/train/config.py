@@ -295,6 +295,9 @@ class TrainConfig:
     record_every: int | None = None
     """Number of steps between two lines of metrics.jsonl, besides the last step; by default 100, or
     a twentieth of a shorter run."""
+    explain_rows: int = 10_000
+    """Number of held-out rows on which calibration by decile and the importance of each column are
+    computed at the end, by predicting these rows once for each column; 0: neither."""
     log: tuple[str, ...] = ()
     """Systems that get the run's values besides metrics.jsonl, such as tensorboard,wandb,mlflow,
     each with the extra of its name; see docs/training.md."""
@@ -335,7 +338,7 @@ class TrainConfig:
             )
         if self.step is not None and not self.eval_only:
             raise ConfigError("--step says which checkpoint --eval-only evaluates")
-        for name in ("evaluate_every", "patience"):
+        for name in ("evaluate_every", "patience", "explain_rows"):
             if (value := getattr(self, name)) < 0:
                 raise ConfigError(f"{name.replace('_', '-')} must be 0 or more, got {value}")
         if self.windows and (self.model.name != "hstu_ranker" or self.windows < 2):

@@ -40,12 +40,16 @@ from jaxrec.train.features import (
     split_groups,
 )
 from jaxrec.train.hold_out import split_of
+from jaxrec.train.row_sample import ClickSample, TableSample
 
 _ALONE = Shard()
 
 # Largest numbers of row groups, and of rows, that are shuffled together.
 MAX_WINDOW_GROUPS = 8
 MAX_WINDOW_ROWS = 1 << 20
+
+# Number of stretches or row groups over which a sample of rows is spread.
+SAMPLE_PARTS = 8
 
 
 @runtime_checkable
@@ -129,6 +133,24 @@ class LogDataset:
         with Pipeline(stream, ahead=4) as ready:
             yield from ready
 
+    def sample(self, count: int) -> ClickSample:
+        """Return about ``count`` rows of all processes, in stretches over all rows."""
+        each = min(count, len(self)) // self.shard.count
+        total = each * self.shard.count
+        parts = min(SAMPLE_PARTS, total)
+        ends = np.linspace(0, total, parts + 1).astype(int)
+        # The places of the stretches in the dataset are as far apart as they can be.
+        starts = np.linspace(0, len(self) - total, parts).astype(int) + ends[:-1]
+        taken = []
+        for start, size in zip(starts, np.diff(ends), strict=True):
+            chunks, left = self._chunks(int(start)), int(size)
+            while left:
+                chunk = next(chunks)[:left]
+                taken.append(chunk)
+                left -= len(chunk)
+        rows = Clicks.concatenate(taken)[self.shard.index :: self.shard.count]
+        return ClickSample(rows, self.id_bits, self.shard.count)
+
     def probabilities(self) -> Float[np.ndarray, " rows"] | None:
         """Return the true probability of a click in each row, ``[rows]``; None if it is unknown."""
         known = []
@@ -198,6 +220,24 @@ class ParquetDataset:
         # take part in each step, so that one with fewer batches goes on with empty ones.
         for _ in range(max(first, own), self.num_batches(batch_size)):
             yield to_batch(groups.read(0)[:0])
+
+    def sample(self, count: int) -> TableSample:
+        """Return about ``count`` rows of all processes, spread over some row groups."""
+        groups = EncodedGroups(self._own_groups(), self.encoder)
+        sizes = np.array(groups.sizes)
+        each = min(count, len(self)) // self.shard.count
+        # Some groups are enough, unless they are small.
+        number = min(len(sizes), max(SAMPLE_PARTS, int(2 * each / max(sizes.mean(), 1))))
+        chosen = np.unique(np.linspace(0, len(sizes) - 1, number).astype(int))
+        if sizes[chosen].sum() < each:
+            chosen = np.arange(len(sizes))
+        ends = np.cumsum(sizes[chosen])
+        places = np.linspace(0, ends[-1], each, endpoint=False).astype(int)
+        parts = []
+        for group, start, end in zip(chosen, ends - sizes[chosen], ends, strict=True):
+            own = places[(places >= start) & (places < end)] - start
+            parts.append(groups.read(int(group)).take(pa.array(own)))
+        return TableSample(pa.concat_tables(parts), self.encoder, self.shard.count)
 
     def _own_groups(self) -> RowsOf:
         if self.shard.count == 1:

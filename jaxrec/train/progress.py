@@ -1,4 +1,4 @@
-"""Progress of a run on the standard output, and a picture of its curves at the end."""
+"""Progress of a run on the standard output, and the history of its values."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Column
-
-from jaxrec.plan.report import require_matplotlib
 
 # Seconds between two updates of the bar, and between two printed lines.
 BAR_SECONDS = 0.2
@@ -30,10 +28,6 @@ WARM_UP_STEPS = 1
 
 # Prefix of the names of held-out values in the history.
 HELD_OUT = "held_out_"
-
-# Name of the speed in the history, and number of curves of the plot beside it.
-_SPEED = "samples_per_second"
-_CURVES = 3
 
 _LOST = (
     "jaxrec train: the output is lost ({error}), and training goes on without it; stop it by "
@@ -225,38 +219,3 @@ def read_history(path: pathlib.Path) -> dict[int, dict[str, float]]:
         # An evaluation has a line of its own.
         history[step] = history.get(step, {}) | values
     return dict(sorted(history.items()))
-
-
-def draw_summary(
-    history: Mapping[int, Mapping[str, float]],
-    results: Mapping[str, Any],
-    titles: Mapping[str, str],
-    path: pathlib.Path,
-) -> None:
-    """Draw a run's curves, ``history[step][name]``, and its final held-out results as lines.
-
-    ``titles`` are the titles of the values by name; the first three in the history are drawn.
-    """
-    figure = require_matplotlib()(figsize=(10, 7), layout="constrained")
-    names = {name for values in history.values() for name in values}
-    drawn = [name for name in titles if {name, f"{HELD_OUT}{name}"} & names][:_CURVES]
-    curves = {name: titles[name] for name in drawn} | {_SPEED: "samples/s"}
-    places = [*figure.subplots(2, 2).flat]
-    for axes in places[len(curves) :]:
-        axes.remove()
-    for axes, (name, title) in zip(places, curves.items(), strict=False):
-        steps = [step for step, values in history.items() if name in values]
-        # A curve of one point is invisible without a marker.
-        marker = "o" if len(steps) == 1 else None
-        axes.plot(steps, [history[step][name] for step in steps], marker=marker, label="training")
-        evaluated = f"{HELD_OUT}{name}"
-        seen = [step for step, values in history.items() if evaluated in values]
-        if seen:
-            axes.plot(seen, [history[step][evaluated] for step in seen], "C1.-")
-        held_out = None if name == _SPEED else results.get(name)
-        if held_out is not None:
-            axes.axhline(held_out, color="C1", linestyle="--", label=f"held out: {held_out:.4f}")
-        axes.set(title=title, xlabel="step")
-        if steps or held_out is not None:
-            axes.legend()
-    figure.savefig(path)

@@ -19,7 +19,8 @@ from jaxrec.train.checkpoint import PreservationPolicy
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.loggers.base import FINAL
 from jaxrec.train.models.kind import LOSS, Measure
-from jaxrec.train.progress import HELD_OUT, draw_summary, read_history
+from jaxrec.train.progress import HELD_OUT, read_history
+from jaxrec.train.summary import draw_summary
 
 RESULTS_FILE = "results.json"
 HISTORY_FILE = "metrics.jsonl"
@@ -100,13 +101,13 @@ def write_results(
     output: pathlib.Path,
     console: Console,
 ) -> None:
-    """Write the results' file and the picture of a run's curves to its directory."""
+    """Write the results' file and the picture of a run to its directory."""
     # A run with this file counts as finished: it is complete or absent.
     with write_atomically(output / RESULTS_FILE) as unfinished:
         unfinished.write_text(json.dumps(_strict(results), indent=2, allow_nan=False) + "\n")
-    titles = {measure.name: measure.title for measure in (*measures, LOSS)}
+    curves = [*measures, *([] if LOSS in measures else [LOSS])]
     try:
-        draw_summary(read_history(output / HISTORY_FILE), results, titles, output / SUMMARY_FILE)
+        draw_summary(read_history(output / HISTORY_FILE), results, curves, output / SUMMARY_FILE)
     except ImportError as error:
         console.print(str(error))
 

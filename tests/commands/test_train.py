@@ -33,6 +33,7 @@ SMALL = [
     "--model.embedding-dim=4",
     "--model.bottom-layer-sizes=4",
     "--model.top-layer-sizes=4",
+    "--explain-rows=0",  # of 39 columns
 ]
 STEPS = 10
 # -P: the installed package, and not the checkout that the tests are started from.

@@ -221,6 +221,22 @@ def test_several_labels_beside_numpy(runs):
     scale = np.std(table()["stars"].to_numpy()[:64])
     loss = log_loss + (errors**2).mean() / scale**2
     assert results["loss"] == pytest.approx(loss, rel=1e-5)
+    # The rows of the deciles are all held-out rows, in the units of the labels.
+    groups = results["calibration_deciles"]
+    for label, predicted, observed in (("click", p, click), ("stars", stars, wanted)):
+        for name, values in (("predicted", predicted), ("observed", observed)):
+            mean = sum(x["rows"] * x[name] for x in groups[label]) / len(held_out)
+            assert mean == pytest.approx(np.asarray(values, float).mean(), rel=1e-5)
+    # A shuffled column, beside the loss of the rows with that column in the same order.
+    importance = results["importance"]
+    names = [*kind.encoder.schema.dense, *kind.encoder.schema.categorical]
+    assert (importance["value"], importance["rows"]) == ("loss", len(held_out))
+    assert {*importance["columns"]} == {*names}
+    order = np.random.default_rng([0, names.index("item")]).permutation(len(held_out))
+    place = held_out.column_names.index("item")
+    shuffled = held_out.set_column(place, "item", held_out["item"].take(pa.array(order)))
+    again, _ = kind.loss(load_model(run), kind.encoder.batch(shuffled))
+    assert importance["columns"]["item"]["loss"] == pytest.approx(float(again) - loss, abs=1e-5)
 
 
 def test_several_labels_are_exported_and_predicted(runs, rows, tmp_path):
@@ -282,6 +298,9 @@ def test_two_towers_rank_all_items(runs):
     expected = rank_values(ranks, np.ones(len(ranks)))
     results = json.loads((run / "results.json").read_text())
     assert {name: results[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+    # Columns of the users' tower alone are shuffled.
+    assert {*results["importance"]["columns"]} == {"user"}
+    assert results["importance"]["value"] == "ndcg@10"
 
 
 @pytest.mark.slow

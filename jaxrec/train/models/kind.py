@@ -106,6 +106,7 @@ class ModelKind(abc.ABC):
         running_values   metrics of training from the outputs of the last steps
         evaluate         metrics of the held-out rows
         evaluations      other rows to evaluate on, by step
+        explain          calibration and importance of the columns, after training
         predictions      outputs of the exported model
 
     The methods are called in this order. One object serves a run: `make` is called on the devices
@@ -206,6 +207,14 @@ class ModelKind(abc.ABC):
         """Return the rows to evaluate on after some steps, by step; they are trained on later.
 
         ``rows`` and ``held_out`` are those of `datasets`. The values are part of the results.
+        """
+        return {}
+
+    def explain(self, held_out: HeldOutBatches, rows: int) -> dict[str, Any]:
+        """Return entries of ``results.json`` that explain the model, from ``rows`` held-out rows.
+
+        These are ``calibration_deciles`` and ``importance``, as `jaxrec.train.explanation` makes
+        them, as far as the kind has them. Raises `EvaluationStopped` as `HeldOutBatches.outputs`.
         """
         return {}
 

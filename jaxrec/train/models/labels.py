@@ -30,6 +30,8 @@ class LabelTask(abc.ABC):
     """Loss and metrics of a label, of which a model computes one number for each sample."""
 
     measures: ClassVar[tuple[Measure, ...]]
+    loss_measure: ClassVar[str]
+    """Name of the one of `measures` that the losses give."""
     sums: ClassVar[tuple[str, ...]]
     """Names of the sums of `terms`; the first is the sum of the losses."""
 
@@ -60,7 +62,11 @@ class LabelTask(abc.ABC):
 
     @abc.abstractmethod
     def predictions(self, outputs: Float[Array, " batch"]) -> dict[str, Array]:
-        """Return what the exported model returns, ``[batch]`` by name."""
+        """Return what the exported model returns, ``[batch]`` by name; first the prediction."""
+
+    def in_units(self, labels: Float[np.ndarray, " samples"]) -> Float[np.ndarray, " samples"]:
+        """Return labels of batches in the units of the predictions."""
+        return labels
 
 
 class ClickTask(LabelTask):
@@ -72,6 +78,7 @@ class ClickTask(LabelTask):
         Measure("log_loss", "log loss", "min", " nats"),
         Measure("calibration", "calibration"),
     )
+    loss_measure = "log_loss"
     sums = ("cross_entropy", "predictions", "positives")
 
     def losses(
@@ -119,6 +126,7 @@ class NumberTask(LabelTask):
         Measure("mae", "MAE", "min"),
         Measure("r2", "R2", "max"),
     )
+    loss_measure = "rmse"
     sums = ("squares", "absolute", "labels", "label_squares")
 
     def losses(
@@ -143,6 +151,9 @@ class NumberTask(LabelTask):
 
     def predictions(self, outputs: Float[Array, " batch"]) -> dict[str, Array]:
         return {"prediction": outputs * self.moments.scale + self.moments.mean}
+
+    def in_units(self, labels: Float[np.ndarray, " samples"]) -> Float[np.ndarray, " samples"]:
+        return labels * self.moments.scale + self.moments.mean
 
 
 def label_tasks(encoder: TableEncoder) -> dict[str, LabelTask]:

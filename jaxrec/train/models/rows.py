@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
@@ -25,8 +26,10 @@ from jaxrec.train.datasets import (
     check_held_out,
     split_datasets,
 )
+from jaxrec.train.explanation import as_results, column_importance, deciles, sample_size
 from jaxrec.train.models.kind import LOSS, HeldOutBatches, Measure, ModelKind
 from jaxrec.train.models.labels import LabelTask, label_loss, label_tasks, task_sums
+from jaxrec.train.row_sample import SampledDataset
 from jaxrec.train.run_size import MAX_BATCH_SIZE
 
 # First values of rows, so small that a row that few samples have trained adds little to an output.
@@ -141,8 +144,20 @@ class RowModel(ModelKind):
     def evaluate(self, held_out: HeldOutBatches) -> dict[str, float]:
         """Return the values of `measures`, and ``best_auc``: the AUC of the true probabilities,
         where they are known."""
+        values, samples = self._evaluated(held_out)
+        if isinstance(held_out.dataset, LogDataset):
+            probabilities = held_out.dataset.probabilities()
+            if probabilities is not None:
+                labels = samples["labels"][samples["weights"] > 0, 0]
+                values["best_auc"] = auc(probabilities, labels)
+        return values
+
+    def _evaluated(
+        self, held_out: HeldOutBatches, batches: Iterator[Any] | None = None
+    ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+        """Return the values of `measures` and the samples' outputs, of some batches or of all."""
         columns, sums = [], []
-        for outputs in held_out.outputs(self.loss):
+        for outputs in held_out.outputs(self.loss, batches):
             sums.append(outputs.pop("sums").astype(np.float64))
             columns.append(outputs)
         # From `[processes, batches, samples]` to `[batches, processes, samples]`, the order of the
@@ -150,13 +165,34 @@ class RowModel(ModelKind):
         samples = {
             name: _in_row_order(np.stack([each[name] for each in columns])) for name in columns[0]
         }
-        values = self.running_values(np.sum(sums, axis=0), samples)
-        if isinstance(held_out.dataset, LogDataset):
-            probabilities = held_out.dataset.probabilities()
-            if probabilities is not None:
-                labels = samples["labels"][samples["weights"] > 0, 0]
-                values["best_auc"] = auc(probabilities, labels)
-        return values
+        return self.running_values(np.sum(sums, axis=0), samples), samples
+
+    def explain(self, held_out: HeldOutBatches, rows: int) -> dict[str, Any]:
+        dataset = held_out.dataset
+        if not isinstance(dataset, SampledDataset):
+            return {}
+        sample = dataset.sample(sample_size(rows, len(self.encoder.schema.columns)))
+        _, samples = self._evaluated(held_out, sample.batches(held_out.batch_size))
+        is_real = samples["weights"] > 0
+        own = {name: each[is_real] for name, each in samples.items()}
+        groups = {}
+        for number, (label, task) in enumerate(self.tasks.items()):
+            outputs = jnp.asarray(own["outputs"][:, number])
+            predictions = next(iter(task.predictions(outputs).values()))
+            labels = task.in_units(own["labels"][:, number])
+            groups[label] = deciles(np.asarray(predictions), labels, own["weights"])
+        named = {x.name: x.best for x in self.measures if x.best is not None}
+        tasks = [*self.tasks.values()]
+        importance = column_importance(
+            sample,
+            sample.columns,
+            lambda rows: self._evaluated(held_out, rows.batches(held_out.batch_size))[0],
+            named,
+            value=tasks[0].loss_measure if len(tasks) == 1 else LOSS.name,
+            rows=int(is_real.sum()),
+            seed=self.config.seed,
+        )
+        return as_results(groups, importance)
 
     def predictions(self, model: Any, dense: Any, features: Any) -> dict[str, Array]:
         outputs = model(dense, features)

@@ -25,8 +25,10 @@ from jaxrec.nn.click_model import num_columns, with_dense
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.datasets import Dataset, ParquetDataset, split_datasets
+from jaxrec.train.explanation import as_results, column_importance, sample_size
 from jaxrec.train.models.kind import HeldOutBatches
 from jaxrec.train.models.ranking import RankingModel, full_ranks, rank_values
+from jaxrec.train.row_sample import RowSample
 
 TEMPERATURE = 0.1
 
@@ -268,14 +270,51 @@ class TwoTowerKind(RankingModel):
         """
         dataset = held_out.dataset
         assert isinstance(dataset, ItemDataset)
+        return self._ranked(held_out, self._vectors(held_out, dataset))
+
+    def _vectors(self, held_out: HeldOutBatches, dataset: ItemDataset) -> dict[str, np.ndarray]:
+        """Return the vectors of all items, ``[items, dim]``, and their row indices."""
         catalog = self._catalog_batches(dataset, held_out.batch_size)
-        items = _gathered(held_out.outputs(self._candidate, catalog))
-        queries = _gathered(held_out.outputs(self._query))
+        return _gathered(held_out.outputs(self._candidate, catalog))
+
+    def _ranked(
+        self,
+        held_out: HeldOutBatches,
+        items: Mapping[str, np.ndarray],
+        batches: Iterator[Any] | None = None,
+    ) -> dict[str, float]:
+        """Return the values of the ranks of some rows' items; None: of all held-out rows."""
+        queries = _gathered(held_out.outputs(self._query, batches))
         places = np.full(self.encoder.table_rows[self._item], -1)
         places[items["items"]] = np.arange(len(items["items"]))
         wanted = places[queries["items"]]
         ranks = full_ranks(queries["vectors"], items["vectors"], wanted)
         return rank_values(ranks, queries["weights"].astype(np.float64))
+
+    def explain(self, held_out: HeldOutBatches, rows: int) -> dict[str, Any]:
+        """Return the importance of the columns of the tower of users; items are not shuffled."""
+        dataset = held_out.dataset
+        assert isinstance(dataset, ItemDataset)
+        schema, own = self.encoder.schema, {*self.config.data.item}
+        columns = [name for name in (*schema.dense, *schema.categorical) if name not in own]
+        sample = dataset.rows.sample(sample_size(rows, len(columns)))
+        items = self._vectors(held_out, dataset)
+
+        def evaluate(rows: RowSample) -> dict[str, float]:
+            batches = rows.batches(held_out.batch_size)
+            return self._ranked(held_out, items, (with_items(x, self._item) for x in batches))
+
+        best = {x.name: x.best for x in self.measures if x.best is not None}
+        importance = column_importance(
+            sample,
+            columns,
+            evaluate,
+            best,
+            value=self.measures[0].name,
+            rows=len(sample) * dataset.rows.shard.count,
+            seed=self.config.seed,
+        )
+        return as_results({}, importance)
 
     @functools.cached_property
     def _catalog(self) -> pa.Table:
