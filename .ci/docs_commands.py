@@ -272,6 +272,8 @@ LEFT_OUT = {
     "pip install . && jaxrec train": "both are run, each by itself",
     "pip install .": "is how the environment is made",
     "pip install '.[test]' && pytest": "is run by .ci/run",
+    "pip install '.[docs]'": "is for the site, which .ci/run builds",
+    "python -m sphinx docs site": "is for the site, which .ci/run builds",
     "pip install '.[data,plot]'": "installs what README does not",
     "pip install '.[plot]'": "installs what README does not",
     "pip install 'jaxrec[retrieval]'": "installs what README does not",

@@ -17,6 +17,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "api_pages",
+    "built_site",
     "repository_pages",
 ]
 exclude_patterns = ["_ext", "pictures/*.py"]

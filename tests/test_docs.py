@@ -164,6 +164,17 @@ def test_all_that_is_shown_is_there():
     assert set(SHOWN) | set(NEEDS) <= set(CODE)
 
 
+def test_links_between_files_lead_somewhere():
+    pages = [*ROOT.glob("*.md"), *(DOCS / f"{page}.md" for page in PAGES if page != "README")]
+    broken = [
+        f"{path.relative_to(ROOT)}: {link}"
+        for path in pages
+        for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", path.read_text())
+        if not (path.parent / link).exists() and not link.startswith("api/")
+    ]
+    assert broken == []
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_names_exist(page):
     for name in sorted(set(re.findall(r"(?<![\w/.-])jaxrec(?:\.\w+)+", PAGES[page]))):

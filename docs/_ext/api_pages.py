@@ -24,6 +24,7 @@ from typing import Any
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.util import inspect as sphinx_inspect
 from sphinx.util import logging
 
 LOGGER = logging.getLogger(__name__)
@@ -145,8 +146,8 @@ def heading(text: str, line: str) -> str:
 
 
 def title_of(module: str) -> str:
-    """Return the first line of a module's docstring as a title."""
-    first = first_sentence(sys.modules[module].__doc__).split(". ")[0].split(": ")[0]
+    """Return the begin of a module's docstring as a title."""
+    first = re.split(r"[.:] |,\s(?![^(]*\))", first_sentence(sys.modules[module].__doc__))[0]
     return first.rstrip(".").replace("`", "")
 
 
@@ -157,7 +158,7 @@ def summary(listed: Iterable[Entry], primary: dict[object, Entry]) -> str:
         target = primary[entry.key].full_name
         rows.append(f"   * - :py:obj:`{entry.name} <{target}>`")
         rows.append(f"     - {plural_names(first_sentence(entry.text))}")
-    return ".. list-table::\n   :widths: 30 70\n   :class: api-summary\n\n" + "\n".join(rows) + "\n"
+    return ".. list-table::\n   :widths: auto\n   :class: api-summary\n\n" + "\n".join(rows) + "\n"
 
 
 def description(entry: Entry) -> str:
@@ -223,7 +224,7 @@ def write_pages(app: Sphinx) -> None:
         [
             heading("API", "="),
             "Each public name, by package. Other names may change without notice.\n",
-            ".. list-table::\n   :widths: 30 70\n   :class: api-summary\n",
+            ".. list-table::\n   :widths: auto\n   :class: api-summary\n",
             *rows,
             "\n.. toctree::\n   :hidden:\n",
             *tree,
@@ -252,6 +253,18 @@ def mend_docstring(
         if line.startswith(":vartype"):  # a shape such as "*batch columns" is no emphasis
             line = line.replace("*", r"\*")
         lines[number] = line
+
+
+def class_signature(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, signature: str, result: str
+) -> tuple[str, str] | None:
+    """Return the signature of ``__init__``, which the metaclass of Flax modules hides."""
+    if what != "class" or "__init__" not in vars(value) or type(value) is type:
+        return None
+    found = sphinx_inspect.signature(value.__init__, bound_method=True)
+    return sphinx_inspect.stringify_signature(
+        found.replace(return_annotation=inspect.Signature.empty), unqualified_typehints=True
+    ), result
 
 
 def note_other_names(app: Sphinx, env: BuildEnvironment) -> None:
@@ -291,6 +304,7 @@ def resolve_short_name(
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("builder-inited", write_pages)
     app.connect("autodoc-process-docstring", mend_docstring, priority=600)  # after napoleon
+    app.connect("autodoc-process-signature", class_signature)
     app.connect("env-check-consistency", note_other_names)
     app.connect("missing-reference", resolve_short_name)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
