@@ -113,7 +113,7 @@ class OneTrans(HistoryModel):
         self.event = nnx.Linear(self.item_columns, dim, **types)
         self.split = nnx.Linear(self.columns, num_tokens * dim, **types)
         self.blocks = nnx.List(
-            _Block(dim, num_tokens, num_heads, hidden_dim, asks=kept > 0, **types)
+            OneTransBlock(dim, num_tokens, num_heads, hidden_dim, asks=kept > 0, **types)
             for kept in self.kept[1:]
         )
         self.norm = nnx.RMSNorm(dim, **types)
@@ -131,7 +131,7 @@ class OneTrans(HistoryModel):
         return self.top(self.norm(x).reshape(x.shape[0], -1))[:, 0]
 
 
-class _MixedLinear(nnx.Module):
+class MixedLinear(nnx.Module):
     """A dense layer that the history's tokens share, and one for each of the others."""
 
     def __init__(
@@ -148,7 +148,7 @@ class _MixedLinear(nnx.Module):
         return jnp.concatenate([self.shared(x[:, : -self.num_tokens]), own], axis=1)
 
 
-class _Block(nnx.Module):
+class OneTransBlock(nnx.Module):
     """A block of `OneTrans`; ``asks`` says whether it keeps tokens of the history."""
 
     def __init__(
@@ -161,8 +161,8 @@ class _Block(nnx.Module):
         asks: bool,
         **types: Any,
     ):
-        def linear(in_features: int, out_features: int, is_shared: bool = asks) -> _MixedLinear:
-            return _MixedLinear(in_features, out_features, num_tokens, is_shared, **types)
+        def linear(in_features: int, out_features: int, is_shared: bool = asks) -> MixedLinear:
+            return MixedLinear(in_features, out_features, num_tokens, is_shared, **types)
 
         self.key, self.value = linear(dim, dim, True), linear(dim, dim, True)
         self.query, self.out = linear(dim, dim), linear(dim, dim)
