@@ -1,6 +1,7 @@
 """Layers, losses and models of recommender systems, as Flax NNX modules."""
 
 from jaxrec._public import public_names as _public_names
+from jaxrec.nn import semantic_ids as semantic_ids
 from jaxrec.nn.chunks import sum_in_chunks as sum_in_chunks
 from jaxrec.nn.crossnet import CrossNet as CrossNet
 from jaxrec.nn.crossnet import DCNv2 as DCNv2
@@ -53,6 +54,7 @@ from jaxrec.nn.ranker_features import RankerFeatures as RankerFeatures
 from jaxrec.nn.retrieval import TwoTower as TwoTower
 from jaxrec.nn.retrieval import in_batch_softmax_loss as in_batch_softmax_loss
 from jaxrec.nn.retrieval import sampled_softmax_loss as sampled_softmax_loss
+from jaxrec.nn.semantic_id_decoder import SemanticIdDecoder as SemanticIdDecoder
 from jaxrec.nn.sequence import JaggedSelfAttention as JaggedSelfAttention
 from jaxrec.nn.sequence import PositionEmbedding as PositionEmbedding
 from jaxrec.nn.sequence import SequenceOptions as SequenceOptions
@@ -77,7 +79,7 @@ from jaxrec.nn.transformers import SASRecBlock as SASRecBlock
 from jaxrec.nn.wide_deep import LinearPart as LinearPart
 from jaxrec.nn.wide_deep import WideDeep as WideDeep
 
-__all__ = _public_names(globals())
+__all__ = _public_names(globals(), "semantic_ids")
 
 
 def __dir__() -> list[str]:
