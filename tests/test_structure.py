@@ -137,6 +137,7 @@ TESTED_BY = {
     ),
     "nn/test_pools": ("mesh/pool_rows",),
     "nn/test_ranker_serving": ("nn/history_cache",),
+    "nn/test_semantic_id_decoder": ("nn/code_blocks", "nn/code_stacks", "nn/code_tokens"),
     "nn/test_tiled_attention": ("nn/jagged_tiles",),
     "optim/test_base": ("optim/checks",),
     "plan/test_solver": ("plan/program",),

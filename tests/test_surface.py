@@ -12,7 +12,7 @@ import pytest
 import jaxrec
 
 # Modules that are names of their packages.
-MODULES = {"ragged": {"fbgemm"}, "tier": {"managed_collision", "stores"}}
+MODULES = {"nn": {"semantic_ids"}, "ragged": {"fbgemm"}, "tier": {"managed_collision", "stores"}}
 
 
 @pytest.mark.every_case

@@ -1,6 +1,7 @@
 """Layers, losses and models of recommender systems, as Flax NNX modules."""
 
 from jaxrec._public import public_names as _public_names
+from jaxrec.nn import semantic_ids as semantic_ids
 from jaxrec.nn.chunks import sum_in_chunks as sum_in_chunks
 from jaxrec.nn.crossnet import CrossNet as CrossNet
 from jaxrec.nn.crossnet import DCNv2 as DCNv2
@@ -65,6 +66,7 @@ from jaxrec.nn.rankmixer import RankMixerBlock as RankMixerBlock
 from jaxrec.nn.retrieval import TwoTower as TwoTower
 from jaxrec.nn.retrieval import in_batch_softmax_loss as in_batch_softmax_loss
 from jaxrec.nn.retrieval import sampled_softmax_loss as sampled_softmax_loss
+from jaxrec.nn.semantic_id_decoder import SemanticIdDecoder as SemanticIdDecoder
 from jaxrec.nn.sequence import JaggedSelfAttention as JaggedSelfAttention
 from jaxrec.nn.sequence import PositionEmbedding as PositionEmbedding
 from jaxrec.nn.sequence import SequenceOptions as SequenceOptions
@@ -92,7 +94,7 @@ from jaxrec.nn.wide_deep import WideDeep as WideDeep
 from jaxrec.nn.wukong import Wukong as Wukong
 from jaxrec.nn.wukong import WukongLayer as WukongLayer
 
-__all__ = _public_names(globals())
+__all__ = _public_names(globals(), "semantic_ids")
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import jaxrec
@@ -428,6 +429,21 @@ CASES = {
         sequence_outputs,
     ),
     nn.SASRecBlock: Case(lambda **t: nn.SASRecBlock(DIM, 2, **t), (Column(DIM),), over_column),
+    nn.SemanticIdDecoder: Case(
+        lambda **t: nn.SemanticIdDecoder(
+            # Each of 40 items has codes of its own: 4 * 5 * 2.
+            nn.semantic_ids.SemanticIds(
+                np.arange(ROWS), np.stack(np.unravel_index(range(ROWS), (4, 5, 2)), 1), (4, 5, 2)
+            ),
+            dim=DIM,
+            num_layers=1,
+            num_encoder_layers=1,
+            num_heads=2,
+            max_length=6,
+            **t,
+        ),
+        (Bags(("history",)),),
+    ),
     nn.SimpleDeepFMNN: Case(
         lambda **t: nn.SimpleDeepFMNN(
             bags(t["rngs"]), num_dense=3, hidden_layer_size=5, deep_fm_dimension=3, **t
@@ -517,6 +533,7 @@ KEEPS_FLOAT32 = {
     nn.DotInteraction,
     nn.FactorizationMachine,
     nn.PrunedEmbeddings,
+    nn.SemanticIdDecoder,  # log-likelihoods
 } | FLOAT32_WEIGHTS
 
 # Modules that stop gradients, which are not the differences of their values.
