@@ -9,10 +9,13 @@
 #     peers     times of FBGEMM and of torch.nn.EmbeddingBag on the same shapes
 #     steps     times of whole training steps: DLRM, DLRM-DCNv2, SASRec; jaxrec, then TorchRec
 #     attention HSTU attention on Hopper cards: checks against float64, then times beside XLA's
+#     tier      tables beyond the card's memory and open vocabularies: checks against tables on the
+#               card, then times
 #
-# All parts run if none is named; each ends within four minutes, attention within six. Every line of results is appended
-# to $RESULTS as soon as it is there, so that a run which is cut keeps what it has, and parts may run
-# one at a time: the page is made from all lines of the file. What did not begin in time is named.
+# All parts run if none is named; each ends within four minutes, attention within six, tier within
+# seven. Every line of results is appended to $RESULTS as soon as it is there, so that a run which is
+# cut keeps what it has, and parts may run one at a time: the page is made from all lines of the file.
+# What did not begin in time is named.
 # A dry run proves the script on a CPU: few small shapes, kernels interpreted, nothing of it a time.
 #
 #     RESULTS       file of JSON lines; default benchmarks/results/<card>.jsonl
@@ -39,13 +42,13 @@ if [[ ${1:-} == --dry-run ]]; then
 fi
 python=${PYTHON:-python3}
 peer=${PEER_PYTHON:-$python}
-parts=(check kernels peers steps attention)
+parts=(check kernels peers steps attention tier)
 (($#)) && parts=("$@")
 for part in "${parts[@]}"; do
     case $part in
-    check | kernels | peers | steps | attention) ;;
+    check | kernels | peers | steps | attention | tier) ;;
     *)
-        echo "there is no part '$part'; there are check, kernels, peers, steps and attention" >&2
+        echo "there is no part '$part'; there are check, kernels, peers, steps, attention and tier" >&2
         exit 2
         ;;
     esac
@@ -156,6 +159,10 @@ steps() {
 
 attention() {
     limited 350 "$python" -m benchmarks.gpu.attention || status=1
+}
+
+tier() {
+    limited 410 "$python" -m benchmarks.gpu.tier || status=1
 }
 
 for part in "${parts[@]}"; do

@@ -69,6 +69,27 @@ def test_pages_compare_steps_with_the_fastest_of_the_peers(tmp_path):
     assert rows_of(page, "dlrm", "torchrec compiled")[0][:2] == ["4.000", ""]
 
 
+def test_pages_have_tables_beyond_memory(tmp_path):
+    tier = {"kind": "tier", "implementation": "jaxrec", "shape": "cached_0.1"}
+    times = {"ms": [9.5, 9.5], "hits": 0.9, "moved_mb": 3.5, "card": "NVIDIA H100"}
+    lines = report.read(
+        written(
+            tmp_path,
+            tier | {"primitive": "check adam", "passed": False},
+            tier | {"primitive": "step adam", "published_ms": {"fbgemm": [7.9, 16.1, 8]}} | times,
+            tier | {"primitive": "forward adam", "exception": "ValueError: no | room"},
+        )
+    )
+    card = report.card_of(lines)
+    assert card["card"] == "NVIDIA H100"
+    page = report.page(card, lines)
+    assert rows_of(page, "cached_0.1") == [
+        ["check adam", "**failed**", "", "", "", ""],
+        ["step adam", "9.500", "0.9", "3.5", "7.9 / 16.1 / 8", ""],
+        ["forward adam", "ValueError: no / room", "", "", "", ""],
+    ]
+
+
 def test_pages_are_made_of_runs_that_were_cut(tmp_path):
     time = {"kind": "time", "implementation": "triton", "shape": "a", "primitive": "pooled_lookup"}
     time |= {"ms": [1.0, 1.0], "device_ms": 0.5, "bytes": [1e9, 2e9]}
@@ -293,9 +314,22 @@ def test_the_script_runs_dry(tmp_path):
     )
     assert ended.returncode == 0, ended.stderr + ended.stdout
     lines = [json.loads(line) for line in results.read_text().splitlines()]
-    assert {line["kind"] for line in lines} == {"card", "check", "time", "step", "attention"}
+    assert {line["kind"] for line in lines} == {
+        "card",
+        "check",
+        "time",
+        "step",
+        "attention",
+        "tier",
+    }
     assert all(line["passed"] for line in lines if line["kind"] == "check")
     timed = [line for line in lines if line["kind"] in ("time", "step", "attention")]
+    tier = [line for line in lines if line["kind"] == "tier"]
+    checks = {line["shape"]: line for line in tier if "passed" in line}
+    assert checks.keys() == {"whole", "dynamic", "cached_0.1"}
+    assert all(line["passed"] for line in checks.values())
+    assert checks["cached_0.1"]["evicted"] > 0
+    timed += [line for line in tier if "passed" not in line]
     assert all(line["ms"][0] > 0 for line in timed)
     steps = step_shapes.chosen_steps(None, 1, is_small=True)
     assert {step.name for step in steps} == PEER_STEPS.keys()
@@ -308,4 +342,6 @@ def test_the_script_runs_dry(tmp_path):
 def test_the_script_names_parts_that_are_not_there():
     ended = run(["bash", "benchmarks/gpu.sh", "--dry-run", "kernel"])
     assert ended.returncode == 2
-    assert "part 'kernel'; there are check, kernels, peers, steps and attention" in ended.stderr
+    assert (
+        "part 'kernel'; there are check, kernels, peers, steps, attention and tier" in ended.stderr
+    )

@@ -55,7 +55,7 @@ def card_of(lines: Sequence[Line]) -> Line | None:
     for line in lines:
         if line["kind"] == "card":
             return line
-    steps = [line for line in lines if line["kind"] == "step" and "card" in line]
+    steps = [line for line in lines if line["kind"] in ("step", "tier") and "card" in line]
     return {"card": steps[0]["card"], "jax": "", "copy_bytes_per_s": None} if steps else None
 
 
@@ -79,6 +79,7 @@ def page(card: Line, lines: Sequence[Line]) -> str:
         *(f"{note}\n" for note in card.get("notes", [])),
         *_steps(steps),
         *_attention([line for line in lines if line["kind"] == "attention"]),
+        *_tier([line for line in lines if line["kind"] == "tier"]),
         "## Times\n",
         "| shape | primitive | implementation | ms of the card | of FBGEMM's | ms of the host "
         "| of FBGEMM's | share |",
@@ -93,6 +94,31 @@ def page(card: Line, lines: Sequence[Line]) -> str:
         *_left_out(lines),
     ]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _tier(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield the table of tables beyond the card's memory; nothing without any."""
+    if not lines:
+        return
+    yield "## Tables beyond the card's memory\n"
+    yield (
+        "Milliseconds of a step, with all that plans batches and moves rows, and of its calls "
+        "alone; `python -m benchmarks.gpu.tier --help` says what the suites are. Published: "
+        "forward, backward and evaluation on one H100.\n"
+    )
+    yield "| suite | call | ms | hits | MB moved | FBGEMM's | dynamicemb's |"
+    yield "|---|---|---|---|---|---|---|"
+    for line in lines:
+        if "passed" in line:
+            text = "passed" if line["passed"] else "**failed**"
+        else:
+            text = line["exception"].replace("|", "/") if "exception" in line else ""
+            text = text or f"{line['ms'][0]:.3f}"
+        published = line.get("published_ms", {})
+        peers = (" / ".join(map(str, published.get(name, ()))) for name in ("fbgemm", "dynamicemb"))
+        cells = line["shape"], line["primitive"], text, line.get("hits", "")
+        yield f"| {' | '.join(map(str, (*cells, line.get('moved_mb', ''), *peers)))} |"
+    yield ""
 
 
 def _steps(steps: Sequence[Line]) -> Iterator[str]:

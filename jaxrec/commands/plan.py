@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import sys
@@ -13,8 +14,9 @@ from typing import Annotated, Literal
 import tyro
 
 from jaxrec.arguments import ConfigError, parse
+from jaxrec.plan.dry_run import dry_run, parse_machines, render_trials
 from jaxrec.plan.feature_statistics import Statistics
-from jaxrec.plan.model_file import read_model_file
+from jaxrec.plan.model_file import ModelFile, read_model_file
 from jaxrec.plan.plan import PlanMismatchError, ShardingPlan
 from jaxrec.plan.planner import Planner
 from jaxrec.plan.report import render, require_matplotlib
@@ -24,15 +26,26 @@ from jaxrec.plan.topology import Topology
 USAGE_ERRORS = (ConfigError,)
 FAILURES = (PlanError, PlanMismatchError, ValueError, ModuleNotFoundError)
 
+# Options of one plan for one cluster.
+_OF_ONE_PLAN = frozenset(
+    f"--{name}"
+    for name in (
+        *("devices", "devices-per-host", "machine", "topology", "memory"),
+        *("output", "plot", "load"),
+    )
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
     """Finds the best sharding of tables over devices, and estimates its memory and time.
 
-    No accelerator is needed: the devices are named or described by a file. With --calibrate, the
-    command measures this machine's devices instead and writes such a file.
+    No accelerator is needed: the devices are named or described by a file. With --machines, the
+    command plans for several clusters and compares them in one table. With --calibrate, it measures
+    this machine's devices instead and writes such a file.
 
     Example: jaxrec plan model.yaml --devices 64 --machine h200 --output plan.json
+    Example: jaxrec plan model.yaml --machines 8xh100 2x8xh200 --prices h100=2 h200=3
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL.yaml")] = ""
@@ -45,6 +58,11 @@ class PlanOptions:
     """Kind of devices: a100, h100, h200, b200, tpu-v5p or cpu."""
     topology: pathlib.Path | None = None
     """File of measured devices, instead of --machine; --devices is their number."""
+    machines: tuple[str, ...] = ()
+    """Clusters to compare, instead of --devices and --machine, such as 8xh100 (devices) or 2x8xh200
+    (hosts and devices of each)."""
+    prices: tuple[str, ...] = ()
+    """With --machines: price of one device for an hour, such as h100=2.5, in any currency."""
     memory: float | None = None
     """GB of each device, instead of the machine's."""
     batch_size: int | None = None
@@ -69,8 +87,14 @@ class PlanOptions:
     calibrate: bool = False
     """Measure this machine's devices and write the topology to --output."""
 
-    def check(self) -> None:
-        """Raise ConfigError if the options do not go together."""
+    def check(self, given: set[str]) -> None:
+        """Raise ConfigError if the options, of which ``given`` are named, do not go together."""
+        if self.calibrate and self.machines:
+            raise ConfigError("--calibrate measures the devices here and takes no --machines")
+        if self.machines and (others := sorted(given & _OF_ONE_PLAN)):
+            raise ConfigError(f"--machines compares plans for other devices; leave out {others[0]}")
+        if self.prices and not self.machines:
+            raise ConfigError("--prices are those of --machines; name these")
         if self.calibrate and self.model:
             raise ConfigError("--calibrate measures devices and takes no model")
         if self.calibrate and self.output is None:
@@ -84,29 +108,18 @@ class PlanOptions:
 def run(options: Sequence[str]) -> int:
     """Run ``jaxrec plan``; return the exit code."""
     parsed = parse("plan", options, PlanOptions())
-    parsed.check()
+    given = {option.split("=")[0].replace("_", "-") for option in options}
+    parsed.check(given)
     if parsed.calibrate:
-        return _calibrate(parsed, given={option.split("=")[0] for option in options})
-    return _plan(parsed)
+        return _calibrate(parsed, given)
+    return _dry_run(parsed) if parsed.machines else _plan(parsed)
 
 
 def _plan(options: PlanOptions) -> int:
     if options.plot is not None:
         require_matplotlib()  # the search takes long: a missing package must not fail after it
-    model = read_model_file(options.model)
-    batch_size = options.batch_size or model.batch_size
-    if batch_size is None:
-        raise ConfigError(f"{options.model} has no batch_size; give --batch-size")
-    planner = Planner(
-        _topology(options),
-        model.constraints,
-        statistics=None if options.statistics is None else Statistics.load(options.statistics),
-        storages=options.storages,
-        store=options.store,
-        reserve=options.reserve,
-        time_limit=options.time_limit,
-        dense_bytes=model.dense_bytes,
-    )
+    model, batch_size = _model(options)
+    planner = _planner(options, model, _topology(options))
     if options.load is None:
         plan = planner.plan(model.tables, batch_size=batch_size)
     else:
@@ -118,6 +131,65 @@ def _plan(options: PlanOptions) -> int:
     if options.output is not None:
         options.output.write_text(plan.to_json() + "\n")
     return 0
+
+
+def _dry_run(options: PlanOptions) -> int:
+    model, batch_size = _model(options)
+    try:
+        topologies = [parse_machines(text) for text in options.machines]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    prices = _prices(options.prices, {topology.name for topology in topologies})
+    planner = _planner(options, model, topologies[0])
+    trials = []
+    for trial in dry_run(
+        planner, model.tables, options.machines, batch_size=batch_size, prices=prices
+    ):
+        # A search may take its whole time limit: say what is done.
+        print(f"{trial.machines}: {'no plan' if trial.plan is None else 'ok'}", file=sys.stderr)
+        trials.append(trial)
+    print(render_trials(trials))
+    return 0 if any(trial.plan is not None for trial in trials) else 1
+
+
+def _prices(assignments: Sequence[str], machines: set[str]) -> dict[str, float]:
+    prices = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if name not in machines:
+            raise ConfigError(
+                f"--prices {assignment}: --machines has no {name!r}, but "
+                f"{', '.join(sorted(machines))}"
+            )
+        try:
+            prices[name] = float(value)
+        except ValueError:
+            equals = ""
+        if not equals or not 0 < prices[name] < math.inf:
+            raise ConfigError(f"--prices takes MACHINE=NUMBER above 0, got {assignment!r}")
+    return prices
+
+
+def _model(options: PlanOptions) -> tuple[ModelFile, int]:
+    """Return the model file and the batch size."""
+    model = read_model_file(options.model)
+    batch_size = options.batch_size or model.batch_size
+    if batch_size is None:
+        raise ConfigError(f"{options.model} has no batch_size; give --batch-size")
+    return model, batch_size
+
+
+def _planner(options: PlanOptions, model: ModelFile, topology: Topology) -> Planner:
+    return Planner(
+        topology,
+        model.constraints,
+        statistics=None if options.statistics is None else Statistics.load(options.statistics),
+        storages=options.storages,
+        store=options.store,
+        reserve=options.reserve,
+        time_limit=options.time_limit,
+        dense_bytes=model.dense_bytes,
+    )
 
 
 def _topology(options: PlanOptions) -> Topology:

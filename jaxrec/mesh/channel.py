@@ -20,9 +20,6 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxrec.mesh.precision import ExchangePrecision, Format, decode, encode
 
-# Platforms on which XLA has a ragged all-to-all.
-_RAGGED_PLATFORMS = ("gpu", "tpu")
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -242,15 +239,6 @@ def on_each_device(
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
-
-
-def check_ragged(mesh: Mesh) -> None:
-    """Raise a ValueError if XLA has no ragged all-to-all for a mesh's devices."""
-    platform = mesh.devices.flat[0].platform
-    if platform not in _RAGGED_PLATFORMS:
-        raise ValueError(
-            f"XLA has no ragged all-to-all for {platform} devices; shard with is_ragged=False there"
-        )
 
 
 def _as_bits(move: Callable[[Array], Array], values: Array) -> Array:

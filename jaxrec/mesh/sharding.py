@@ -14,13 +14,13 @@ from jaxrec.embed.collection import Collection, find_collections
 from jaxrec.embed.functional import default_store
 from jaxrec.embed.layout import TableLayout
 from jaxrec.mesh.agree import require_same
-from jaxrec.mesh.channel import check_ragged
 from jaxrec.mesh.creation import init_on_mesh, layout_on_mesh, shard_tables
 from jaxrec.mesh.dense import DenseName, DenseRule, check_dense, dense_placements, place_dense
 from jaxrec.mesh.placement import Placement
 from jaxrec.mesh.pool_rows import PoolRows
 from jaxrec.mesh.precision import ExchangePrecision
 from jaxrec.mesh.processes import watch_processes
+from jaxrec.mesh.ragged_support import check_ragged
 from jaxrec.mesh.replicas import ReplicaAxis, replica_axis_of
 from jaxrec.mesh.store import MeshStore
 from jaxrec.mesh.tables import ShardedTables
@@ -95,7 +95,8 @@ def shard(
             replica and has no caches. Or a mapping from table names to axes, equal for all tables
             of a collection. Other tables then lie over all axes and may have caches.
         is_ragged: Whether the exchanges "rows" and "pooled" send lists without padding, by XLA's
-            ragged all-to-all, which GPUs and TPUs have. Results are the same.
+            ragged all-to-all, which GPUs and TPUs have. Results are the same. On GPUs it is fast
+            for up to 8 devices of one process.
         dense: Sharding of the dense part:
 
             - "replicated": all of it is on every device.
@@ -112,15 +113,16 @@ def shard(
     Warns:
         UserWarning: Tables take far more memory than they need, since few devices store them; see
             `jaxrec.mesh.layout`. No axis of a large parameter divides by the number of devices.
+            ``is_ragged`` over more than 8 GPUs, or over GPUs of several processes.
 
     Raises:
         TypeError: The plan, the mesh, the model or ``dense`` has a wrong type; the plan has caches,
             but the model is not a function; the model's tables are pruned.
-        ValueError: ``is_ragged`` on CPUs; a table has no placement, or its placement does not fit
-            the table or the mesh; the mesh lacks the axis; the planner made the plan for another
-            number of devices; processes have different plans or tables; a table has both a cache
-            and replicas; a row store does not fit its table; the sharding of a parameter does not
-            fit it or the mesh.
+        ValueError: ``is_ragged`` on CPUs or over more than 32 GPUs; a table has no placement, or
+            its placement does not fit the table or the mesh; the mesh lacks the axis; the planner
+            made the plan for another number of devices; processes have different plans or tables; a
+            table has both a cache and replicas; a row store does not fit its table; the sharding of
+            a parameter does not fit it or the mesh.
         BlockingIOError: Another run has a row store open.
         OSError: A row store cannot be reached, read or written.
 
@@ -140,7 +142,7 @@ def shard(
     _check_arguments(model, plan, mesh, replica_axis)
     check_dense(dense, mesh, precision.dense)
     if is_ragged:
-        check_ragged(mesh)
+        check_ragged(mesh, replica_axis)
     watch_processes()
     if isinstance(plan, CachingPlan) and plan.caches:
         _check_caches(model, plan.caches, replica_axis)

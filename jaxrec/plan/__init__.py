@@ -4,6 +4,9 @@ from jaxrec._public import moved_names as _moved_names
 from jaxrec._public import public_names as _public_names
 from jaxrec.plan.caches import TableCache as TableCache
 from jaxrec.plan.constraints import ParameterConstraints as ParameterConstraints
+from jaxrec.plan.dry_run import Trial as Trial
+from jaxrec.plan.dry_run import dry_run as dry_run
+from jaxrec.plan.dry_run import render_trials as render_trials
 from jaxrec.plan.estimate import DeviceEstimate as DeviceEstimate
 from jaxrec.plan.estimate import Estimate as Estimate
 from jaxrec.plan.estimate import GroupEstimate as GroupEstimate
@@ -11,6 +14,7 @@ from jaxrec.plan.estimate import TableEstimate as TableEstimate
 from jaxrec.plan.feature_statistics import FeatureStatistics as FeatureStatistics
 from jaxrec.plan.feature_statistics import Statistics as Statistics
 from jaxrec.plan.feature_statistics import sample_statistics as sample_statistics
+from jaxrec.plan.fingerprint import Fingerprint as Fingerprint
 from jaxrec.plan.options import Considered as Considered
 from jaxrec.plan.partitioners import Partitioner as Partitioner
 from jaxrec.plan.plan import Context as Context

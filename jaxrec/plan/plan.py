@@ -19,6 +19,7 @@ from jaxrec.mesh.placement import Placement
 from jaxrec.plan.caches import TableCache
 from jaxrec.plan.constraints import ParameterConstraints
 from jaxrec.plan.estimate import Estimate
+from jaxrec.plan.fingerprint import Fingerprint
 from jaxrec.plan.model_tables import ModelTables
 from jaxrec.plan.report import draw, render
 from jaxrec.plan.shortage import PlanError
@@ -209,6 +210,31 @@ class ShardingPlan:
         topology = self.context.fields["topology"]
         return topology["hosts"] * topology["devices_per_host"]
 
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Tables and machine that the plan is for, and the versions that run."""
+        return Fingerprint.of(None if self.context is None else self.context.fields)
+
+    def changes_since(self, saved: str) -> list[str]:
+        """Return what changed since a plan was saved: tables, machine and version, in words.
+
+        Args:
+            saved: The JSON of the plan, such as `jaxrec.train.CheckpointMetadata.plan`. Parts that
+                it does not know, as one of an older version, are left out.
+
+        Example:
+            >>> import jaxrec
+            >>> table = jaxrec.EmbeddingBagConfig("user", 1000, 64)
+            >>> old, new = (
+            ...     jaxrec.plan.Planner(Topology.named("h100", devices=count)).plan(
+            ...         [table], batch_size=64)
+            ...     for count in (8, 16))
+            >>> new.changes_since(old.to_json())
+            ['machine: h100, 1 host of 8; now h100, 2 hosts of 8']
+        """
+        fingerprint = Fingerprint.read(saved)
+        return [] if fingerprint is None else fingerprint.differences(self.fingerprint)
+
     def to_dict(self) -> dict[str, Placement]:
         """Return the placements by table."""
         return dict(self.placements)
@@ -240,6 +266,7 @@ class ShardingPlan:
             fields["estimate"] = self.estimate.to_dict()
         if self.context is not None:
             fields |= {"made_for": self.context.fields, "hash": self.context.hash}
+        fields["fingerprint"] = self.fingerprint.to_dict()
         return json.dumps(fields, indent=1)
 
     @classmethod

@@ -464,16 +464,23 @@ class Planner:
     def _proposed(self, problem: Problem, deadline: float) -> Iterator[Solution]:
         """Place each new proposal of all proposers by all partitioners, until the deadline."""
         seen: set[tuple[int, ...]] = set()
-        for propose in self.proposers:
-            for proposal in propose(problem):
-                if proposal in seen:
+        # In turns: the first proposer alone may take all of the time that large models have. A
+        # first round is complete, whatever the deadline: one proposer's first proposal may be a
+        # hundred times as slow as another's.
+        turns, is_first = [propose(problem) for propose in self.proposers], True
+        while turns:
+            for proposals in tuple(turns):
+                proposal = next(proposals, None)
+                if proposal is None:
+                    turns.remove(proposals)
+                if proposal is None or proposal in seen:
                     continue
                 seen.add(proposal)
                 for partition in self.partitioners:
                     yield partition(problem, proposal)
-                # After the placements, so that even a deadline in the past gives one solution.
-                if time.monotonic() >= deadline:
+                if not is_first and time.monotonic() >= deadline:
                     return
+            is_first = False
 
     def _is_close(self, solution: Solution, bound: float) -> bool:
         return solution.fits and solution.seconds <= bound * (1 + self.gap)

@@ -188,11 +188,12 @@ def propose_smallest(problem: Problem) -> Iterator[Proposal]:
     yield tuple(proposal)
 
 
+# The smallest come first, so that a search that runs out of time has a plan that fits.
 PROPOSERS: tuple[Proposer, ...] = (
+    propose_smallest,
     propose_greedily,
     propose_greedily_alone,
     propose_uniformly,
-    propose_smallest,
     propose_grid,
     propose_by_dynamic_programming,
     propose_larger_caches,

@@ -62,11 +62,11 @@ def render(estimate: Estimate, *, color: bool | None = None) -> str:
     """
     sections = [
         _summary(estimate),
-        _table("Devices", _devices(estimate), len(estimate.devices)),
-        _table("Tables", _tables(estimate), len(estimate.tables)),
+        render_table("Devices", _devices(estimate), len(estimate.devices)),
+        render_table("Tables", _tables(estimate), len(estimate.tables)),
     ]
     if len(estimate.groups) > 1:
-        sections.append(_table("Groups", _groups(estimate), len(estimate.groups)))
+        sections.append(render_table("Groups", _groups(estimate), len(estimate.groups)))
     text = "\n\n".join(sections)
     if color is None:
         color = sys.stdout.isatty()
@@ -180,13 +180,18 @@ def _groups(estimate: Estimate) -> list[dict[str, str]]:
 def _by_phase(estimate: Estimate, seconds: Mapping[str, float]) -> dict[str, str]:
     """Return the seconds by phase as text, by headers such as "fwd compute"."""
     return {
-        phase.replace("forward", "fwd").replace("backward", "bwd"): format_seconds(seconds[phase])
+        short_phase(phase): format_seconds(seconds[phase])
         for phase in PHASES
         if phase in _ALWAYS_SHOWN or estimate.phases[phase] > 0
     }
 
 
-def _table(title: str, rows: Sequence[Mapping[str, str]], count: int) -> str:
+def short_phase(phase: str) -> str:
+    """Return the header of a phase's column, such as "fwd compute"."""
+    return phase.replace("forward", "fwd").replace("backward", "bwd")
+
+
+def render_table(title: str, rows: Sequence[Mapping[str, str]], count: int) -> str:
     """Return a table of text, by rows that map headers to cells; words are left, numbers right.
 
     A last line says how many more of ``count`` rows there are.

@@ -16,7 +16,7 @@ from jaxrec.data import DataError, TableEncoder
 from jaxrec.embed.config import TableConfig
 from jaxrec.mesh import shard, shard_batch
 from jaxrec.mesh.dense import DenseName
-from jaxrec.plan import Planner, ShardingPlan, Topology
+from jaxrec.plan import Fingerprint, Planner, ShardingPlan, Topology
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.ragged.capacity import capacity_for
 from jaxrec.train.placed_batches import put_batch
@@ -46,6 +46,14 @@ class Devices:
         if self.mesh is None or self.plan is None:
             return make()
         return shard(make, self.plan, self.mesh, dense=self.dense)
+
+    def changes_since(self, saved: str) -> list[str]:
+        """Return what differs from the plan in a checkpoint; see `ShardingPlan.changes_since`."""
+        if self.plan is not None:
+            return self.plan.changes_since(saved)
+        one = dataclasses.replace(Fingerprint.of(None), machine="one device, without a plan")
+        fingerprint = Fingerprint.read(saved)
+        return [] if fingerprint is None else fingerprint.differences(one)
 
     def put_batch(self, batch: Any) -> Any:
         """Put a host batch on the devices; each of several processes puts its own part.

@@ -41,7 +41,9 @@ def make_trainer(
     )
     # A run that was killed before its first checkpoint starts anew.
     if config.resume is not None and (checkpoint.all_steps(config.resume) or config.eval_only):
-        trainer.restore(config.resume, config.step)
+        saved = trainer.restore(config.resume, config.step).plan
+        for change in () if saved is None else devices.changes_since(saved):
+            console.print(f"the plan differs from the checkpoint's: {change}")
     return trainer, devices
 
 

@@ -108,9 +108,32 @@ def test_storages_are_asked_for(capsys, model, tmp_path):
     assert (code, "hunter2" in text + error) == (1, False)
 
 
+def test_several_clusters_in_one_table(capsys, model):
+    model.write_text(MODEL.replace(", placement: {table_wise: 1}", ""))
+    given = (model, "--time-limit", 1, "--batch-size", 1024, "--machines")
+    code, text, error = run(capsys, *given, "1xh100", "2x8xh200", "--prices", "h100=2.5")
+    assert code == 0
+    assert [line.split()[:2] for line in text.splitlines()[3:5]] == [
+        ["1xh100", "yes"],
+        ["2x8xh200", "yes"],
+    ]
+    assert error.splitlines() == ["1xh100: ok", "2x8xh200: ok"]
+    code, text, _ = run(capsys, *given, "3xh100")
+    assert code == 1
+    assert "3xh100: the batch is divided among 3 devices" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["m.yaml", "--machines", "8xh100", "--devices", "8"], "leave out --devices"),
+        (["m.yaml", "--machines", "8xh100", "--output=x"], "leave out --output"),
+        (["m.yaml", "--machines", "h100"], "such as 8xh100 or 2x8xh200, got 'h100'"),
+        (["m.yaml", "--prices", "h100=2"], "--prices are those of --machines"),
+        (["m.yaml", "--machines", "8xh100", "--prices", "h200=2"], "--machines has no 'h200'"),
+        (["m.yaml", "--machines", "8xh100", "--prices", "h100"], "MACHINE=NUMBER above 0"),
+        (["m.yaml", "--machines", "8xh100", "--prices", "h100=0"], "MACHINE=NUMBER above 0"),
+        (["--calibrate", "--machines", "8xh100"], "takes no --machines"),
         ([], "give the YAML file of a model, or --calibrate"),
         (["--calibrate"], "say where to with --output"),
         (["m.yaml", "--calibrate", "--output", "x"], "takes no model"),

@@ -96,7 +96,7 @@ def batches(mesh):
 @pytest.fixture
 def emulated(monkeypatch):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
-    monkeypatch.setattr("jaxrec.mesh.channel._RAGGED_PLATFORMS", ("cpu",))
+    monkeypatch.setattr("jaxrec.mesh.ragged_support._RAGGED_PLATFORMS", ("cpu",))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_the_same_bits_as_with_room(emulated, name, optimizer, precision):
 @pytest.mark.parametrize("name", ["rows", "pooled"])
 def test_lowered_for_gpus(monkeypatch, name):
     """What travels by all-to-all is counts; ids, rows and gradients go by the ragged one."""
-    monkeypatch.setattr("jaxrec.mesh.channel._RAGGED_PLATFORMS", ("cpu",))
+    monkeypatch.setattr("jaxrec.mesh.ragged_support._RAGGED_PLATFORMS", ("cpu",))
     model, dense, mesh = make(PLACEMENTS[name], True)
     graph, state = nnx.split((model, dense))
 

@@ -346,6 +346,25 @@ def test_own_proposers_and_partitioners_are_used():
     assert plan.estimate.search.startswith("1 proposals")
 
 
+def test_proposers_take_turns():
+    """A search that runs out of time has proposals of each, so that one that fits is among them."""
+    called = []
+
+    def proposer(name):
+        def propose(problem):
+            for number in range(2):
+                called.append(f"{name}{number}")
+                yield (len(called) - 1,)
+
+        return propose
+
+    planner = Planner(
+        Topology.named("h100", devices=2), proposers=[proposer("a"), proposer("b")], is_exact=False
+    )
+    planner.plan([jaxrec.EmbeddingBagConfig("a", 100, 8)], batch_size=4)
+    assert called == ["a0", "b0", "a1", "b1"]
+
+
 def test_a_plan_error_is_a_value_error():
     assert issubclass(PlanError, ValueError)
 
