@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-# Temperatures of the prices' first and last step, in units of the mean squared distance.
-_FIRST_TEMPERATURE, _LAST_TEMPERATURE = 1.0, 1e-3
+# Temperature of the prices' last step over the mean squared distance to the nearest center.
+_LAST_TEMPERATURE = 1e-3
 
 
 def squared_distances(
@@ -79,13 +79,14 @@ def balance(
     temperature, from the given ``prices`` on.
     """
     distances = squared_distances(vectors, centers)
-    unit = jnp.maximum(distances.min(axis=1).mean(), jnp.finfo(distances.dtype).tiny)
+    # From a temperature at which all centers are alike to one at which the nearest takes all.
+    least = jnp.finfo(distances.dtype).tiny
+    first = jnp.log(jnp.maximum(distances.mean(), least))
+    last = jnp.log(jnp.maximum(_LAST_TEMPERATURE * distances.min(axis=1).mean(), least))
     share = jnp.log(vectors.shape[0] / centers.shape[0])
 
     def step(number: Array, prices: Array) -> Array:
-        falling = (number + 1) / num_steps
-        logs = jnp.log(_FIRST_TEMPERATURE), jnp.log(_LAST_TEMPERATURE)
-        temperature = unit * jnp.exp(logs[0] + (logs[1] - logs[0]) * falling)
+        temperature = jnp.exp(first + (last - first) * (number + 1) / num_steps)
         scores = -(distances + prices[None]) / temperature
         scores = scores - jax.nn.logsumexp(scores, axis=1, keepdims=True)
         return prices + temperature * (jax.nn.logsumexp(scores, axis=0) - share)

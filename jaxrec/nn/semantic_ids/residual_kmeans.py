@@ -18,7 +18,7 @@ from jaxrec.nn.semantic_ids.quantizer import Quantizer, check_sizes, checked_vec
 _SEED_SAMPLE = 64
 
 # Iterations of the prices in each step, and after the last one.
-_PRICE_STEPS, _LAST_PRICE_STEPS = 8, 80
+_PRICE_STEPS, _LAST_PRICE_STEPS = 8, 200
 
 
 class ResidualKMeans(Quantizer):
