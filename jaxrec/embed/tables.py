@@ -276,7 +276,13 @@ class Tables(TableStore):
     def from_checkpoint(self, name: str, logical: LogicalTable, num_rows: int) -> Tables:
         group, rows = self.find(name)
         find_config(self.configs, name).check_rows(f"table {name!r}, saved ", logical.rows)
-        put = functools.partial(put_rows, first=jnp.int32(rows.start), count=jnp.int32(num_rows))
+        first, count = jnp.int32(rows.start), jnp.int32(num_rows)
+
+        # From the host, since a program makes committed arrays of committed ones, as Orbax's are: a
+        # training step would be compiled for the restored model, and again for its results.
+        def put(array: TableArray, values: Array) -> TableArray:
+            return put_rows(array, np.asarray(values), first, count)
+
         state = dict(self.state[group.name])
         state |= {key: put(state[key], array) for key, array in logical.state.items()}
         return dataclasses.replace(

@@ -111,7 +111,7 @@ def test_dlrm_v4(example, monkeypatch):
     assert sum(tables.values()) * module.DIM * 4 == pytest.approx(600.2e9, rel=1e-3)
     monkeypatch.setattr(module, "DIM", 32)
     settings = module.Settings(
-        scale=1e-6, length=12, batch_size=64, steps=30, learning_rate=0.01, devices=2, remat=True,
+        scale=1e-6, length=4, batch_size=16, steps=20, learning_rate=0.01, devices=2, remat=True,
         bfloat16=True,
     )  # fmt: skip
     losses = module.main(settings)
