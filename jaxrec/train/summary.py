@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -40,12 +41,16 @@ def draw_summary(
         path: The picture's file.
     """
     panels: list[Callable[[Any], None]] = []
-    for title, labels in _curves(history, measures).items():
-        panels.append(lambda axes, x=title, y=labels: _draw_curves(axes, x, y, history, results))
+    for title, names in _curves(history, measures).items():
+        panels.append(
+            functools.partial(
+                _draw_curves, title=title, names=names, history=history, results=results
+            )
+        )
     if groups := results.get("calibration_deciles"):
-        panels.append(lambda axes: _draw_calibration(axes, groups))
+        panels.append(functools.partial(_draw_calibration, groups=groups))
     if importance := results.get("importance"):
-        panels.append(lambda axes: _draw_importance(axes, importance, measures))
+        panels.append(functools.partial(_draw_importance, importance=importance, measures=measures))
     # Four panels are a square.
     columns = 2 if len(panels) == 4 else min(_COLUMNS, max(len(panels), 1))
     rows = -(-len(panels) // columns) or 1
