@@ -105,6 +105,10 @@ COMMANDS = (
         "--data.batch-size 100 --data.table-rows 2000 --output dynamic",
     ),
     ("jaxrec train --data clicks.parquet --label click", "--data.batch-size 100 --output labelled"),
+    (
+        "jaxrec train --data clicks.parquet --label click --memory 500MB",
+        "--data.batch-size 100 --output bounded",
+    ),
     ("jaxrec train --data by_day --label click", "--data.batch-size 100 --output by_keys"),
     (
         "jaxrec train --data 'by_day/country=DE/day=*' --label click",

@@ -137,7 +137,7 @@ class FileGroups(abc.ABC):
         names = dict.fromkeys(name for _, columns, _ in files for name in columns.names)
         names |= dict.fromkeys(self.columns or ())
         files = [(path, flat_schema(columns, names), sizes) for path, columns, sizes in files]
-        is_empty = not any(map(sum, (sizes for *_, sizes in files)))
+        is_empty = not any(any(sizes) for *_, sizes in files)
         for path, columns, sizes in files:
             for name in self.columns or ():
                 if name not in columns.names and (is_empty or sum(sizes)):

@@ -8,7 +8,7 @@ import functools
 import io
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import pyarrow as pa
@@ -24,6 +24,11 @@ from jaxrec.files.atomic import write_atomically
 
 # Bytes of the length of the footer and of the magic bytes after it.
 _TAIL_BYTES = 8
+
+# Bytes of a number in memory by its type in a file, where small numbers take less; and of a text,
+# with its offset, about.
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 8}
+_TEXT_BYTES = 16
 
 # Key of the Arrow schema in a footer, and a key of the same length that nothing reads.
 _KEY, _OTHER_KEY = b"ARROW:schema", b"arrow:SCHEMA"
@@ -89,6 +94,25 @@ class ParquetGroups(FileGroups):
         chosen = None if columns is None else tuple(columns)
         return cls(files.paths, chosen, files.keys, files.sources, dictionaries=dictionaries)
 
+    @property
+    def bytes_of_groups(self) -> tuple[int, ...]:
+        """Bytes of the rows of each group in memory, about, by what the footers say."""
+        return tuple(size for size, _ in self._footprints)
+
+    @property
+    def values_of_groups(self) -> tuple[int, ...]:
+        """Number of values of each group, also of those in lists."""
+        return tuple(values for _, values in self._footprints)
+
+    @functools.cached_property
+    def _footprints(self) -> tuple[tuple[int, int], ...]:
+        found: list[tuple[int, int]] = []
+        for path, _, rows in self._files:
+            with self.open(path) as file:
+                names = self.columns or file.columns.names
+                found += [file.footprint(n, names) for n in range(len(rows)) if rows[n]]
+        return tuple(found)
+
     @contextlib.contextmanager
     def open(self, path: pathlib.Path) -> Iterator[_OpenParquet]:
         with contextlib.ExitStack() as stack:
@@ -115,6 +139,19 @@ class _OpenParquet(NamedTuple):
     def sizes(self) -> tuple[int, ...]:
         metadata = self.file.metadata
         return tuple(metadata.row_group(n).num_rows for n in range(metadata.num_row_groups))
+
+    def footprint(self, group: int, names: Collection[str]) -> tuple[int, int]:
+        """Return about how many bytes the named columns of a group take, and how many values."""
+        metadata, size, values = self.file.metadata.row_group(group), 0, 0
+        for number in range(metadata.num_columns):
+            column = metadata.column(number)
+            # A list's values are named "tags.list.element", and a struct's field "user.age".
+            path = f"{column.path_in_schema}."
+            if any(path.startswith(f"{name}.") for name in names):
+                width = _WIDTHS.get(column.physical_type, _TEXT_BYTES)
+                size += max(column.total_uncompressed_size, column.num_values * width)
+                values += column.num_values
+        return size, values
 
     def read(self, group: int, columns: list[str] | None) -> pa.Table:
         # Several threads read groups already: threads of PyArrow within them would only compete.

@@ -24,6 +24,7 @@ from jaxrec.train.option_groups import (
     check_positive,
     option_name,
 )
+from jaxrec.train.row_memory import parse_memory
 from jaxrec.train.stream_options import StreamConfig, topic_address
 
 # Files of a run's directory: its options, and the `TableEncoder` of its Parquet files.
@@ -120,6 +121,10 @@ class DataConfig:
     on."""
     bad_rows: Literal["fail", "skip"] = "fail"
     """At a malformed line of text stop, or skip and count it."""
+    memory: Annotated[str | None, tyro.conf.arg(aliases=["--memory"])] = None
+    """Memory for the rows of files of columns while they are converted, read and shuffled, such as
+    500MB or 2GB, besides the program, its model and its vocabularies. By default up to 2^20 rows
+    are shuffled together."""
     table_rows: int = 100_000
     """Number of rows of each table, for text and for raw ids, which are taken modulo this number;
     with --vocabulary dynamic, the rows that ids are given."""
@@ -138,6 +143,10 @@ class DataConfig:
         for name in ("batch_size", "epochs"):
             if (value := getattr(self, name)) < 0:
                 raise ConfigError(f"{option_name('data', name)} must be 0 or more, got {value}")
+        if self.memory is not None:
+            parse_memory(self.memory)
+            if self.path is None:
+                raise ConfigError("--memory is for the files of --data")
         if self.types and self.path is None:
             raise ConfigError("data.types is for the files of --data")
         # Earlier versions named the option of dense layers so.

@@ -35,11 +35,13 @@ from jaxrec.train.config import DataConfig, TrainConfig
 from jaxrec.train.features import (
     RowsOf,
     check_rows,
+    files_of,
     is_parquet,
     learn_features,
     split_groups,
 )
 from jaxrec.train.hold_out import split_of
+from jaxrec.train.row_memory import window_within
 
 _ALONE = Shard()
 
@@ -164,12 +166,14 @@ class ParquetDataset:
         seed: Seed of the order, which differs in each epoch; None: the order of the files.
         shard: Index of this process among all. Each process reads a range of the rows, in an order
             of its own. The sizes of these ranges differ by at most 1.
+        memory: Memory for the rows, such as "2GB"; None: that of as many as are shuffled well.
     """
 
     groups: RowsOf
     encoder: TableEncoder
     seed: int | None = None
     shard: Shard = _ALONE
+    memory: str | None = None
 
     def __len__(self) -> int:
         return sum(self.groups.sizes)
@@ -187,6 +191,9 @@ class ParquetDataset:
         groups = EncodedGroups(self._own_groups(), self.encoder)
         # More row groups mix rows better, but all rows of a window are in memory at once.
         window = min(MAX_WINDOW_GROUPS, max(1, MAX_WINDOW_ROWS // max(groups.sizes)))
+        if self.memory is not None:
+            files, schema = files_of(self.groups), self.encoder.schema
+            window = window_within(self.memory, files, schema, window)
 
         def to_batch(rows: pa.Table) -> ClickBatch:
             return self.encoder.pack(rows, each)
@@ -232,8 +239,8 @@ def split_datasets(
             )
         training, held_out = split_groups(data, encoder.schema, config.seed)
         return (
-            ParquetDataset(training, encoder, config.seed, shard),
-            ParquetDataset(held_out, encoder, None, shard),
+            ParquetDataset(training, encoder, config.seed, shard, data.memory),
+            ParquetDataset(held_out, encoder, None, shard, data.memory),
         )
     rows, rest = _split(config)
     return dataclasses.replace(rows, shard=shard), dataclasses.replace(rest, shard=shard)
@@ -256,6 +263,11 @@ def _split(config: TrainConfig) -> tuple[LogDataset, LogDataset]:
         if data.hold_out is None:
             return dataclasses.replace(whole, stop=rows), dataclasses.replace(whole, start=rows)
         return _parts(whole, split.mask(log.num_rows, "generated log"))
+    if data.memory is not None:
+        raise ConfigError(
+            f"--memory is for files of columns; {data.path} is text in Criteo's format, which is "
+            "read a few lines at a time: leave it out"
+        )
     problem = foreign_format(data.path)
     roles = (data.label, data.weight, data.exclude, data.dense, data.categorical)
     if data.schema is not None or any(roles):

@@ -46,6 +46,7 @@ from jaxrec.train.config import FEATURES_DIRECTORY, DataConfig, TrainConfig
 from jaxrec.train.hold_out import split_of
 from jaxrec.train.open_vocabularies import check_fixed, with_dynamic_columns
 from jaxrec.train.progress import counted
+from jaxrec.train.row_memory import check_groups, converted_group_bytes
 
 # Types of `--data.types`.
 COLUMN_TYPES = {
@@ -139,7 +140,7 @@ def convert_files(data: DataConfig, console: Console) -> None:
             continue
         started, size = time.perf_counter(), sum(x.stat().st_size for x in kind.files(path).paths)
         with counted(console, f"converting {kind.name}", size) as advance:
-            as_parquet(path, types, advance)
+            as_parquet(path, types, advance, converted_group_bytes(data.memory, kind))
         if (seconds := time.perf_counter() - started) > 1:
             console.print(f"converted {path} to Parquet in {seconds:.1f} s; kept for the next run")
     if types and data.path is not None:
@@ -197,6 +198,8 @@ def learn_features(
         schema = _find_schema(data, console, is_dynamic, needs_label)
     check(schema)
     training, held_out = split_groups(data, schema, seed)
+    for rows_of in (training, held_out):
+        check_groups(data.memory, files_of(rows_of), schema)
     encoder = TableEncoder(schema, {}, {}, {})
     if is_converted:
         return encoder  # `jaxrec data criteo` has checked the values
@@ -207,10 +210,9 @@ def learn_features(
     # Before the pass over all rows, so that a user sees the warnings while it runs.
     for suspect in suspects(schema, training, by_name=data.schema is None):
         console.print(f"warning: {suspect}")
-    assert isinstance(training.groups, ParquetGroups)
     # With nothing to learn, the training rows are checked as they are read; held-out rows would be
     # read only after training.
-    if not needs_pass(schema, training.groups.schemas_of_rows.values()):
+    if not needs_pass(schema, files_of(training).schemas_of_rows.values()):
         check_rows(encoder, held_out)
         return encoder
     started, rows = time.perf_counter(), sum(training.sizes)
@@ -260,6 +262,12 @@ def split_groups(data: DataConfig, schema: Schema, seed: int = 0) -> tuple[RowsO
     held_out = split.mask(whole.stop, str(data.path), columns)
     assert isinstance(whole.groups, ParquetGroups)
     return selected_rows(whole.groups, held_out.inverted()), selected_rows(whole.groups, held_out)
+
+
+def files_of(rows: RowsOf) -> ParquetGroups:
+    """Return the row groups of the files that have the training rows, or the held-out rows."""
+    assert isinstance(rows.groups, ParquetGroups)
+    return rows.groups
 
 
 def _with_vocabularies(schema: Schema, data: DataConfig, is_dynamic: bool) -> Schema:
@@ -388,7 +396,9 @@ def parquet_data(path: pathlib.Path | None, data: DataConfig) -> DataFiles:
     """Find the Parquet files of a path, or those that its files are converted to."""
     if path is None:
         raise ConfigError("give the files with --data")
-    return table_files(path, _types(data))
+    if data.memory is None:
+        return table_files(path, _types(data))
+    return table_files(path, _types(data), converted_group_bytes(data.memory, format_of(path)))
 
 
 def _all_rows(files: DataFiles, schema: Schema) -> GroupRange:

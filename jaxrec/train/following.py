@@ -105,6 +105,7 @@ def _check(config: TrainConfig, output: pathlib.Path) -> None:
         "--patience": config.patience > 0,
         "--evaluate-every": config.evaluate_every > 0,
         "--checkpoint.keep-best": config.checkpoint.keep_best > 0,
+        "--memory": config.data.memory is not None,
         "--profile": config.profile,
     }
     for option, is_given in given.items():

@@ -44,7 +44,7 @@ def check_resumed(config: TrainConfig, run: TrainConfig) -> None:
             f"has read batches of {size}; leave --batch-size out"
         )
     columns = ["user", "item", "history", "time", "label_kind", "dense", "categorical"]
-    columns += ["hold_out", "hold_out_by", "hold_out_from", "types"]
+    columns += ["hold_out", "hold_out_by", "hold_out_from", "types", "memory"]
     # Other models compare --label with the labels that the run has found.
     columns += ["label"] if config.model.name == "hstu_ranker" else []
     for column in columns:

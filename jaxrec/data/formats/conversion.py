@@ -15,6 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -90,12 +91,15 @@ def _found(path: str | os.PathLike[str]) -> tuple[Format | None, DataFiles]:
     return found.pop(), files
 
 
-def table_files(path: str | os.PathLike[str], types: Types | None = None) -> DataFiles:
+def table_files(
+    path: str | os.PathLike[str], types: Types | None = None, group_bytes: int | None = None
+) -> DataFiles:
     """Return the Parquet files of a path, or those that its files of another format become.
 
     Args:
         path: File, directory or pattern of any format, or the address of one.
         types: Types of columns, by name, where the format does not hold them.
+        group_bytes: Largest number of bytes of a row group that is converted, about; None: 2^28.
 
     Raises:
         OSError: A file cannot be read.
@@ -111,7 +115,7 @@ def table_files(path: str | os.PathLike[str], types: Types | None = None) -> Dat
     """
     kind, files = _found(path)
     if kind is not None:
-        return _converted(kind, files, types)
+        return _converted(kind, files, types, group_bytes=group_bytes)
     first = files.paths[0]
     if not is_parquet_name(first.name):
         with first.open("rb") as file:
@@ -129,6 +133,7 @@ def as_parquet(
     path: str | os.PathLike[str],
     types: Types | None = None,
     progress: Callable[[int], None] = lambda size: None,
+    group_bytes: int | None = None,
 ) -> DataFiles:
     """Return Parquet files with the rows of a path's files, which are their ``sources``.
 
@@ -136,6 +141,7 @@ def as_parquet(
         path: File, directory or pattern of a format of `format_of`.
         types: Types of columns, by name; the others get theirs from the values.
         progress: Called with the bytes of each file that is converted.
+        group_bytes: As of `table_files`.
 
     Raises:
         OSError: A file cannot be read, or the cache directory has no space.
@@ -143,7 +149,7 @@ def as_parquet(
     """
     kind, files = _found(path)
     assert kind is not None, path
-    return _converted(kind, files, types, progress)
+    return _converted(kind, files, types, progress, group_bytes)
 
 
 def _converted(
@@ -151,15 +157,16 @@ def _converted(
     files: DataFiles,
     types: Types | None,
     progress: Callable[[int], None] = lambda size: None,
+    group_bytes: int | None = None,
 ) -> DataFiles:
     """Return the Parquet files that files become, and convert them unless that was done."""
     types = dict(types or {})
-    converted = cache_directory() / "tables" / _key(files, types)
+    converted = cache_directory() / "tables" / _key(files, types, group_bytes)
     paths = tuple(converted / _target(name) for name in _relative_names(files))
     if not _are_files(paths):
         with _alone(converted):
             if not _are_files(paths):  # none but this one has converted them meanwhile
-                convert(kind, files, converted, types, progress)
+                convert(kind, files, converted, types, progress, group_bytes)
     return DataFiles(converted, paths, files.paths)
 
 
@@ -178,6 +185,7 @@ def convert(
     output: pathlib.Path,
     types: Types,
     progress: Callable[[int], None] = lambda size: None,
+    group_bytes: int | None = None,
 ) -> int:
     """Write files of a format as Parquet files, in the same directories; return the rows.
 
@@ -190,11 +198,11 @@ def convert(
         targets = [unfinished / _target(name) for name in _relative_names(files)]
         for path, target in zip(files.paths, targets, strict=True):
             target.parent.mkdir(parents=True, exist_ok=True)
-            rows += _write(kind, path, target, types)
+            rows += _write(kind, path, target, types, group_bytes)
             progress(path.stat().st_size)
         for path, target, texts in zip(files.paths, targets, _texts(kind, targets), strict=True):
             if texts:
-                _write(kind, path, target, {**types, **texts})
+                _write(kind, path, target, {**types, **texts}, group_bytes)
     return rows
 
 
@@ -213,41 +221,54 @@ def _target(name: pathlib.Path) -> pathlib.Path:
     return name.with_name(f"{name.name}.parquet")
 
 
-def _write(kind: Format, path: pathlib.Path, target: pathlib.Path, types: Types) -> int:
+def _write(
+    kind: Format,
+    path: pathlib.Path,
+    target: pathlib.Path,
+    types: Types,
+    group_bytes: int | None = None,
+) -> int:
     """Write a file as a Parquet file; return the number of its rows."""
     if isinstance(path, Address):
-        return _write_copy(kind, path, target, types)
+        return _write_copy(kind, path, target, types, group_bytes)
     guesses: dict[str, pa.DataType] = {}
     while True:
         try:
-            return _write_tables(kind.tables(path, types, guesses), target)
+            return _write_tables(kind.tables(path, types, guesses), target, group_bytes)
         except WiderTypeError as wider:
             guesses[wider.column] = wider.kind
         except pa.ArrowException as error:
             raise DataError(f"{path} has a column that Parquet cannot hold ({error})") from None
 
 
-def _write_copy(kind: Format, path: Address, target: pathlib.Path, types: Types) -> int:
+def _write_copy(
+    kind: Format, path: Address, target: pathlib.Path, types: Types, group_bytes: int | None
+) -> int:
     """Write a file of another machine as a Parquet file, by a copy that lasts as long."""
     # The parsers read a file more than once: its header, values that change the type of a column.
     copy = target.with_name(path.name)
     try:
         path.download(copy)
-        return _write(kind, copy, target, types)
+        return _write(kind, copy, target, types, group_bytes)
     except DataError as error:
         raise DataError(str(error).replace(str(copy), str(path))) from None
     finally:
         copy.unlink(missing_ok=True)
 
 
-def _write_tables(tables: Iterator[pa.Table], target: pathlib.Path) -> int:
+def _write_tables(
+    tables: Iterator[pa.Table], target: pathlib.Path, group_bytes: int | None = None
+) -> int:
     rows = 0
     with contextlib.ExitStack() as stack:
         writer = None
-        for table in _regrouped(tables):
+        for table in _regrouped(tables, group_bytes or GROUP_BYTES):
             if writer is None:
                 writer = stack.enter_context(_writer(target, table.schema))
-            writer.write_table(table, row_group_size=GROUP_ROWS)
+            group_rows = GROUP_ROWS
+            if group_bytes is not None and table.nbytes > group_bytes:
+                group_rows = min(GROUP_ROWS, max(1, len(table) * group_bytes // table.nbytes))
+            writer.write_table(table, row_group_size=group_rows)
             rows += len(table)
     return rows
 
@@ -262,7 +283,7 @@ def _writer(target: pathlib.Path, columns: pa.Schema) -> pq.ParquetWriter:
     return pq.ParquetWriter(target, columns, **options)
 
 
-def _regrouped(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+def _regrouped(tables: Iterator[pa.Table], group_bytes: int) -> Iterator[pa.Table]:
     """Cut and join tables to row groups; the first is yielded even if it is empty."""
     held: list[pa.Table] = []
     rows = size = 0
@@ -270,9 +291,9 @@ def _regrouped(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
     for table in tables:
         held.append(table)
         rows, size = rows + len(table), size + table.nbytes
-        if rows >= GROUP_ROWS or size >= GROUP_BYTES:
+        if rows >= GROUP_ROWS or size >= group_bytes:
             joined = pa.concat_tables(held)
-            whole = rows if size >= GROUP_BYTES else rows - rows % GROUP_ROWS
+            whole = rows if size >= group_bytes else rows - rows % GROUP_ROWS
             yield joined[:whole]
             is_first, rest = False, joined[whole:]
             held, rows, size = [rest], len(rest), rest.nbytes
@@ -288,9 +309,9 @@ def _any_name(name: str) -> bool:
     return is_parquet_name(name) or any(kind.pattern.search(name) for kind in FORMATS)
 
 
-def _key(files: DataFiles, types: Mapping[str, pa.DataType]) -> str:
+def _key(files: DataFiles, types: Mapping[str, pa.DataType], group_bytes: int | None = None) -> str:
     """Return a name for the result of converting these files as they are now."""
-    described = {
+    described: dict[str, Any] = {
         "version": _VERSION,
         # The names below the root are those of the results: a directory `day=2` may be the root or
         # below it.
@@ -298,6 +319,8 @@ def _key(files: DataFiles, types: Mapping[str, pa.DataType]) -> str:
         "files": [_state(path) for path in files.paths],
         "types": {name: str(kind) for name, kind in sorted(types.items())},
     }
+    if group_bytes is not None:
+        described["group_bytes"] = group_bytes
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:24]
 
 

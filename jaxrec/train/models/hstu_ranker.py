@@ -42,6 +42,7 @@ from jaxrec.train.request_columns import (
     table_schema,
 )
 from jaxrec.train.requests import RequestData, RequestDataset, batch_shape, split_windows
+from jaxrec.train.row_memory import check_model
 
 # Bits of actions that histories embed; an action that a log lacks is a vector that is never read.
 BITS = (1, 2, 4)
@@ -68,6 +69,7 @@ class HSTURankerKind(RowModel):
     @classmethod
     def check(cls, config: TrainConfig, schema: Schema) -> None:
         data = config.data
+        check_model(config.data.memory, cls.name)
         is_read = data.schema is None and data.weight is None and data.label_kind == "auto"
         if not is_read or data.exclude or data.dense or data.categorical or data.history:
             raise ConfigError(

@@ -42,6 +42,7 @@ from jaxrec.train.hold_out import LAST
 from jaxrec.train.models.interactions import item_column, split_sequences
 from jaxrec.train.models.kind import HeldOutBatches
 from jaxrec.train.models.ranking import RankingModel, full_ranks, rank_values
+from jaxrec.train.row_memory import check_model
 
 FEATURES = ("history", "targets", "negatives")
 
@@ -156,6 +157,7 @@ class SequenceKind(RankingModel):
     @classmethod
     def check(cls, config: TrainConfig, schema: Schema) -> None:
         item_column(config.data)
+        check_model(config.data.memory, cls.name)
         if config.vocabulary.is_dynamic:
             raise ConfigError(
                 f"model.name {cls.name} ranks all items of a vocabulary that is learned before "

@@ -36,43 +36,6 @@ def test_json_with_a_schema():
     assert table.to_pydict() == {"x": [1.0, None], "when": [None, "2024-01-01"]}
 
 
-def test_numbers_of_json():
-    """7, 7.0 and 7e0 are one number, in columns of integers and of floats."""
-    kinds = {"id": pa.int64(), "at": pa.list_(pa.int32()), "in": pa.struct({"n": pa.int8()})}
-    numbers = [b'{"id": 9007199254740993, "at": [7.0, 1], "in": {"n": 2e0}}', b'{"id": 5.0}', b"{}"]
-    whole = [
-        {"id": 2**53 + 1, "at": [7, 1], "in": {"n": 2}},
-        {"id": 5, "at": None, "in": None},
-        {"id": None, "at": None, "in": None},
-    ]
-    table, counts = Decoder("json", pa.schema(kinds))(numbers, refuse)
-    assert table.to_pylist() == whole
-    assert counts.tolist() == [1, 1, 1]
-    # A fraction is none of an integer, and names its column; the others are decoded.
-    for bad, name in (
-        (b'{"id": 1.5}', "id"),
-        (b'{"in": {"n": 0.5}}', "in.n"),
-        (b'{"at": [2.5]}', "at"),
-    ):
-        found = {}
-        table, _ = Decoder("json", pa.schema(kinds))([*numbers, bad], found.__setitem__)
-        assert table.to_pylist() == whole
-        assert f"the field {name!r} has a number with a fraction" in str(found[3])
-
-
-def test_fractions_come_later():
-    decode = Decoder("json")
-    table, _ = decode([b'{"price": 2, "in": {"n": 1}, "at": [1]}'], refuse)
-    assert table.schema.types == [pa.int64(), pa.struct({"n": pa.int64()}), pa.list_(pa.int64())]
-    payload = b'{"price": 2.5, "in": {"n": 1.5}, "at": [1, 0.5]}'
-    found = {}
-    later, _ = decode([b"{", payload], found.__setitem__)
-    assert [*found] == [0]
-    assert later.to_pylist() == [{"price": 2.5, "in": {"n": 1.5}, "at": [1, 0.5]}]
-    again, _ = decode([b'{"price": 3, "in": {"n": 2}, "at": [2]}'], refuse)
-    assert again.schema == later.schema
-
-
 BAD = {
     "no JSON": b"{",
     "no object": b"5",
