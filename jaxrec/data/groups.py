@@ -140,7 +140,7 @@ class FileGroups(abc.ABC):
         is_empty = not any(any(sizes) for *_, sizes in files)
         for path, columns, sizes in files:
             for name in self.columns or ():
-                if name not in columns.names and (is_empty or sum(sizes)):
+                if name not in columns.names and (is_empty or any(sizes)):
                     raise missing_column(self._sources[path], name, columns.names)
         return tuple(files)
 

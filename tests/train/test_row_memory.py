@@ -167,7 +167,7 @@ def test_peak(tmp_path, monkeypatch, suffix):
             pq.write_table(part, file, row_group_size=50_000)
 
     def peak(*options):
-        command = [sys.executable, "-c", PEAK, *map(str, options)]
+        command = [sys.executable, "-P", "-c", PEAK, *map(str, options)]
         return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
 
     program = peak(small)  # what the libraries take that a run loads
