@@ -90,7 +90,7 @@ def test_unknown_items_and_long_histories_are_not_a_number(encoders):
     assert (np.asarray(found.items)[1:3] == -1).all()
     assert np.isnan(np.asarray(found.scores)[1:3, 0]).all()
     assert np.isfinite(np.asarray(found.scores)[[0, 3], 0]).all()
-    loss = np.asarray(losses(model, batch_of([[1, 2], [ITEMS], [1, -1], [2, 3]])))
+    loss = np.asarray(losses(model, batch_of([[1, 2], [ITEMS], [1, 99], [2, 3]])))
     assert np.isnan(loss).tolist() == [False, True, True, False]
 
 
