@@ -56,11 +56,14 @@ class Suffix:
 
 def attend(
     query: Float[Array, "*batch n heads dim"],
-    key: Float[Array, "*batch tokens heads dim"],
-    value: Float[Array, "*batch tokens heads dim"],
-    mask: Bool[Array, "*batch n tokens"] | None,
+    key: Float[Array, "... tokens heads dim"],
+    value: Float[Array, "... tokens heads dim"],
+    mask: Bool[Array, "..."] | None,
 ) -> Float[Array, "*batch n heads dim"]:
-    """Return softmax attention to the keys that ``mask`` shows; None: to all."""
+    """Return softmax attention to the keys that ``mask`` ``[..., n, tokens]`` shows; None: to all.
+
+    Batch axes of keys, values and mask are those of the queries, or 1.
+    """
     scores = _scores("...nhd,...chd->...hnc", query, key)
     if mask is not None:
         of_heads = mask[..., None, :, :]
@@ -117,9 +120,9 @@ class CrossAttention(nnx.Module):
     def __call__(
         self,
         states: Float[Array, "*batch n dim"],
-        keys: Float[Array, "*batch tokens heads _"],
-        values: Float[Array, "*batch tokens heads _"],
-        mask: Bool[Array, "*batch n tokens"],
+        keys: Float[Array, "..."],
+        values: Float[Array, "..."],
+        mask: Bool[Array, "..."],
     ) -> Float[Array, "*batch n dim"]:
         """Return what each of ``n`` tokens takes from the history."""
         query = self.query(states).reshape(*states.shape[:-1], self.num_heads, -1)
@@ -196,12 +199,12 @@ class CodeBlock(nnx.Module):
     def cross_extend(
         self,
         states: Float[Array, "*batch n dim"],
-        key: Float[Array, "*batch tokens heads _"],
-        value: Float[Array, "*batch tokens heads _"],
-        mask: Bool[Array, "*batch n tokens"] | None,
+        key: Float[Array, "..."],
+        value: Float[Array, "..."],
+        mask: Bool[Array, "..."] | None,
         history_key: Array,
         history_value: Array,
-        seen: Bool[Array, "*batch n tokens"],
+        seen: Bool[Array, "..."],
     ) -> Float[Array, "*batch n dim"]:
         """Transform ``n`` tokens by attention to their own keys, then to those of a history."""
         assert self.cross is not None

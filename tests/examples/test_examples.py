@@ -104,6 +104,21 @@ def test_hstu_ranker(example):
     assert found["difference with a cache"] < 1e-5
 
 
+def test_semantic_ids(example):
+    module = example("semantic_ids")
+    found = module.main(module.Settings(departments=8, shelves=4, codebook_size=16, steps=100))
+    assert found["k-means"] > 0.9
+    assert found["balanced k-means"] > 0.8
+    assert found["RQ-VAE"] > 0.7
+
+
+def test_generate(example):
+    module = example("generate")
+    found = module.main(module.Settings(num_users=600, num_items=40, steps=60, dim=16))
+    assert found["recall@10"] > 2 * 10 / 40
+    assert found["share of the new item"] > 0
+
+
 def test_dlrm_v4(example, monkeypatch):
     module = example("dlrm_v4")
     tables = module.ITEMS | module.CONTEXT
