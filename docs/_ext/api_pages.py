@@ -265,9 +265,25 @@ def class_signature(
     if value.__init__ is object.__init__:
         return "()", ""
     found = sphinx_inspect.signature(value.__init__, bound_method=True)
-    return sphinx_inspect.stringify_signature(
-        found.replace(return_annotation=inspect.Signature.empty), unqualified_typehints=True
-    ), result
+    found = found.replace(
+        parameters=[with_named_default(parameter) for parameter in found.parameters.values()],
+        return_annotation=inspect.Signature.empty,
+    )
+    return sphinx_inspect.stringify_signature(found, unqualified_typehints=True), result
+
+
+def with_named_default(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Show a default such as ``<class 'jax.numpy.float32'>`` by its name, ``float32``."""
+    if parameter.default is parameter.empty or "<" not in repr(parameter.default):
+        return parameter
+    return parameter.replace(default=Name(getattr(parameter.default, "__name__", "...")))
+
+
+class Name(str):
+    """A text that stands in a signature without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def note_other_names(app: Sphinx, env: BuildEnvironment) -> None:
