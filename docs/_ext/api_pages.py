@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from docutils import nodes
+from flax import nnx
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util import inspect as sphinx_inspect
@@ -259,12 +260,30 @@ def class_signature(
     app: Sphinx, what: str, name: str, value: Any, options: Any, signature: str, result: str
 ) -> tuple[str, str] | None:
     """Return the signature of ``__init__``, which the metaclass of Flax modules hides."""
-    if what != "class" or "__init__" not in vars(value) or type(value) is type:
-        return None
+    if what != "class" or not issubclass(value, nnx.Module):
+        return ("", "") if getattr(value, "_is_protocol", False) else None
+    if value.__init__ is object.__init__:
+        return "()", ""
     found = sphinx_inspect.signature(value.__init__, bound_method=True)
-    return sphinx_inspect.stringify_signature(
-        found.replace(return_annotation=inspect.Signature.empty), unqualified_typehints=True
-    ), result
+    found = found.replace(
+        parameters=[with_named_default(parameter) for parameter in found.parameters.values()],
+        return_annotation=inspect.Signature.empty,
+    )
+    return sphinx_inspect.stringify_signature(found, unqualified_typehints=True), result
+
+
+def with_named_default(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Show a default such as ``<class 'jax.numpy.float32'>`` by its name, ``float32``."""
+    if parameter.default is parameter.empty or "<" not in repr(parameter.default):
+        return parameter
+    return parameter.replace(default=Name(getattr(parameter.default, "__name__", "...")))
+
+
+class Name(str):
+    """A text that stands in a signature without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def note_other_names(app: Sphinx, env: BuildEnvironment) -> None:
