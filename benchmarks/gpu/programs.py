@@ -240,9 +240,11 @@ def timed_step(step: Step, *implementations: str) -> Program:
     )
 
 
-def tables_step(*implementations: str) -> Program:
-    """Return a step of 32 tables of a million rows of 128 columns, 8192 bags of 20 ids of each."""
-    tables, rows, dim, batch, bag = 32, 1_000_000, 128, 8192, 20
+def tables_step(
+    *implementations: str, tables: int = 32, rows: int = 1_000_000, batch: int = 8192
+) -> Program:
+    """Return a step of tables of 128 columns alone, with ``batch`` bags of 20 ids of each."""
+    dim, bag = 128, 20
 
     class Model(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):

@@ -24,7 +24,16 @@ from jaxrec.tier.ids import library as id_map_library
 USAGE_ERRORS = (ConfigError,)
 FAILURES = (RuntimeError,)
 
-PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax", "numpy")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "libtpu",
+    "flax",
+    "optax",
+    "numpy",
+)
 # Older versions add floats on GPUs by loops of compare-and-swap: xla issue 46225.
 OLDEST_JAX_ON_GPUS = (0, 11, 2)
 

@@ -55,7 +55,7 @@ class PlanOptions:
     devices_per_host: int | None = None
     """Number of devices on each host; by default as many as such a machine usually has."""
     machine: str = "h100"
-    """Kind of devices: a100, h100, h200, b200, tpu-v5p or cpu."""
+    """Kind of devices: a100, h100, h200, b200, tpu-v5e, tpu-v6e, tpu-v5p or cpu."""
     topology: pathlib.Path | None = None
     """File of measured devices, instead of --machine; --devices is their number."""
     machines: tuple[str, ...] = ()

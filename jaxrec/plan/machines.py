@@ -14,8 +14,13 @@ Sources:
         datasheet.
     B200: DGX B200 datasheet and user guide (1,440 GB and 64 TB/s over 8 GPUs; 14.4 TB/s NVLink
         both ways; 8 x 400 Gb/s; 2 TB; 8 x 3.84 TB NVMe).
-    TPU v5p: cloud.google.com/tpu/docs/v5p (95 GiB; 2,765 GB/s; ICI 1,200 GB/s both ways a chip,
-        also between the hosts of a slice; 448 GB for 4 chips).
+    TPU v5e: cloud.google.com/tpu/docs/v5e (16 GB; 819 GB/s; ICI 400 GB/s both ways a chip; 512 GiB
+        for 8 chips).
+    TPU v6e: cloud.google.com/tpu/docs/v6e (32 GB; 1,638 GB/s; ICI 800 GB/s both ways a chip; PCIe
+        Gen5; 1,536 GiB for 8 chips).
+    TPU v5p: cloud.google.com/tpu/docs/v5p (95 GiB; 2,765 GB/s; ICI 1,200 GB/s both ways a chip;
+        448 GB for 4 chips).
+        ICI also joins the hosts of a slice. The pages name no PCIe of v5e and v5p: Gen4 is assumed.
     Sorting: Adinets and Merrill 2022, "Onesweep: a faster least significant digit radix sort for
         GPUs" (29.4 G 32-bit keys a second on an A100); row numbers with their indices and runs
         take about six times as long as keys alone.
@@ -82,24 +87,49 @@ def _accelerator(
     }
 
 
+def _tpu(
+    name: str,
+    *,
+    memory: float,
+    bandwidth: float,
+    link: float,
+    host_memory: int,
+    host_link: float = 32,
+    devices_per_host: int = 8,
+) -> dict[str, Any]:
+    """Return the fields of a machine of TPUs, whose links reach all chips of a slice alike."""
+    return _accelerator(
+        name,
+        memory=memory,
+        bandwidth=bandwidth,
+        link=link,
+        network=link,
+        host_link=host_link,
+        devices_per_host=devices_per_host,
+        host_memory=host_memory,
+        disk=0,
+        # TPUs sort by comparing, several times slower than by radix.
+        sort=29.4e9 / 24 / 2.039e12,
+        packed_copies=0.0,  # not counted for TPUs
+    )
+
+
 MACHINES: dict[str, dict[str, Any]] = {
     "a100": _accelerator("a100", memory=80, bandwidth=2.039, link=300, network=25, host_link=32),
     "h100": _accelerator("h100", memory=80, bandwidth=3.35, link=450, network=50, host_link=64),
     "h200": _accelerator("h200", memory=141, bandwidth=4.8, link=450, network=50, host_link=64),
     "b200": _accelerator("b200", memory=180, bandwidth=8, link=900, network=50, host_link=64),
-    "tpu-v5p": _accelerator(
+    "tpu-v5e": _tpu("tpu-v5e", memory=16, bandwidth=0.819, link=200, host_memory=550),
+    "tpu-v6e": _tpu(
+        "tpu-v6e", memory=32, bandwidth=1.638, link=400, host_memory=1649, host_link=64
+    ),
+    "tpu-v5p": _tpu(
         "tpu-v5p",
         memory=95 * 2**30 / _GB,
         bandwidth=2.765,
         link=600,
-        network=600,
-        host_link=32,
-        devices_per_host=4,
         host_memory=448,
-        disk=0,
-        # TPUs sort by comparing, several times slower than by radix.
-        sort=29.4e9 / 24 / 2.039e12,
-        packed_copies=0.0,  # not counted for TPUs
+        devices_per_host=4,
     ),
     # Simulated devices on two cores of a server; calibrate for anything else.
     "cpu": {
@@ -121,14 +151,17 @@ MACHINES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Machine by the beginning of `jax.Device.device_kind`.
+# Machine by the beginning of `jax.Device.device_kind`; the first that fits counts.
 _KINDS = {
     "NVIDIA A100": "a100",
     "NVIDIA H100": "h100",
     "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",
+    "TPU v5 lite": "tpu-v5e",
+    "TPU v5e": "tpu-v5e",
+    "TPU v6": "tpu-v6e",
     "TPU v5p": "tpu-v5p",
-    "TPU v5": "tpu-v5p",
+    "TPU v5": "tpu-v5p",  # the name that JAX gives a v5p
 }
 
 
@@ -138,6 +171,5 @@ def find_machine(platform: str, device_kind: str) -> str | None:
         return "cpu"
     for beginning, machine in _KINDS.items():
         if device_kind.startswith(beginning):
-            # "TPU v5" is v5p; "TPU v5 lite" is another machine.
-            return None if "lite" in device_kind else machine
+            return machine
     return None

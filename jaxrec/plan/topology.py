@@ -161,7 +161,8 @@ class Topology:
         """Return a cluster of known machines, with their published rates.
 
         Args:
-            machine: One of "a100", "h100", "h200", "b200", "tpu-v5p" and "cpu".
+            machine: One of "a100", "h100", "h200", "b200", "tpu-v5e", "tpu-v6e", "tpu-v5p" and
+                "cpu".
             devices: Number of devices in all.
             devices_per_host: Number of devices on each host; None: as many as the machine usually
                 has, or all if they are fewer.

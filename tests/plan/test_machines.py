@@ -18,8 +18,12 @@ def test_known_machines(name):
     assert topology.within.all_to_all.byte <= topology.between.all_to_all.byte
 
 
-def test_newer_machines_are_faster():
-    names = ("a100", "h100", "h200", "b200")
+@pytest.mark.parametrize(
+    "names",
+    [("a100", "h100", "h200", "b200"), ("tpu-v5e", "tpu-v6e", "tpu-v5p")],
+    ids=["gpu", "tpu"],
+)
+def test_faster_memory_gathers_faster(names):
     gather = [Topology.named(name, devices=8).gather.byte for name in names]
     assert gather == sorted(gather, reverse=True)
 
@@ -33,7 +37,9 @@ def test_newer_machines_are_faster():
         ("gpu", "NVIDIA B200", "b200"),
         ("tpu", "TPU v5p", "tpu-v5p"),
         ("tpu", "TPU v5", "tpu-v5p"),
-        ("tpu", "TPU v5 lite", None),
+        ("tpu", "TPU v5 lite", "tpu-v5e"),
+        ("tpu", "TPU v6 lite", "tpu-v6e"),
+        ("tpu", "TPU v4", None),
         ("gpu", "Quadro", None),
         ("cpu", "cpu", "cpu"),
     ],

@@ -23,19 +23,23 @@ def sum_stretches(
     segments: Int32[Array, " positions"],
     num_segments: int,
     dim: int,
+    *,
+    is_ascending: bool = False,
 ) -> Float[Array, "num_segments dim"]:
     """Return the sum of each segment's rows, ``[num_segments, dim]`` of float32.
 
     ``load`` returns the rows of ``terms``, arrays with one element a position, or of a slice of
     them. Positions of one segment lie side by side; those of segments outside
-    ``[0, num_segments)`` are left out.
+    ``[0, num_segments)`` are left out. ``is_ascending`` says that no segment is below the one
+    before, so that XLA does not sort them on TPUs.
     """
 
     def in_chunks(terms: Any, segments: Array) -> Array:
         return sum_in_chunks(load, terms, segments, num_segments, dim)
 
     def at_once(terms: Any, segments: Array) -> Array:
-        return jax.ops.segment_sum(load(terms), segments, num_segments)
+        rows = load(terms)
+        return jax.ops.segment_sum(rows, segments, num_segments, indices_are_sorted=is_ascending)
 
     return jax.lax.platform_dependent(
         terms, segments, cuda=in_chunks, rocm=in_chunks, default=at_once

@@ -40,7 +40,9 @@ def build_runs(rows: RowIndices, num_rows: int) -> Runs:
     starts = jnp.ones(rows.shape, bool).at[1:].set(sorted_rows[1:] != sorted_rows[:-1])
     segments = jnp.cumsum(starts) - 1
     # The number of runs is known on the device alone, so arrays have room for as many as lookups.
-    unique = jnp.full(rows.shape, num_rows, jnp.int32).at[segments].set(sorted_rows)
+    # Without the hint, XLA sorts the ascending segments once more on TPUs.
+    unique = jnp.full(rows.shape, num_rows, jnp.int32)
+    unique = unique.at[segments].set(sorted_rows, indices_are_sorted=True)
     segments = segments.astype(jnp.int32)
     inverse = jnp.zeros(rows.shape, jnp.int32).at[order].set(segments, unique_indices=True)
     return Runs(order, segments, unique, inverse)
@@ -148,7 +150,9 @@ def _sum_runs(
             values = jnp.clip(values, -bound, bound)
         return values if scale is None else values * scale[:, None].astype(jnp.float32)
 
-    return sum_stretches(load, (bags, scales), runs.segments, bags.size, gradients.shape[1])
+    return sum_stretches(
+        load, (bags, scales), runs.segments, bags.size, gradients.shape[1], is_ascending=True
+    )
 
 
 def _put_rows(array: TableArray, rows: RowIndices, values: Array) -> TableArray:

@@ -1,0 +1,1 @@
+"""Programs compiled for TPUs on a machine without one."""

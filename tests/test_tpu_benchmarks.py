@@ -1,0 +1,45 @@
+"""The script that compiles programs for TPUs, where libtpu is not installed."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).parents[1]
+# The benchmarks are no installed package. Behind the installed jaxrec, which stays what is tested.
+sys.path.append(str(ROOT))
+
+from benchmarks.tpu.findings import Collective, collectives, copies  # noqa: E402
+
+# Lines as libtpu 0.0.50.1 writes them, attributes left out.
+PROGRAM = """\
+HloModule jit_train, is_scheduled=true
+
+%body (x: f32[8,128]) -> f32[8,128] {
+  %copy.1 = f32[2000,128]{1,0:T(8,128)} copy(%x)
+  ROOT %loop = s32[8,483,1]{1,2,0:T(1,128)S(1)} all-to-all(%copy.1), replica_groups={{0,1}}
+}
+
+ENTRY %main (param.44: f32[2000,128]) -> f32[] {
+  %copy.2 = f32[4000]{0:T(1024)S(1)} copy(%param.60), backend_config={}
+  %all_to_all.63 = s32[8,483,1]{1,2,0:T(1,128)S(1)} all-to-all(%all_to_all.62), channel_id=1
+  %all-reduce.12 = (f32[]{:T(128)}, f32[256,1024]{1,0:T(8,128)S(1)}) all-reduce(%a, %b)
+  %all-gather-start.3 = (f32[4,2]{1,0}, f32[32,2]{1,0}) all-gather-start(%c), dimensions={0}
+  %fusion.1 = f32[8]{0} fusion(%d), kind=kLoop, calls=%fused
+  %sort.1 = (s32[8]{0}, s32[8]{0}) sort(%e, %f), dimensions={0}
+  %all-gather-done.3 = f32[32,2]{1,0} all-gather-done(%all-gather-start.3)
+}
+"""
+
+
+def test_collectives_of_the_entry_have_their_bytes_and_the_work_under_them():
+    assert list(collectives(PROGRAM)) == [
+        Collective("all-to-all", 4 * 8 * 483, None),
+        Collective("all-reduce", 4 + 4 * 256 * 1024, None),
+        Collective("all-gather", 4 * 32 * 2, 2),
+    ]
+
+
+def test_copies_of_tables_count_in_hbm_alone():
+    shapes = frozenset([(2000, 128), (4000,), (7, 7)])
+    assert list(copies(PROGRAM, shapes)) == ["[2000,128]"]
