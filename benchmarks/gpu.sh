@@ -162,6 +162,11 @@ attention() {
 }
 
 tier() {
+    if ! "$python" -c 'import msgspec, pyarrow' 2>/dev/null &&
+        ! timeout 60 "$python" -m pip install --quiet msgspec pyarrow 2>/dev/null; then
+        echo "-- tables beyond the card's memory need msgspec and pyarrow, which are not here"
+        return
+    fi
     limited 410 "$python" -m benchmarks.gpu.tier || status=1
 }
 

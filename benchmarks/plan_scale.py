@@ -193,4 +193,4 @@ def draw(lines: Sequence[Mapping[str, Any]], part: Hosts) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Part, description=__doc__))  # type: ignore[arg-type]
+    main(tyro.cli(Part, description=__doc__))

@@ -14,7 +14,6 @@ from typing import Annotated, Literal
 import tyro
 
 from jaxrec.arguments import ConfigError, parse
-from jaxrec.plan.dry_run import dry_run, parse_machines, render_trials
 from jaxrec.plan.feature_statistics import Statistics
 from jaxrec.plan.model_file import ModelFile, read_model_file
 from jaxrec.plan.plan import PlanMismatchError, ShardingPlan
@@ -22,6 +21,7 @@ from jaxrec.plan.planner import Planner
 from jaxrec.plan.report import render, require_matplotlib
 from jaxrec.plan.shortage import PlanError
 from jaxrec.plan.topology import Topology
+from jaxrec.plan.trials import dry_run, parse_machines, render_trials
 
 USAGE_ERRORS = (ConfigError,)
 FAILURES = (PlanError, PlanMismatchError, ValueError, ModuleNotFoundError)

@@ -4,9 +4,6 @@ from jaxrec._public import moved_names as _moved_names
 from jaxrec._public import public_names as _public_names
 from jaxrec.plan.caches import TableCache as TableCache
 from jaxrec.plan.constraints import ParameterConstraints as ParameterConstraints
-from jaxrec.plan.dry_run import Trial as Trial
-from jaxrec.plan.dry_run import dry_run as dry_run
-from jaxrec.plan.dry_run import render_trials as render_trials
 from jaxrec.plan.estimate import DeviceEstimate as DeviceEstimate
 from jaxrec.plan.estimate import Estimate as Estimate
 from jaxrec.plan.estimate import GroupEstimate as GroupEstimate
@@ -28,6 +25,9 @@ from jaxrec.plan.quantities import Links as Links
 from jaxrec.plan.quantities import Rate as Rate
 from jaxrec.plan.shortage import PlanError as PlanError
 from jaxrec.plan.topology import Topology as Topology
+from jaxrec.plan.trials import Trial as Trial
+from jaxrec.plan.trials import dry_run as dry_run
+from jaxrec.plan.trials import render_trials as render_trials
 
 __all__ = _public_names(globals())
 

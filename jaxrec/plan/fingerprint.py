@@ -32,7 +32,7 @@ class Fingerprint:
     @classmethod
     def of(cls, context: Mapping[str, Any] | None) -> Fingerprint:
         """Return the fingerprint of a plan for a `Context`'s fields; None: made by hand."""
-        version = f"jaxrec {importlib.metadata.version('jaxrec')}, JAX {jax.__version__}"
+        version = f"jaxrec {_jaxrec_version()}, JAX {jax.__version__}"
         if context is None:
             return cls({}, "", version)
         topology = context["topology"]
@@ -72,6 +72,13 @@ class Fingerprint:
             yield f"machine: {self.machine}; now {other.machine}"
         if self.version != other.version:
             yield f"version: {self.version}; now {other.version}"
+
+
+def _jaxrec_version() -> str:
+    try:
+        return importlib.metadata.version("jaxrec")
+    except importlib.metadata.PackageNotFoundError:  # run from its source
+        return "of a folder"
 
 
 def _hash(table: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ import pytest
 import jaxrec
 from jaxrec.mesh import row_wise
 from jaxrec.plan import Fingerprint, Planner, ShardingPlan, Topology
+from jaxrec.train.devices import Devices
 
 pytestmark = pytest.mark.every_case
 
@@ -50,6 +51,12 @@ def test_a_plan_by_hand_knows_its_version_alone():
     by_hand = ShardingPlan.from_dict({"user": row_wise()})
     assert by_hand.changes_since(plan().to_json()) == []
     assert plan().changes_since(by_hand.to_json()) == []
+
+
+def test_a_run_on_one_device_says_so():
+    (change,) = Devices().changes_since(plan().to_json())
+    assert change == "machine: h100, 1 host of 8; now one device, without a plan"
+    assert Devices(plan=plan()).changes_since(plan().to_json()) == []
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 import jaxrec
 from jaxrec.plan import ParameterConstraints, Planner, Topology, dry_run, render_trials
-from jaxrec.plan.dry_run import parse_machines
+from jaxrec.plan.trials import parse_machines
 
 pytestmark = pytest.mark.every_case
 
