@@ -40,7 +40,7 @@ class SequenceSettings:
     learning_rate: float = 1e-3
 
 
-def make_model(kind: str, settings: SequenceSettings, num_items: int, seed: int) -> nnx.Module:
+def make_model(kind: str, settings: SequenceSettings, num_items: int, seed: int) -> Any:
     rngs = nnx.Rngs(seed)
     table = jaxrec.EmbeddingConfig(
         "item", num_items, settings.dim, FEATURES, initializer=nnx.initializers.normal(0.02)

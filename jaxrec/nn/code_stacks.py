@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxrec.nn.code_blocks import CodeBlock, Context, Suffix, padded
 from jaxrec.nn.code_tokens import CodeEmbedding, Histories
+from jaxrec.ragged import JaggedArray
 from jaxrec.ragged.arrays import each_device, take
 
 
@@ -62,10 +63,9 @@ class CausalStack(nnx.Module):
         self.blocks = nnx.List(make_block(causal=True) for _ in range(num_layers))
 
     def teach(self, embedding: CodeEmbedding, histories: Histories) -> Predictions:
-        tokens = embedding(histories)
-        states = tokens.values
+        states, token_counts = _arrays(embedding(histories))
         for block in self.blocks:
-            states = block.ragged(states, tokens.lengths)
+            states = block.ragged(states, token_counts)
         levels = embedding.levels
 
         # The token before a code predicts it. A row's first token is the user's, so that item i of
@@ -77,26 +77,26 @@ class CausalStack(nnx.Module):
             is_item = (rows < lengths.shape[0])[:, None]
             return take(states, jnp.where(is_item, places, states.shape[0]))
 
-        predicted = each_device(of_items, tokens.lengths, states, histories.rows)
+        predicted = each_device(of_items, token_counts, states, histories.rows)
         return Predictions(predicted, jnp.asarray(histories.items.values), histories.rows)
 
     def begin(
         self, embedding: CodeEmbedding, histories: Histories, longest: int
     ) -> tuple[Context, Suffix, Array]:
-        tokens = embedding(histories)
-        states, size = tokens.values, longest * embedding.levels + 1
+        states, token_counts = _arrays(embedding(histories))
+        size = longest * embedding.levels + 1
         keys, values = [], []
         for block in self.blocks:
             key, value = block.keys_of(states)
-            keys.append(_rows(padded(tokens.lengths, key, size)))
-            values.append(_rows(padded(tokens.lengths, value, size)))
-            states = block.ragged(states, tokens.lengths)
+            keys.append(_rows(padded(token_counts, key, size)))
+            values.append(_rows(padded(token_counts, value, size)))
+            states = block.ragged(states, token_counts)
 
         def last(lengths: Array, states: Array) -> Array:
             return take(states, jnp.cumsum(lengths, dtype=jnp.int32) - 1)
 
-        first = each_device(last, tokens.lengths, states)
-        context = Context(tuple(keys), tuple(values), tokens.lengths.reshape(-1))
+        first = each_device(last, token_counts, states)
+        context = Context(tuple(keys), tuple(values), token_counts.reshape(-1))
         return context, _empty(context), first.reshape(-1, first.shape[-1])
 
     def step(self, token: Array, context: Context, suffix: Suffix) -> tuple[Array, Suffix]:
@@ -130,17 +130,17 @@ class EncoderDecoderStack(nnx.Module):
         self.start = nnx.Param(start)  # the decoder's token before the first code
 
     def _encode(self, embedding: CodeEmbedding, histories: Histories, longest: int) -> Context:
-        tokens = embedding(histories)
-        states, size = tokens.values, longest * embedding.levels + 1
+        states, token_counts = _arrays(embedding(histories))
+        size = longest * embedding.levels + 1
         for block in self.encoder:
-            states = block.ragged(states, tokens.lengths)
+            states = block.ragged(states, token_counts)
         keys, values = [], []
         for block in self.blocks:
             assert block.cross is not None
             key, value = block.cross.keys_of(states)
-            keys.append(padded(tokens.lengths, key, size))
-            values.append(padded(tokens.lengths, value, size))
-        return Context(tuple(keys), tuple(values), tokens.lengths)
+            keys.append(padded(token_counts, key, size))
+            values.append(padded(token_counts, value, size))
+        return Context(tuple(keys), tuple(values), token_counts)
 
     def teach(self, embedding: CodeEmbedding, histories: Histories) -> Predictions:
         before, last = histories.without_last()
@@ -197,6 +197,11 @@ class EncoderDecoderStack(nnx.Module):
 def _rows(values: Array) -> Array:
     """Merge the axis of devices, if any, with that of rows: ``[rows, tokens, heads, dim]``."""
     return values.reshape(-1, *values.shape[-3:])
+
+
+def _arrays(tokens: JaggedArray) -> tuple[Array, Array]:
+    """Return the values and the lengths of tokens, as arrays of JAX."""
+    return jnp.asarray(tokens.values), jnp.asarray(tokens.lengths)
 
 
 def _seen(context: Context) -> Array:

@@ -45,10 +45,10 @@ class Histories:
         """Return the histories without their last items, and these; -1 for empty rows."""
 
         def split(lengths: Array, items: Array) -> tuple[Array, Array, Array]:
-            starts = complete_cumsum(lengths)
+            starts = jnp.asarray(complete_cumsum(lengths))
             shorter = jnp.maximum(lengths - 1, 0)
             last = take(items, jnp.where(lengths > 0, starts[1:] - 1, items.shape[0]))
-            offsets = complete_cumsum(shorter)
+            offsets = jnp.asarray(complete_cumsum(shorter))
             rows = segment_ids(offsets, items.shape[0])
             within = jnp.arange(items.shape[0], dtype=jnp.int32) - take(offsets, rows)
             places = jnp.where(rows < lengths.shape[0], take(starts, rows) + within, items.shape[0])
@@ -107,7 +107,7 @@ class CodeEmbedding(nnx.Module):
         def build(lengths: Array, codes: Array, users: Array) -> tuple[Array, Array, Array]:
             counts = lengths * levels + 1
             size = codes.shape[0] * levels + lengths.shape[0]
-            offsets = complete_cumsum(counts)
+            offsets = jnp.asarray(complete_cumsum(counts))
             rows = segment_ids(offsets, size)
             within = jnp.arange(size, dtype=jnp.int32) - take(offsets, rows)
             # Tokens before it: one user's token of each row up to its own, and codes.

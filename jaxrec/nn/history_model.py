@@ -86,11 +86,13 @@ class HistoryModel(nnx.Module):
         # A target feature has one id per sample: its last state is its embedding.
         target = jnp.concatenate([last_states(embedded[name]) for _, name in self.pairs], axis=-1)
         values = jnp.concatenate([column.values for column in histories], axis=-1)
-        blocks = [target] if self.profile is None else [target, self.profile(features).values]
+        blocks: list[AnyArray] = [target]
+        if self.profile is not None:
+            blocks.append(self.profile(features).values)
         join = functools.partial(self._join, dense, blocks)
         return self.logits(JaggedArray(values, histories[0].lengths), target, join)
 
-    def _join(self, dense: AnyArray | None, after: list[Array], *before: Array) -> Array:
+    def _join(self, dense: AnyArray | None, after: list[AnyArray], *before: Array) -> Array:
         blocks = [jnp.asarray(array) for array in (*before, *after)]
         # Over a mesh what follows from histories has an axis of devices; samples have none.
         blocks = [array.reshape(-1, array.shape[-1]) for array in blocks]

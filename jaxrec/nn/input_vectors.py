@@ -56,7 +56,7 @@ class InputVectors(nnx.Module):
         """Return ``[batch, vectors, dim]``, those of the dense features first."""
         check_dense(dense, self.num_dense, pooled.shape[0])
         # All tables have one width, so the pooled columns are the features' vectors side by side.
-        made = () if self.bottom is None else (self.bottom(dense),)
+        made = () if self.bottom is None or dense is None else (self.bottom(dense),)
         columns = jnp.concatenate(promote(self.dtype, *made, pooled), axis=1)
         return columns.reshape(columns.shape[0], self.count, self.dim)
 

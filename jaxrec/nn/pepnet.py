@@ -142,15 +142,16 @@ class PEPNet(ClickModel):
         self.prior = FeatureColumns.of("prior", embeddings, prior)
         self.domain_gate = GateNU(self.domain.size + columns, domain_hidden_size, columns, **types)
         of_gates = self.prior.size + columns
-        self.gates, self.layers, heads = nnx.List(), nnx.List(), []
+        gates, layers, heads = [], [], []
         for _ in range(num_tasks):
             sizes = (columns, *hidden_sizes)
-            self.layers.append(
+            layers.append(
                 nnx.List(Perceptron(*pair, **types) for pair in itertools.pairwise(sizes))
             )
-            self.gates.append(nnx.List(GateNU(of_gates, x, x, **types) for x in hidden_sizes))
+            gates.append(nnx.List(GateNU(of_gates, x, x, **types) for x in hidden_sizes))
             of_head = types | ({} if logit_dtype is None else {"dtype": logit_dtype})
             heads.append(nnx.Linear(hidden_sizes[-1], 1, **of_head))
+        self.gates, self.layers = nnx.List(gates), nnx.List(layers)
         self.heads = nnx.List(heads)
 
     def __call__(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -235,7 +234,7 @@ def _seed_codebooks(network: _Network, vectors: Array, key: Array) -> None:
     network.codebooks.set_value(jnp.stack(books))
 
 
-@functools.partial(nnx.jit, static_argnames=("commitment", "revive_after"))
+@nnx.jit(static_argnames=("commitment", "revive_after"))
 def _train_step(
     network: _Network,
     optimizer: nnx.Optimizer,
