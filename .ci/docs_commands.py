@@ -110,6 +110,10 @@ COMMANDS = (
         "--vocabulary.eviction lfu",
         "--data.batch-size 100 --data.table-rows 2000 --output dynamic",
     ),
+    (
+        "jaxrec train --data clicks.parquet --epochs 3 --output logged --log tensorboard",
+        "--data.batch-size 100",
+    ),
     ("jaxrec train --data clicks.parquet --label click", "--data.batch-size 100 --output labelled"),
     (
         "jaxrec train --data clicks.parquet --label click --memory 500MB",
@@ -176,6 +180,7 @@ COMMANDS = (
         "",
     ),
     ("jaxrec plan model.yaml --devices 64 --machine h200 --output plan.json", "--devices 8"),
+    ("jaxrec plan model.yaml --machines 2xh100 8xh100 2x8xh200 --prices h100=2", ""),
     ("jaxrec tune model.yaml", "--batch-size 256 --seconds 0.01 --memory 0.01 --no-keep"),
     ("jaxrec plan --calibrate --output here.json", "--devices 2"),
     ("python -m jaxrec.mesh.selftest", "--cpu-devices 4 --types row_wise:rows grid:pooled"),
@@ -276,8 +281,6 @@ LEFT_OUT = {
     "pip install . && jaxrec train": "both are run, each by itself",
     "pip install .": "is how the environment is made",
     "pip install '.[test]' && pytest": "is run by .ci/run",
-    "pip install '.[docs]'": "is for the site, which .ci/run builds",
-    "python -m sphinx docs site": "is for the site, which .ci/run builds",
     "pip install '.[data,plot]'": "installs what README does not",
     "pip install '.[plot]'": "installs what README does not",
     "pip install 'jaxrec[retrieval]'": "installs what README does not",
@@ -322,6 +325,14 @@ LEFT_OUT = {
     "python -m benchmarks.serving RUN --cpp build --pjrt pjrt": "needs a build of cpp/",
     "python -m benchmarks.ranker_serving_cpp --cpp build --pjrt pjrt": "needs a build of cpp/",
     "python -m benchmarks.mesh": "takes minutes",
+    "python -m benchmarks.backbones work --criteo criteo_sample.csv "
+    "--generated-rows 0": "takes minutes",
+    "python -m benchmarks.backbones work --movielens ml-100k --generated-rows 0 --batch-size 512 "
+    "--epochs 1": "takes minutes",
+    "python -m benchmarks.kinds work --movielens ml-100k --beauty beauty.txt": "takes an hour",
+    "python -m benchmarks.generative amazon-beauty.txt --output generative": "takes hours",
+    "python -m benchmarks.plan_scale hosts": "takes minutes",
+    "pip install 'jaxrec[tpu]'": "takes 1.2 GB",
     "python -m benchmarks.mesh --types table_wise row_wise:rows row_wise:pooled column_wise "
     "--rounds 3 --seconds 1": "takes minutes",
     "python -m benchmarks.gpu.compile": CUDA,
@@ -329,6 +340,7 @@ LEFT_OUT = {
     "python -m benchmarks.gpu.compile --attention alone": CUDA,
     "python -m benchmarks.gpu.compile --quick --no-steps": CUDA,
     "python -m benchmarks.gpu.compile --only 'fused_update .* D128'": CUDA,
+    "python -m benchmarks.gpu.tier --suites cached_0.1": "tests/test_gpu_benchmarks.py runs it",
     "python -m benchmarks.gpu.doc_tables": "writes the docs",
     "python -m benchmarks.report": "writes the docs; tests/test_report.py compares them",
     "python -m benchmarks.gpu.mesh": CUDA,
