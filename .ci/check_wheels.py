@@ -19,13 +19,13 @@ import time
 import zipfile
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 LARGEST = 5_000_000  # bytes of a file of the release
 LIBRARIES = {
     "jaxrec/embed/kernels/native/libjaxrec.so",
     "jaxrec/tier/native/libjaxrec_tier.so",
 }
 NEEDED = {"jaxrec/py.typed", "jaxrec/serve/http/page.html", "jaxrec/__init__.py"}
-KINDS = {".py", ".html", ".typed"}
 TRAIN = ["train", "--data.generated-rows", "200000", "--output", "run"]
 
 
@@ -97,10 +97,14 @@ def main() -> None:
         check_names(
             wheel, wheel_names(wheel), NEEDED | LIBRARIES, {".py", ".so", ".html", ".typed"}
         )
-    native = {str(path) for path in Path("jaxrec").rglob("*") if path.suffix in (".cc", ".h")}
+    files = [path.relative_to(ROOT) for path in (ROOT / "jaxrec").rglob("*")]
+    native = {path.as_posix() for path in files if path.suffix in (".cc", ".h")}
     kinds = {".py", ".html", ".typed", ".cc", ".h"}
     check_names(sources[0], source_names(sources[0]), NEEDED | native, kinds)
-    for wheel in filter(is_of_this_machine, wheels):
+    mine = [wheel for wheel in wheels if is_of_this_machine(wheel)]
+    if not mine:
+        sys.exit(f"{directory} has no wheel for this machine")
+    for wheel in mine:
         train(wheel)
     train(sources[0], CC="false", CXX="false")
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import resource
@@ -158,7 +159,7 @@ def step_on(part: Hosts, exchange: str, hosts: int) -> dict[str, Any]:
     return line | {
         "step_ms": round(estimate.seconds * 1e3, 4),
         "phases_ms": phases,
-        "gap": round(estimate.gap, 4),
+        "gap": round(estimate.gap, 4) if math.isfinite(estimate.gap) else None,
         "device_gb": round(max(sum(d.bytes.values()) for d in estimate.devices) / 1e9, 1),
     }
 

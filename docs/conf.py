@@ -22,7 +22,6 @@ extensions = [
 ]
 exclude_patterns = ["_ext", "pictures/*.py"]
 suppress_warnings = [
-    "toc.empty_glob",  # a pattern of pages that are not there yet
     "mystnb.unknown_mime_type",
 ]
 

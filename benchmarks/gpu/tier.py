@@ -245,7 +245,9 @@ def measure(suite: str, optimizer: str, shape: Shape, steps: int) -> Iterator[di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--suites", nargs="*", choices=SUITES, help="default all")
     parser.add_argument("--optimizers", nargs="*", choices=OPTIMIZERS, help="default all")
     parser.add_argument("--rows", type=int, default=1_677_721, help="of a table on the card")

@@ -279,9 +279,11 @@ class Tables(TableStore):
         first, count = jnp.int32(rows.start), jnp.int32(num_rows)
 
         # From the host, since a program makes committed arrays of committed ones, as Orbax's are: a
-        # training step would be compiled for the restored model, and again for its results.
+        # training step would be compiled for the restored model, and again for its results. Not
+        # with memory of its own: the card would hold a table twice beside the new one.
         def put(array: TableArray, values: Array) -> TableArray:
-            return put_rows(array, np.asarray(values), first, count)
+            is_on_host = all(each.platform == "cpu" for each in jnp.asarray(values).devices())
+            return put_rows(array, np.asarray(values) if is_on_host else values, first, count)
 
         state = dict(self.state[group.name])
         state |= {key: put(state[key], array) for key, array in logical.state.items()}

@@ -62,7 +62,7 @@ class Planner:
         reserve: Fraction of each device's memory to leave free.
         batches: Batches on a device at once: the step's, and those put there ahead of it.
         dense_bytes: Bytes of parameters other than tables; None: the model's.
-        time_limit: Seconds that the search may take.
+        time_limit: Seconds that the search may take, beyond one proposal of each proposer.
         gap: The search ends with a plan whose time is within this fraction of the bound.
         proposers: Functions that propose options for tables; see `jaxrec.plan.proposers`.
         partitioners: Functions that place proposals; see `jaxrec.plan.partitioners`.

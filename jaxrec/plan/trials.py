@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -134,7 +135,7 @@ def render_trials(trials: Iterable[Trial]) -> str:
                 **shares,
                 "memory": format_bytes(memory),
                 "of": format_bytes(estimate.capacity),
-                "gap": f"{estimate.gap:.1%}",
+                "gap": f"{estimate.gap:.1%}" if math.isfinite(estimate.gap) else "-",
             }
         row |= cells
         if costs:

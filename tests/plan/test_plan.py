@@ -64,7 +64,9 @@ def test_a_plan_of_an_earlier_version_is_read():
     }
     plan = ShardingPlan.from_dict(placements, {"b": TableCache(5)})
     assert ShardingPlan.from_json(text) == plan
-    assert json.loads(plan.to_json()) == json.loads(text)
+    written = json.loads(plan.to_json())
+    assert written.pop("fingerprint")["tables"] == {}  # which earlier versions did not write
+    assert written == json.loads(text)
 
 
 def test_uneven_rows_are_estimated(planner):

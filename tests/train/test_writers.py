@@ -83,7 +83,12 @@ CASES = {
         ),
         ("hour", 9),
     ),
-    "spark": Wanted("price", "user brand tags row date", (), ("date", "2024-03-02")),
+    "spark": Wanted(
+        "price",
+        "user brand tags row date",
+        ("warning: column 'date' is text for categories that looks like dates",),
+        ("date", "2024-03-02"),
+    ),
 }
 
 
