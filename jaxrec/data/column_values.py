@@ -40,7 +40,7 @@ _FORMS = (
     (
         "dates",
         r"^(\d{1,2}[./-]\d{1,2}[./-]\d{2,4}|\d{4}[-/.]\d{1,2}[-/.]\d{1,2})([T ]\d.*)?$",
-        "write a column of times, or 2024-03-01 and its parts in a --schema",
+        "write dates as 2024-03-01 in a column of times",
     ),
     ("lists", r"^[\[{(].*[\]})]$", "write lists, in Parquet or JSON lines"),
 )
