@@ -106,8 +106,8 @@ class FinalMLP(ClickModel):
         rngs: Gives the random keys of first values.
 
     Raises:
-        ValueError: No table reads a feature of ``contexts``, it is not for two gates, or ``num_heads`` does not divide the
-            last sizes of both MLPs.
+        ValueError: No table reads a feature of ``contexts``, it is not for two gates, or
+            ``num_heads`` does not divide the last sizes of both MLPs.
 
     Example:
         >>> import jax.numpy as jnp
