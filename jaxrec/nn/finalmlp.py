@@ -186,12 +186,11 @@ class _FeatureGate(nnx.Module):
         **types: Any,
     ):
         self.context = FeatureColumns.of("contexts", embeddings, names)
-        self.learned = None
-        if not names:
-            # Zeros would stay: behind a ReLU of 0 there is no gradient.
-            draw = nnx.initializers.normal(0.02)
-            shape = (1, hidden_size)
-            self.learned = nnx.Param(draw(types["rngs"].params(), shape, types["param_dtype"]))
+        # Zeros would stay: behind a ReLU of 0 there is no gradient.
+        draw, shape = nnx.initializers.normal(0.02), (1, hidden_size)
+        self.learned = (
+            None if names else nnx.Param(draw(types["rngs"].params(), shape, types["param_dtype"]))
+        )
         self.mlp = MLP(
             self.context.size or hidden_size,
             (hidden_size, columns),
