@@ -6,13 +6,13 @@ Usage: python -m benchmarks.generative amazon-beauty.txt [--models SASRec HSTU g
 The file has ``user item`` lines in the order of time, as published with BERT4Rec. Its 5-core has
 22,363 users and 12,101 items. The last item of each user is the test, the one before the
 validation: models train on all others, and the epoch with the best NDCG@10 of the validation items
-counts. All items but those of the user's history are ranked. The semantic ids come from the item
+counts. All items but those that the user had before are ranked. The semantic ids come from the item
 vectors of the SASRec of the same seed, kept in ``--vectors`` from one call to the next.
 
 Prints a JSON line for each model and seed: recall and NDCG at 5 and 10, the epoch, and seconds of
 all processors. The line of generation also has the milliseconds a user that a beam search takes,
-beside those of the scores of all items by SASRec. With --output it also writes the lines to
-NAME.json.
+beside those of the scores of all items by SASRec. Progress goes to stderr. With --output it also
+writes the lines to NAME.json.
 """
 
 from __future__ import annotations
@@ -81,9 +81,11 @@ def times_of(model: nnx.Module, data: Histories, options: Options) -> dict[str, 
 
     found: dict[str, float] = {}
     for users in TIMED_USERS:
+        seen = [row[:-1] for row in data.rows[:users]]
+        asked = generative_models.pack(jaxrec.Packer(), seen, options.generative.longest)
         rows = data.asked(-1, options.generative.longest)[:users]
         for name, timed, model_of, batch in (
-            ("beam", generate, model, jaxrec.Packer().from_lists({"history": rows})),
+            ("beam", generate, model, asked),
             ("all_items", best, ranker,
              sequence_baselines.pack(jaxrec.Packer(), users, history=rows)),
         ):  # fmt: skip

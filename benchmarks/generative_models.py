@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from typing import Any
 
@@ -89,15 +90,20 @@ def train_step(model, optimizer, batch):
 
 
 def compile_generate(settings: GenerativeSettings) -> Any:
-    """Return the compiled beam search, without the items of the history."""
+    """Return the compiled beam search, without the items of the feature ``seen``."""
 
     def generate(model, batch):
         beams = model.generate(
-            batch, k=settings.beam_size, beam_size=settings.beam_size, exclude=("history",)
+            batch, k=settings.beam_size, beam_size=settings.beam_size, exclude=("seen",)
         )
         return beams.items
 
     return nnx.jit(generate)
+
+
+def pack(packer: jaxrec.Packer, seen: list[np.ndarray], longest: int) -> jaxrec.KeyedJaggedArray:
+    """Return a batch of all items that users had; the model reads the last ``longest``."""
+    return packer.from_lists({"history": [row[-longest:] for row in seen], "seen": seen})
 
 
 def evaluate(
@@ -111,11 +117,11 @@ def evaluate(
     """Return the metrics of the items at a place, of the first ``users`` users or of all."""
     model.eval()
     packer, size, ranked = jaxrec.Packer(), settings.batch_size, []
-    asked = data.asked(place, settings.longest)[:users]
+    asked = [row[:place] for row in data.rows][:users]
     for start in range(0, len(asked), size):
         rows = asked[start : start + size]
         filled = rows + [np.zeros(0, np.int32)] * (size - len(rows))
-        items = np.asarray(generate(model, packer.from_lists({"history": filled})))
+        items = np.asarray(generate(model, pack(packer, filled, settings.longest)))
         ranked.append(items[: len(rows)])
     model.train()
     return metrics_of(np.concatenate(ranked), data.wanted(place)[:users])
@@ -127,14 +133,17 @@ def train(
     """Train a decoder; return the test metrics of the best epoch, and that decoder."""
     begun = time.process_time()
     ids, quantizer = make_ids(vectors, settings, seed)
-    print(f"{ids.report()} ({time.process_time() - begun:.0f} s of processors)", flush=True)
+    seconds = time.process_time() - begun
+    print(f"{ids.report()} ({seconds:.0f} s of processors)", file=sys.stderr, flush=True)
     model = make_model(ids, quantizer, settings, seed)
     rate = optax.warmup_constant_schedule(0.0, settings.learning_rate, 200)
     optimizer = jaxrec.Optimizer(model, optax.adamw(rate, weight_decay=0.01))
     step, rng = compile_step(train_step, model, optimizer), np.random.default_rng(seed)
     generate, packer = compile_generate(settings), jaxrec.Packer()
     rows = data.training(settings.longest)
-    best, most, kept, waited = {}, -1.0, nnx.state(model, nnx.Param), 0
+    # A copy: training donates the model's arrays.
+    kept = jax.tree.map(np.array, nnx.state(model, nnx.Param))
+    best, most, waited = {}, -1.0, 0
     for epoch in range(1, settings.epochs + 1):
         order, losses = rng.permutation(len(rows)), []
         for start in range(0, len(order) - settings.batch_size + 1, settings.batch_size):
@@ -144,12 +153,12 @@ def train(
         is_last = epoch == settings.epochs or seconds > settings.seconds
         print(
             f"epoch {epoch}: loss {np.mean(jax.device_get(losses)):.4f}, {seconds:.0f} s of "
-            "processors", flush=True,
+            "processors", file=sys.stderr, flush=True,
         )  # fmt: skip
         if epoch % settings.evaluate_every and not is_last:
             continue
         found = evaluate(model, data, -2, settings, generate, settings.validation_users)
-        print(f"    validation {found}", flush=True)
+        print(f"    validation {found}", file=sys.stderr, flush=True)
         waited += 1
         if found["ndcg@10"] > most:
             most, waited = found["ndcg@10"], 0

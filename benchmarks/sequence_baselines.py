@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from typing import Any
 
@@ -137,6 +138,7 @@ def train(
         print(
             f"{kind}, seed {seed}, epoch {epoch}: loss {np.mean(jax.device_get(losses)):.4f}, "
             f"validation NDCG@10 {validation:.4f}, {seconds:.0f} s of processors",
+            file=sys.stderr,
             flush=True,
         )
         waited += 1

@@ -102,10 +102,14 @@ def main(settings: Settings) -> dict[str, float]:
     print(f"recall@10 of the last items, served: {recall:.3f} (of any ten items: "
           f"{10 / settings.num_items:.3f})")  # fmt: skip
 
-    # A new item, much like the first one of the answer: its codes are those of a neighbour.
+    # A new item takes the place of the first one of an answer: its vector is the same, so that the
+    # two differ by the last code. The model was not trained on the fresh one, and would rarely
+    # write it; the new item gets the trained one, and the old item the fresh one.
     first = int(found[0, 0])
-    ids = ids.append(quantizer.encode(vectors[[first]]), items=[settings.num_items])
-    model.set_items(ids)
+    more = ids.append(quantizer.encode(vectors[[first]]), items=[settings.num_items])
+    codes = more.codes.copy()
+    codes[[first, -1]] = codes[[-1, first]]
+    model.set_items(SemanticIds(more.items, codes, more.sizes))
     jaxrec.tier.publish(model, folder / "versions")
     Refresher(served, folder / "versions").update()
     again = served.predict(packer.from_lists({"history": asked}))["items"]

@@ -106,8 +106,8 @@ class FinalMLP(ClickModel):
         rngs: Gives the random keys of first values.
 
     Raises:
-        ValueError: No table reads a feature of ``contexts``, or ``num_heads`` does not divide the
-            last sizes of both MLPs.
+        ValueError: No table reads a feature of ``contexts``, it is not for two gates, or
+            ``num_heads`` does not divide the last sizes of both MLPs.
 
     Example:
         >>> import jax.numpy as jnp
@@ -139,6 +139,11 @@ class FinalMLP(ClickModel):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        if contexts is not None and len(contexts) != 2:
+            raise ValueError(
+                f"contexts has features for {len(contexts)} gates; give them for both, as in "
+                "(('user',), ('item',)), or None for no gates"
+            )
         types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         columns = num_columns(embeddings) + num_dense
         self.embeddings = embeddings
@@ -181,8 +186,11 @@ class _FeatureGate(nnx.Module):
         **types: Any,
     ):
         self.context = FeatureColumns.of("contexts", embeddings, names)
-        zeros = jnp.zeros((1, hidden_size), types["param_dtype"])
-        self.learned = None if names else nnx.Param(zeros)
+        # Zeros would stay: behind a ReLU of 0 there is no gradient.
+        draw, shape = nnx.initializers.normal(0.02), (1, hidden_size)
+        self.learned = (
+            None if names else nnx.Param(draw(types["rngs"].params(), shape, types["param_dtype"]))
+        )
         self.mlp = MLP(
             self.context.size or hidden_size,
             (hidden_size, columns),

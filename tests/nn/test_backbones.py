@@ -227,6 +227,12 @@ WRONG = {
         ),
         r"contexts names features that tables read, \['a', 'b'\]; got \['c'\]",
     ),
+    "finalmlp-gates": (
+        lambda r: nn.FinalMLP(
+            bags(r), contexts=(("a",),), first_layer_sizes=(2,), second_layer_sizes=(2,), rngs=r
+        ),
+        "contexts has features for 1 gates",
+    ),
     "pepnet-tasks": (
         lambda r: nn.PEPNet(
             bags(r), num_tasks=0, hidden_sizes=(2,), domain_hidden_size=2, rngs=r
@@ -278,3 +284,12 @@ WRONG = {
 def test_what_sizes_must_be(make, message):
     with pytest.raises(ValueError, match=message):
         nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+
+
+def test_the_learned_vectors_of_gates_have_gradients_from_the_start():
+    model = nn.FinalMLP(
+        bags(nnx.Rngs(0)), first_layer_sizes=(2,), second_layer_sizes=(2,), rngs=nnx.Rngs(1)
+    )
+    for gate in model.gates:
+        gradient = nnx.grad(lambda gate: gate(jnp.zeros((1, 1))).sum())(gate)
+        assert np.abs(gradient["learned"][...]).max() > 0

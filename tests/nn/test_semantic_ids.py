@@ -191,6 +191,15 @@ def test_collisions_are_resolved_reported_and_appended_to(tmp_path):
             lambda: ItemTrie.of(SemanticIds.of([[0], [1]], sizes=(2,)), widths=(1, 1)),
             "level 0: 2 codes follow",
         ),
+        (
+            lambda: ItemTrie.of(SemanticIds.of([[0], [1]], sizes=(2,)), widths=(2,)),
+            "widths has 1 numbers; give one for each of the 2 levels",
+        ),
+        (
+            lambda: SemanticIds.of([[0]], sizes=(2,), items=np.array([2**63], np.uint64)),
+            "item 9223372036854775808 is too large",
+        ),
+        (lambda: SemanticIds.of([[0]], sizes=(2,)).rows([2**63]), "is too large"),
     ],
 )
 def test_ids_say_what_is_wrong(make, message):
@@ -202,6 +211,10 @@ def test_unknown_items_and_files_are_refused(tmp_path):
     ids = SemanticIds.of([[0], [1]], sizes=(2,))
     with pytest.raises(KeyError, match="item 7 has no semantic id"):
         ids.rows([0, 7])
+    large = SemanticIds.of([[0]], sizes=(2,), items=[2**60])
+    assert large.rows(np.array([2**60], np.uint64)).tolist() == [0]
+    with pytest.raises(KeyError, match="item 1152921504606846977 has no"):
+        large.rows(np.array([2**60 + 1], np.uint64))
     pq.write_table(pa.table({"item": [1]}), tmp_path / "other.parquet")
     with pytest.raises(ValueError, match="is not a file of"):
         SemanticIds.read(tmp_path / "other.parquet")
@@ -267,7 +280,9 @@ def test_beams_are_those_of_a_plain_search(search, beam_size, k, diversity):
         ids = SemanticIds(np.arange(count), codes, SIZES)
         trie = ItemTrie.of(ids, capacity=36, widths=SIZES)
         scores = rng.standard_normal((ROWS, 3, 8, 4)).astype(np.float32)
-        excluded = rng.integers(-1, count, (ROWS, 6)).astype(np.int32)
+        # Some are no items: those of -1, of rows that are free, and past the capacity.
+        ends = [40, count, count, count, 40, count]
+        excluded = rng.integers(-1, ends, (ROWS, 6)).astype(np.int32)
         excluded[:, num_excluded:] = -1
         found = search(trie, scores, excluded, beam_size, k, diversity)
         for row in range(ROWS):

@@ -402,7 +402,22 @@ def test_masks_of_bert4rec(runs):
 
 WRONG = {
     "two-labels": (["--label", "click", "buy"], "dcn_v2 predicts one label, and there are 2"),
-    "din": (["--model=din", "--label=click"], "and for each a column of the row's item; name them"),
+    **{
+        name: ([f"--model={name}", "--label=click"], f"model.name {name} reads columns of lists")
+        for name in ("din", "transact", "longer", "onetrans")
+    },
+    **{
+        f"{name}-domain": (
+            [f"--model={name}", *label, "--model.domain=user"],
+            f"model.name {name} reads no --model.domain; leave it out, or take --model pepnet",
+        )
+        for name, label in (
+            ("dcn_v2", ["--label=click"]),
+            ("two_tower", ["--label=click", "--item=item"]),
+            ("sasrec", ["--history=history"]),
+            ("hstu_ranker", []),
+        )
+    },
     "din-dense": (
         ["--model=din", "--label=click", "--history=history", "--item=price"],
         "column 'price' is not categorical",

@@ -17,7 +17,8 @@ def squared_distances(
 ) -> Float[Array, "n size"]:
     """Return the squared distance of each vector and each center."""
     # |x - c|^2 by a matrix product, which takes no [n, size, dim] array.
-    products = vectors @ centers.T
+    # Close centers differ in digits that a product of a lower precision loses.
+    products = jnp.matmul(vectors, centers.T, precision=jax.lax.Precision.HIGHEST)
     squares = (vectors * vectors).sum(-1)[:, None] + (centers * centers).sum(-1)[None]
     return jnp.maximum(squares - 2 * products, 0)
 

@@ -167,8 +167,9 @@ class SemanticIds:
 
         Raises:
             KeyError: An item has no semantic id.
+            ValueError: The items are neither int64 numbers nor strings.
         """
-        wanted = np.asarray(items)
+        wanted = _as_items(items, len(items))
         if not len(wanted):
             return np.zeros(0, np.int32)
         order = np.argsort(self.items, kind="stable")
@@ -247,6 +248,8 @@ def _as_items(items: Any, count: int) -> np.ndarray:
         array = np.asarray(array.tolist())
     if array.size and array.dtype.kind not in "iuU":
         raise ValueError(f"items must be integers or strings, got {array.dtype}")
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"item {array.max().item()} is too large for an id of 64 bits with a sign")
     if array.shape != (count,):
         raise ValueError(f"{count} rows of codes need as many items, got {list(array.shape)}")
     return array if array.dtype.kind == "U" else array.astype(np.int64)

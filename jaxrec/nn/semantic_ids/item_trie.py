@@ -27,7 +27,7 @@ class ItemTrie:
             at the end: ``[2]`` for the root, then ``[capacity + 1]``.
         leaves: By level ``[capacity + 1]``, the first leaf of each node, and the number of all.
         items: ``[capacity]`` item of each leaf.
-        places: ``[capacity]`` leaf of each item.
+        places: ``[capacity]`` leaf of each item; ``capacity`` for rows that have none.
         widths: By level, a static bound of the children of one node.
     """
 
@@ -51,7 +51,8 @@ class ItemTrie:
                 power of two, with room for as many again.
 
         Raises:
-            ValueError: There are more items or children than these.
+            ValueError: There are more items or children than these, or ``widths`` has not one
+                number for each level.
         """
         count, levels = ids.codes.shape
         size = max(count, 1) if capacity is None else capacity
@@ -78,13 +79,18 @@ class ItemTrie:
                 min(bound, 2 << (each - 1).bit_length())
                 for each, bound in zip(most, ids.sizes, strict=True)
             )
+        if len(widths) != levels:
+            raise ValueError(
+                f"widths has {len(widths)} numbers; give one for each of the {levels} levels, the "
+                "last code included"
+            )
         for level, (each, bound) in enumerate(zip(most, widths, strict=True)):
             if each > bound:
                 raise ValueError(
                     f"level {level}: {each} codes follow one prefix, and there is room for "
                     f"{bound}; make the model with larger widths"
                 )
-        places = np.zeros(size, np.int32)
+        places = np.full(size, size, np.int32)  # rows without an item have no leaf
         places[order] = np.arange(count)
         return cls(
             tuple(codes),

@@ -44,9 +44,9 @@ class HistoryKind(RowModel):
         history, item = config.data.history, config.data.item
         if not history or len(history) != len(item):
             raise ConfigError(
-                "model.name din reads columns of lists, the items that a user had before, and for "
-                "each a column of the row's item; name them, such as --history clicked --item item "
-                f"(got --history {' '.join(history)} and --item {' '.join(item)})"
+                f"model.name {cls.name} reads columns of lists, the items that a user had before, "
+                "and for each a column of the row's item; name them, such as --history clicked "
+                f"--item item (got --history {' '.join(history)} and --item {' '.join(item)})"
             )
         for before, now in zip(history, item, strict=True):
             check_categorical((before, now), schema, "--history and --item")

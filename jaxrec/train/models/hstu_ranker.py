@@ -68,6 +68,7 @@ class HSTURankerKind(RowModel):
 
     @classmethod
     def check(cls, config: TrainConfig, schema: Schema) -> None:
+        super(RowModel, cls).check(config, schema)  # it has no columns of labels
         data = config.data
         check_model(config.data.memory, cls.name)
         is_read = data.schema is None and data.weight is None and data.label_kind == "auto"

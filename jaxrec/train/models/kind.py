@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from rich.console import Console
 
 from jaxrec import optim
+from jaxrec.arguments import ConfigError
 from jaxrec.data import Schema, Shard, TableEncoder
 from jaxrec.embed import EmbeddingBagCollection, EmbeddingBagConfig
 from jaxrec.embed.config import TableConfig
@@ -118,6 +119,7 @@ class ModelKind(abc.ABC):
             logs.
         name: Name of the kind, for ``--model``.
         needs_label: Whether a run must have a label.
+        reads_domain: Whether the model reads the columns of ``--model.domain``.
         defaults: Default values of options that differ from `TrainConfig`, as in
             ``{"data.batch_size": 128}``.
     """
@@ -127,11 +129,17 @@ class ModelKind(abc.ABC):
 
     name: ClassVar[str]
     needs_label: ClassVar[bool] = True
+    reads_domain: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {}
 
-    @classmethod  # noqa: B027 - most kinds take all columns
+    @classmethod
     def check(cls, config: TrainConfig, schema: Schema) -> None:
         """Raise a ConfigError with advice if the model cannot take the columns of a schema."""
+        if config.model.domain and not cls.reads_domain:
+            raise ConfigError(
+                f"model.name {cls.name} reads no --model.domain; leave it out, or take --model "
+                "pepnet"
+            )
 
     @classmethod
     def learn(cls, config: TrainConfig, console: Console) -> TableEncoder:

@@ -22,6 +22,7 @@ class PEPNetKind(RowModel):
     name = "pepnet"
     has_several_labels = True
     has_one_width = False
+    reads_domain = True
 
     @classmethod
     def check(cls, config: TrainConfig, schema: Schema) -> None:

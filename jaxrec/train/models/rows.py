@@ -61,6 +61,7 @@ class RowModel(ModelKind):
 
     @classmethod
     def check(cls, config: TrainConfig, schema: Schema) -> None:
+        super().check(config, schema)
         count = len(schema.labels)
         if count == 0 or (count > 1 and not cls.has_several_labels):
             raise ConfigError(

@@ -156,6 +156,7 @@ class SequenceKind(RankingModel):
 
     @classmethod
     def check(cls, config: TrainConfig, schema: Schema) -> None:
+        super().check(config, schema)
         item_column(config.data)
         check_model(config.data.memory, cls.name)
         if config.vocabulary.is_dynamic:

@@ -143,6 +143,7 @@ class TwoTowerKind(RankingModel):
 
     @classmethod
     def check(cls, config: TrainConfig, schema: Schema) -> None:
+        super().check(config, schema)
         item = config.data.item
         if not item:
             raise ConfigError(
