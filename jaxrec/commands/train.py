@@ -269,8 +269,11 @@ class _Run:
                 samples_per_second=progress.samples_per_second,
             )
             results = self._results(values, facts)
-            if jax.process_index() == 0:
-                write_results(results, self.kind.measures, self.output, console)
+            self._write(results)
+            # The results are there whatever comes of their explanation.
+            if explanation := self._explanation():
+                results |= explanation
+                self._write(results)
             files = [self.output / name for name in (RESULTS_FILE, SUMMARY_FILE)]
             record.finish(facts.steps, final_values(self.kind.measures, results), files)
         measures = self.kind.measures
@@ -302,13 +305,22 @@ class _Run:
                     f"after step {each['step']:,}, on the next window: "
                     + shown_values(measures, each, 2)
                 )
-        if self.config.explain_rows:
-            held_out = self._held_out_batches
-            held_out.dataset = self.held_out  # after a window, it is another
-            # An interrupt now ends these evaluations alone: the model is saved.
-            with contextlib.suppress(EvaluationStopped):
-                results |= self.kind.explain(held_out, self.config.explain_rows)
         return results
+
+    def _explanation(self) -> dict[str, Any]:
+        """Return what ``results.json`` tells of the columns and the predictions."""
+        if not self.config.explain_rows:
+            return {}
+        held_out = self._held_out_batches
+        held_out.dataset = self.held_out  # after a window, it is another
+        # An interrupt now ends these evaluations alone: the model is saved.
+        with contextlib.suppress(EvaluationStopped):
+            return self.kind.explain(held_out, self.config.explain_rows)
+        return {}
+
+    def _write(self, results: Mapping[str, Any]) -> None:
+        if jax.process_index() == 0:
+            write_results(results, self.kind.measures, self.output, self.console)
 
     def _steps(self, batches: Iterator[ClickBatch]) -> None:
         """Train on batches; print warnings of the vocabularies on the console."""

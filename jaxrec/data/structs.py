@@ -26,11 +26,12 @@ def with_null_fields(table: pa.Table, names: Collection[str]) -> pa.Table:
     """
     empty = [field.name for field in table.schema if pa.types.is_null(field.type)]
     for column in empty:
-        if fields := [name for name in names if name.startswith(f"{column}.")]:
+        fields = [name for name in names if name.startswith(f"{column}.")]
+        # A column beside such names is no struct: pandas calls a second column `x` `x.1`.
+        if fields and not any(name in table.column_names for name in fields):
             table = table.drop_columns([column])
             for name in fields:
-                if name not in table.column_names:
-                    table = table.append_column(name, pa.nulls(len(table)))
+                table = table.append_column(name, pa.nulls(len(table)))
     return table
 
 

@@ -139,6 +139,8 @@ class LogDataset:
         """Return about ``count`` rows of all processes, in stretches over all rows."""
         each = min(count, len(self)) // self.shard.count
         total = each * self.shard.count
+        if not total:
+            return ClickSample(next(self._chunks())[:0], self.id_bits, self.shard.count)
         parts = min(SAMPLE_PARTS, total)
         ends = np.linspace(0, total, parts + 1).astype(int)
         # The places of the stretches in the dataset are as far apart as they can be.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxrec.arguments import ConfigError
 from jaxrec.train.config import TrainConfig
+from jaxrec.train.row_memory import parse_memory
 
 
 def check_resumed(config: TrainConfig, run: TrainConfig) -> None:
@@ -44,13 +45,16 @@ def check_resumed(config: TrainConfig, run: TrainConfig) -> None:
             f"has read batches of {size}; leave --batch-size out"
         )
     columns = ["user", "item", "history", "time", "label_kind", "dense", "categorical"]
-    columns += ["hold_out", "hold_out_by", "hold_out_from", "types", "memory"]
+    columns += ["hold_out", "hold_out_by", "hold_out_from", "types"]
     # Other models compare --label with the labels that the run has found.
     columns += ["label"] if config.model.name == "hstu_ranker" else []
     for column in columns:
         if getattr(config.data, column) != getattr(run.data, column):
             option = "--data.types" if column == "types" else f"--{column.replace('_', '-')}"
             raise ConfigError(f"{option} differs from that of the run; leave {option} out")
+    # The memory decides which rows are shuffled together.
+    if not config.eval_only and _bytes(config.data.memory) != _bytes(run.data.memory):
+        raise ConfigError("--memory differs from that of the run; leave --memory out")
     # A model may be evaluated on other files, but the rows to train on must stay.
     if (config.data.eval_path is None) != (run.data.eval_path is None) and not config.eval_only:
         raise ConfigError(
@@ -71,3 +75,7 @@ def check_resumed(config: TrainConfig, run: TrainConfig) -> None:
             f"--data.generated-rows {rows} holds out other rows than the run, which has "
             f"{run.data.generated_rows} before them; leave it out"
         )
+
+
+def _bytes(memory: str | None) -> int | None:
+    return None if memory is None else parse_memory(memory)

@@ -36,7 +36,10 @@ class SampledDataset(Protocol):
     """A data set of which a sample can be taken."""
 
     def sample(self, count: int) -> RowSample:
-        """Return about ``count`` rows of all processes, or all rows, spread over the data set."""
+        """Return about ``count`` rows of all processes, or all rows, spread over the data set.
+
+        There are none where the rows are fewer than the processes.
+        """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

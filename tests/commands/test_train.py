@@ -16,9 +16,11 @@ import pytest
 import yaml
 
 from jaxrec.commands import main
+from jaxrec.data import DataError
 from jaxrec.embed.variables import dense_variables
 from jaxrec.train import checkpoint, load_model
 from jaxrec.train.config import DataConfig, TrainConfig, write_options
+from jaxrec.train.models.rows import RowModel
 from tests.data.criteo.test_log import GOOD, KAGGLE, changed, write
 from tests.forks import free_port
 
@@ -94,6 +96,17 @@ def test_a_generated_run_prints_the_best_auc(tmp_path, capsys, monkeypatch):
     assert main(["train", *SMALL[2:], *rows]) == 0
     assert "best reachable 0." in capsys.readouterr().out
     assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+def test_results_are_written_before_they_are_explained(model, monkeypatch, capsys):
+    def fail(*_):
+        raise DataError("no explanation")
+
+    (model / "results.json").unlink()
+    monkeypatch.setattr(RowModel, "explain", fail)
+    assert main(["train", f"--resume={model}", "--explain-rows=5"]) == 1
+    assert "no explanation" in capsys.readouterr().err
+    assert json.loads((model / "results.json").read_text())["log_loss"] > 0
 
 
 def test_an_interrupt_saves_and_says_so(tmp_path):

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxrec.data import DataError, ParquetGroups
+from jaxrec.data.common_types import common_columns
 from jaxrec.data.formats import conversion, delimited, json_lines
 from jaxrec.data.formats.conversion import as_parquet, format_of
 from jaxrec.data.structs import flat_table
@@ -171,23 +172,12 @@ def test_a_type_that_fits_all_values(tmp_path, name):
     assert read(write(tmp_path, "x.csv", text))["x"].to_pylist() == expected
 
 
-COMMAS = {
-    "fractions": ("x;y\n1,5;a\n2;b\n-,25;\n", [1.5, 2.0, -0.25]),
-    "in quotes": ('x\ty\n"1,5"\ta\n2e3\t\n', None),
-    "exponents": ("x|y\n1,5|a\n2,5e3|b\n", [1.5, 2500.0]),
-    "thousands": ("x;y\n1,500;a\n2;b\n", ["1,500", "2"]),
-    "points as well": ("x;y\n1,5;0.5\n2;1\n", ["1,5", "2"]),
-    "words": ("x;y\n1,5;a\nnone,5;b\n", ["1,5", "none,5"]),
-    "beside separators": ('x,y\n"1,5",a\n"2,5",b\n', ["1,5", "2,5"]),
-}
-
-
-@pytest.mark.parametrize("name", COMMAS)
-def test_decimal_commas(tmp_path, name):
-    """Numbers of files whose fields are not separated by commas may have decimal commas."""
-    text, expected = COMMAS[name]
-    expected = [1.5, 2000.0] if expected is None else expected
-    assert read(write(tmp_path, "x.csv", text))["x"].to_pylist() == expected
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_fields_with_commas_stay_text(tmp_path, separator):
+    """12,7 may be a decimal or two items: a guess would silently make other values."""
+    text = "x;y\n12,7;1.5\n3,45;NA\n5;2.5\n".replace(";", separator)
+    table = read(write(tmp_path, "x.csv", text))
+    assert table.to_pydict() == {"x": ["12,7", "3,45", "5"], "y": [1.5, None, 2.5]}
 
 
 def test_the_index_of_pandas(tmp_path):
@@ -228,6 +218,24 @@ def test_columns_of_two_files(tmp_path, name):
         columns = [table.columns[-1] for table in tables]
         found = columns if folder == "a" else columns[::-1]
         assert [value for column in found for value in column.to_pylist()] == expected
+
+
+def test_a_bad_value_beside_floats_is_an_error(tmp_path):
+    write(tmp_path, "a/0.csv", "x\n0.5\n1.5\n")
+    write(tmp_path, "a/1.csv", "x\n?\n2.5\n")
+    files = as_parquet(tmp_path / "a")
+    columns = [(path, pq.read_schema(path)) for path in files.paths]
+    assert [kinds.types for _, kinds in columns] == [[pa.float64()], [pa.string()]]
+    with pytest.raises(DataError, match=r"1\.csv.*0\.csv|0\.csv.*1\.csv"):
+        common_columns(columns, ["x"])
+
+
+@pytest.mark.parametrize(
+    "text", ["2024-13-41T10:00:00.25", "2024-02-30T10:00:00.25", "2024-02-03T25:00:00.5"]
+)
+def test_text_that_is_almost_a_time(tmp_path, text):
+    table = read(write(tmp_path, "x.jsonl", f'{{"t": "{text}"}}\n'))
+    assert table["t"].to_pylist() == [text]
 
 
 CODES = {

@@ -53,3 +53,9 @@ def test_lists_of_structs():
     assert how_to_flatten("x", kind) == (
         "write a list for each field, such as 'x.id': [row['id'] for row in x]"
     )
+
+
+def test_a_null_column_beside_names_that_look_like_its_fields():
+    """pandas calls a second column ``x`` ``x.1``: the first is no struct."""
+    table = pa.table({"x": pa.nulls(2), "x.1": [1, 2]})
+    assert flat_table(table, ["x", "x.1"]).column_names == ["x", "x.1"]

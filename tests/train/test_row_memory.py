@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -16,7 +18,7 @@ from rich.console import Console
 
 from jaxrec.arguments import ConfigError
 from jaxrec.data import DataError, ParquetGroups, Schema
-from jaxrec.train.config import DataConfig, parse_options
+from jaxrec.train.config import DataConfig, TrainConfig, parse_options
 from jaxrec.train.datasets import split_datasets
 from jaxrec.train.features import convert_files, learn_features, parquet_data
 from jaxrec.train.models import KINDS
@@ -65,6 +67,22 @@ def test_bytes_are_about_those_of_the_rows(tmp_path):
         assert size <= estimated < 2 * size
     assert groups.values_of_groups == (2000 * 7, 2000 * 7, 1000 * 7)
     assert ParquetGroups((tmp_path / "x.parquet",)).values_of_groups[2] == 1000 * 8
+
+
+def test_a_resumed_run_has_the_same_memory():
+    """Sizes are compared, not their texts; an evaluation shuffles nothing."""
+    run = TrainConfig(data=DataConfig(path=pathlib.Path("x"), memory="500MB"))
+
+    def resumed(memory, **options):
+        data = dataclasses.replace(run.data, memory=memory)
+        check_resumed(dataclasses.replace(run, data=data, resume=pathlib.Path("r"), **options), run)
+
+    resumed("0.5GB")
+    resumed("1GB", eval_only=True)
+    resumed(None, eval_only=True)
+    for other in ("1GB", None):
+        with pytest.raises(ConfigError, match="--memory differs from that of the run"):
+            resumed(other)
 
 
 def test_the_window_follows_from_the_memory(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +15,8 @@ from jaxrec.data.selection import RowMask
 from jaxrec.data.transforms import CATEGORICAL_NAMES
 from jaxrec.train.config import DataConfig, TrainConfig
 from jaxrec.train.datasets import LogDataset, split_datasets
+from jaxrec.train.models.kind import HeldOutBatches
+from jaxrec.train.models.rows import RowModel
 
 ROWS = 240
 
@@ -85,6 +88,19 @@ def test_rows_of_a_table(table):
         numbers = np.asarray(held_out.sample(count).table["number"])
         assert len({*numbers.tolist()}) == expected
         assert np.ptp(numbers) > 0.8 * np.ptp(np.asarray(held_out.sample(10**6).table["number"]))
+
+
+def test_fewer_rows_than_processes(table):
+    """The sample is empty in all processes, and explains nothing."""
+    config = TrainConfig(data=DataConfig(path=table, hold_out="0.5"))
+    _, held_out = split_datasets(config, Shard(1, 4))
+    for rows in (LogDataset(Log(), 0, ROWS, Shard(1, 4)), held_out):
+        sample = rows.sample(3)
+        assert len(sample) == 0
+        assert [*sample.batches(8)] == []
+    kind = types.SimpleNamespace(encoder=held_out.encoder)
+    batches = HeldOutBatches(None, held_out, 8, place=lambda batch: batch)
+    assert RowModel.explain(kind, batches, 3) == {}
 
 
 @pytest.mark.parametrize("column", ["number", "id", "tags"])

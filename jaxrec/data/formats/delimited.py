@@ -20,7 +20,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from jaxrec.data.column_types import is_string
 from jaxrec.data.files import DataError
 from jaxrec.data.formats.base import Format, Types, WiderTypeError, unpacked
 
@@ -42,9 +41,6 @@ SEPARATORS = "\t,;|"
 # A whole number, and the text of a quoted name.
 _WHOLE = re.compile(r"[-+]?[0-9]+")
 _QUOTED = re.compile(r'"[^"]*"')
-
-# Whole numbers, some of them perhaps with a comma before thousands.
-_THOUSANDS = r"^[-+]?(\d{1,3}(,\d{3})+|\d+)$"
 
 # Name that pandas gives an index without a name in Parquet files.
 _INDEX = "__index_level_0__"
@@ -73,7 +69,8 @@ class Delimited(Format):
     guesses_types = True
 
     def may_be_text(self, kind: pa.DataType) -> bool:
-        return not (pa.types.is_null(kind) or is_string(kind))
+        # Codes may look like integers in some files. Text beside floats is rather a bad value.
+        return pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_temporal(kind)
 
     def tables(self, path: pathlib.Path, types: Types, guesses: Types) -> Iterator[pa.Table]:
         header, separator = _header(path)
@@ -83,8 +80,7 @@ class Delimited(Format):
         part = None
         try:
             with unpacked(path) as stream:
-                point = _decimal_point(path, names, separator)
-                reader = _reader(stream, separator, column_types=known, decimal_point=point)
+                reader = _reader(stream, separator, column_types=known)
                 # A file may have names and no rows.
                 yield reader.schema.empty_table().rename_columns(shown)
                 for batch in reader:
@@ -147,33 +143,6 @@ def _header(path: pathlib.Path) -> tuple[str, str]:
 def _with_index(names: list[str]) -> list[str]:
     """Name a first column without a name, the index of a pandas data frame, as pandas does."""
     return [name or _INDEX for name in names[:1]] + names[1:]
-
-
-def _decimal_point(path: pathlib.Path, names: list[str], separator: str) -> str:
-    """Return the decimal point of a file, by its first rows: a comma, as Excel writes it in Europe.
-
-    Commas that separate fields, or thousands, are none.
-    """
-    if separator == ",":
-        return "."
-    kinds: dict[str, Any] = {"column_types": dict.fromkeys(names, pa.string())}
-    try:
-        with unpacked(path) as stream:
-            texts = _reader(stream, separator, _SAMPLE_BYTES, **kinds).read_next_batch()
-    except (pa.ArrowInvalid, StopIteration):
-        return "."  # the pass over the file says what is wrong
-    found = set()
-    for column in texts.columns:
-        values = column.filter(pc.not_equal(column, ""))
-        for point in ".,":
-            number = rf"^[-+]?(\d+|\d*[{point}]\d+)([eE][-+]?\d+)?$"
-            if (
-                pc.any(pc.match_substring(values, point)).as_py()
-                and pc.all(pc.match_substring_regex(values, number)).as_py()
-                and not pc.all(pc.match_substring_regex(values, _THOUSANDS)).as_py()
-            ):
-                found.add(point)
-    return "," if found == {","} else "."
 
 
 def _names(path: pathlib.Path, header: str, separator: str) -> list[str]:

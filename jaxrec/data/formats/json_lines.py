@@ -26,7 +26,10 @@ _ROW = re.compile(r" in row (\d+)")
 _ONE_TYPE = "; write its values in one type, such as all in quotes"
 
 # Text of a time with parts of a second, down to microseconds.
-_FINE_TIME = r"^\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d(:?\d\d)?)?$"
+_HOUR = r"([01]\d|2[0-3])"
+_FINE_TIME = (
+    rf"^\d{{4}}-\d\d-\d\d[T ]{_HOUR}:[0-5]\d(:[0-5]\d(\.\d{{1,6}})?)?(Z|[+-]{_HOUR}(:?[0-5]\d)?)?$"
+)
 
 # A whole number that may exceed int64, as a value or in a list.
 _LONG = re.compile(rb"[:\[,]\s*-?\d{19,}\s*[,}\]]")
@@ -70,13 +73,22 @@ class _FineTimes:
             if pa.types.is_string(column.type) and self._has_times.get(name, True):
                 are_times = pc.all(pc.match_substring_regex(column, _FINE_TIME), min_count=1)
                 if (has_times := are_times.as_py()) is not None:
-                    self._has_times[name] = has_times
+                    self._has_times[name] = has_times and _are_dates(column)
 
     @property
     def types(self) -> Types:
         """Types of such columns, by name."""
         names = [name for name, has_times in self._has_times.items() if has_times]
         return dict.fromkeys(names, pa.timestamp("us"))
+
+
+def _are_dates(texts: pa.ChunkedArray) -> bool:
+    """Return whether texts begin with dates of the calendar, which 2024-02-30 is not."""
+    try:
+        pc.utf8_slice_codeunits(texts, 0, 10).cast(pa.date32())
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 def _unified(path: pathlib.Path, first: pa.Schema, second: pa.Schema) -> pa.Schema:

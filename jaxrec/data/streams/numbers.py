@@ -16,6 +16,8 @@ class WholeNumbers:
 
     Arrow takes ``7.0`` and ``7e0`` for no integers. ``fractions`` then has the name of each column
     of integers with a number that is none, such as ``user.age``, and a type that holds both.
+    Numbers from 2**53 on stay as they are, and Arrow refuses them: a float may not hold all their
+    digits, and ids would become others.
     """
 
     def __init__(self, columns: pa.Schema) -> None:
@@ -49,8 +51,9 @@ class WholeNumbers:
         if isinstance(value, list) and is_list(kind):
             return [self._value(each, kind.value_type, name, pa.list_(wide)) for each in value]
         if isinstance(value, float) and pa.types.is_integer(kind):
-            if value.is_integer():
+            if not value.is_integer():
+                self.fractions[name] = wide
+            elif abs(value) < 2**53:
                 self._is_changed = True
                 return int(value)
-            self.fractions[name] = wide
         return value

@@ -173,6 +173,8 @@ class RowModel(ModelKind):
         if not isinstance(dataset, SampledDataset):
             return {}
         sample = dataset.sample(sample_size(rows, len(self.encoder.schema.columns)))
+        if not len(sample):
+            return {}
         _, samples = self._evaluated(held_out, sample.batches(held_out.batch_size))
         is_real = samples["weights"] > 0
         own = {name: each[is_real] for name, each in samples.items()}

@@ -299,6 +299,8 @@ class TwoTowerKind(RankingModel):
         schema, own = self.encoder.schema, {*self.config.data.item}
         columns = [name for name in (*schema.dense, *schema.categorical) if name not in own]
         sample = dataset.rows.sample(sample_size(rows, len(columns)))
+        if not len(sample):
+            return {}
         items = self._vectors(held_out, dataset)
 
         def evaluate(rows: RowSample) -> dict[str, float]:

@@ -44,6 +44,20 @@ def test_numbers_of_json():
         assert f"the field {name!r} has a number with a fraction" in str(found[3])
 
 
+def test_numbers_that_a_float_may_not_hold():
+    """Their digits are lost when they are read, and an id would become another."""
+    for text in (b"9007199254740993.0", b"9007199254740992.0", b"-1e16"):
+        whole = WholeNumbers(pa.schema({"id": pa.int64()}))
+        payload = b'{"id": ' + text + b"}"
+        assert whole([payload]) == [payload]
+        found = {}
+        table, _ = Decoder("json", pa.schema({"id": pa.int64()}))(
+            [b'{"id": 9007199254740991.0}', payload], found.__setitem__
+        )
+        assert table["id"].to_pylist() == [2**53 - 1]
+        assert [*found] == [1]
+
+
 def test_fractions_come_later():
     decode = Decoder("json")
     table, _ = decode([b'{"price": 2, "in": {"n": 1}, "at": [1]}'], refuse)
