@@ -2,7 +2,7 @@
 
 A test takes two cases at most, and a third with ``--slow``, unless it is marked `every_case`.
 ``JAXREC_TEST_CASES=all pytest`` runs every case and checks all annotations,
-``JAXREC_TEST_CASES=2 pytest`` runs two cases of every test.
+``JAXREC_TEST_CASES=1 pytest`` runs one case of every test.
 """
 
 from __future__ import annotations
