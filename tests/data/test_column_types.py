@@ -85,7 +85,7 @@ FORMS = {
     "1,000": "numbers, such as '1,000'; write 12000.5",
     "12,5 %": "numbers, such as",
     "$3": "numbers, such as",
-    "3/1/2024": "dates, such as '3/1/2024'; write a column of times",
+    "3/1/2024": "dates, such as '3/1/2024'; write dates as 2024-03-01",
     "2024-03-01T10:00": "dates, such as",
     "[1, 2]": "lists, such as '\\[1, 2\\]'; write lists",
     "007": None,

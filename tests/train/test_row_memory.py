@@ -192,4 +192,4 @@ def test_peak(tmp_path, monkeypatch, suffix):
     if suffix == "csv":
         assert peak(path, "--memory", "300MB") - program <= 300 * 10**6
     else:
-        assert peak(path, "--memory", "130MB") - program <= 130 * 10**6 < peak(path) - program
+        assert peak(path, "--memory", "150MB") - program <= 150 * 10**6 < peak(path) - program
