@@ -24,13 +24,13 @@ from jaxrec.nn.semantic_ids import RQVAE, Quantizer, ResidualKMeans, SemanticIds
 class Settings:
     departments: int = 16
     shelves: int = 16
-    """Of a department."""
+    """Shelves of each department."""
     items: int = 20
-    """Of a shelf."""
+    """Items of each shelf."""
     dim: int = 32
     codebook_size: int = 32
     steps: int = 600
-    """Of the RQ-VAE."""
+    """Training steps of the RQ-VAE."""
     seed: int = 0
 
 

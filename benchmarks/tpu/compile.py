@@ -107,7 +107,7 @@ def compiled(program: Program, chip: Chip) -> tuple[str, list[str]]:
     start, name = f"| {program.name} | {chip.name} |", f"{program.name} for {chip.name}"
     try:
         lowered = program.lower(chip)
-        # Of all threads of the compiler. Wall-clock time would depend on what else runs.
+        # Processor time of all threads. Wall-clock time would depend on other programs.
         before = time.process_time()
         executable = lowered.lowered.compile()
         seconds = time.process_time() - before

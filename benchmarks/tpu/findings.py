@@ -1,4 +1,4 @@
-"""What an optimized TPU program says of itself: copies, memory, work and collectives."""
+"""Copies, memory, work and collectives of an optimized TPU program, read from its text."""
 
 from __future__ import annotations
 

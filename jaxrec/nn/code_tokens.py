@@ -80,7 +80,7 @@ class CodeEmbedding(nnx.Module):
         draw = nnx.initializers.normal(dim**-0.5)
         self.users = nnx.Param(draw(rngs.params(), (num_user_tokens, dim), param_dtype))
         self.vectors = nnx.Param(draw(rngs.params(), (sum(sizes), dim), param_dtype))
-        # Of the user's token, of each item of a history, and of the item behind the longest one.
+        # Positions of the user's token, of each item of a history, and of the next item.
         self.positions = nnx.Param(draw(rngs.params(), (max_length + 2, dim), param_dtype))
         self.offsets = tuple(int(x) for x in np.cumsum([0, *sizes[:-1]]))
         self.dtype = dtype

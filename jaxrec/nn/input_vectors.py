@@ -1,4 +1,4 @@
-"""What models read of a sample: vectors of one width, and the columns of some features."""
+"""Inputs of click models: a sample's vectors of one width, and the columns of some features."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _TABLE_FIELDS = ("rows", "dim", "dtype", "collection", "optimizer", "state_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """What a plan was made for and by.
+    """Tables, machine and versions that a plan was made for.
 
     Attributes:
         tables: Beginning of the SHA-256 of each table's definition, by name; {}: unknown.

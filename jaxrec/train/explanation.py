@@ -1,4 +1,4 @@
-"""What explains a model on held-out rows: its calibration, and the importance of the columns."""
+"""Calibration of a model on held-out rows, and the importance of its columns."""
 
 from __future__ import annotations
 

@@ -114,8 +114,8 @@ def test_semantic_ids(example):
 
 def test_generate(example):
     module = example("generate")
-    found = module.main(module.Settings(num_users=600, num_items=40, steps=60, dim=16))
-    assert found["recall@10"] > 1.2 * 10 / 40
+    found = module.main(module.Settings(num_users=600, num_items=40, steps=120, dim=16))
+    assert found["recall@10"] > 2 * 10 / 40
     assert found["share of the new item"] > 0
 
 

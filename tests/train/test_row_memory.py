@@ -192,4 +192,5 @@ def test_peak(tmp_path, monkeypatch, suffix):
     if suffix == "csv":
         assert peak(path, "--memory", "300MB") - program <= 300 * 10**6
     else:
-        assert peak(path, "--memory", "150MB") - program <= 150 * 10**6 < peak(path) - program
+        # The least that these row groups need, as the error for 140MB says.
+        assert peak(path, "--memory", "141MB") - program <= 141 * 10**6 < peak(path) - program

@@ -7,7 +7,7 @@ import pytest
 from jaxrec.data import Schema, TableEncoder
 from jaxrec.train.config import DataConfig, TrainConfig
 from jaxrec.train.features import text_encoder
-from jaxrec.train.models.dcn_v2 import DCNv2Kind
+from jaxrec.train.models.cross_networks import DCNv2Kind
 from jaxrec.train.run_size import with_sizes
 
 

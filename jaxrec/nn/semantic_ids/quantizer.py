@@ -1,4 +1,4 @@
-"""What quantizers share: from vectors to codes and back, level by level."""
+"""Base class of quantizers: from vectors to codes and back, level by level."""
 
 from __future__ import annotations
 

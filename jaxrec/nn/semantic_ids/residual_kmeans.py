@@ -143,7 +143,7 @@ class ResidualKMeans(Quantizer):
                 prices = balance(jnp.asarray(part), centers, prices, num_steps=_PRICE_STEPS)
             centers, counts = step(placed, weights, centers, counts, prices)
         if self.balanced:
-            # Of the final centers. A sample keeps the [vectors, codes] array small.
+            # The prices of the final centers. A sample keeps the [vectors, codes] array small.
             most = max(batch, _SEED_SAMPLE * size)
             part = vectors if count <= most else vectors[_drawn(rng, count, most)]
             prices = balance(jnp.asarray(part), centers, prices, num_steps=_LAST_PRICE_STEPS)

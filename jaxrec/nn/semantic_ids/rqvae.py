@@ -57,7 +57,7 @@ class _Network(nnx.Module):
         hidden = self.encoder(vectors)
         codes, left = jax.lax.stop_gradient(self.quantize(hidden))
         centers = self.centers(codes)
-        # What a level quantizes, as a function of the encoder: earlier centers are constants.
+        # The residual of each level, a function of the encoder. Earlier centers are constants.
         before = jnp.cumsum(centers, axis=0) - centers
         residuals = hidden[None] - jax.lax.stop_gradient(before)
         to_codes = jnp.square(jax.lax.stop_gradient(residuals) - centers).sum(-1)

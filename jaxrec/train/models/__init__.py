@@ -8,11 +8,10 @@ from typing import Any
 from jaxrec.data import TableEncoder
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.features import text_encoder
-from jaxrec.train.models.dcn_v2 import DCNv2Kind
+from jaxrec.train.models.cross_networks import DCNv2Kind, GDCNKind
 from jaxrec.train.models.deepfm import DeepFMKind
 from jaxrec.train.models.dlrm import DLRMKind
 from jaxrec.train.models.finalmlp import FinalMLPKind
-from jaxrec.train.models.gdcn import GDCNKind
 from jaxrec.train.models.histories import DINKind, LONGERKind, OneTransKind, TransActKind
 from jaxrec.train.models.hstu_ranker import HSTURankerKind
 from jaxrec.train.models.kind import ModelKind

@@ -22,9 +22,6 @@ class DeepFMKind(RowModel):
         return DeepFM(
             self.collection(wide, num_steps, rngs),
             self.collection(linear, num_steps, rngs),
-            num_dense=self.num_dense,
             deep_layer_sizes=(*self.config.model.top_layer_sizes, 1),
-            dtype=self.dtype,
-            logit_dtype="float32",
-            rngs=rngs,
+            **self.model_options(rngs),
         )

@@ -30,10 +30,7 @@ class DLRMKind(RowModel):
         embeddings = self.collection(self.tables(), num_steps, rngs)
         return DLRM(
             embeddings,
-            num_dense=self.num_dense,
-            bottom_layer_sizes=(*options.bottom_layer_sizes, embeddings.configs[0].embedding_dim),
+            bottom_layer_sizes=self.bottom_layer_sizes(embeddings),
             top_layer_sizes=(*options.top_layer_sizes, 1),
-            dtype=self.dtype,
-            logit_dtype="float32",
-            rngs=rngs,
+            **self.model_options(rngs),
         )

@@ -30,11 +30,8 @@ class FinalMLPKind(RowModel):
         sizes, data = self.config.model.top_layer_sizes, self.config.data
         return FinalMLP(
             self.collection(self.tables(), num_steps, rngs),
-            num_dense=self.num_dense,
             contexts=(data.users, data.item),
             first_layer_sizes=sizes,
             second_layer_sizes=sizes,
-            dtype=self.dtype,
-            logit_dtype="float32",
-            rngs=rngs,
+            **self.model_options(rngs),
         )

@@ -21,13 +21,10 @@ class MaskNetKind(RowModel):
         embeddings = self.collection(self.tables(), num_steps, rngs)
         return MaskNet(
             embeddings,
-            num_dense=self.num_dense,
-            bottom_layer_sizes=(*options.bottom_layer_sizes, embeddings.configs[0].embedding_dim),
+            bottom_layer_sizes=self.bottom_layer_sizes(embeddings),
             block_sizes=(BLOCK_SIZE,) * options.cross_layers,
             mask_hidden_size=MASK_HIDDEN_SIZE,
             structure="parallel",
             top_layer_sizes=(*options.top_layer_sizes, 1),
-            dtype=self.dtype,
-            logit_dtype="float32",
-            rngs=rngs,
+            **self.model_options(rngs),
         )

@@ -34,13 +34,10 @@ class PEPNetKind(RowModel):
         options, data = self.config.model, self.config.data
         return PEPNet(
             self.collection(self.tables(), num_steps, rngs),
-            num_dense=self.num_dense,
             domain=options.domain,
             prior=(*data.users, *data.item),
             num_tasks=len(self.tasks),
             hidden_sizes=options.top_layer_sizes,
             domain_hidden_size=DOMAIN_HIDDEN_SIZE,
-            dtype=self.dtype,
-            logit_dtype="float32",
-            rngs=rngs,
+            **self.model_options(rngs),
         )

@@ -21,13 +21,10 @@ class RankMixerKind(RowModel):
         options = self.config.model
         return RankMixer(
             self.collection(self.tables(), num_steps, rngs),
-            num_dense=self.num_dense,
             num_layers=options.cross_layers,
             num_tokens=NUM_TOKENS,
             dim=DIM,
             hidden_dim=HIDDEN_DIM,
             top_layer_sizes=(*options.top_layer_sizes, 1),
-            dtype=self.dtype,
-            logit_dtype="float32",
-            rngs=rngs,
+            **self.model_options(rngs),
         )

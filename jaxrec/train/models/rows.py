@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jaxrec.arguments import ConfigError
 from jaxrec.data import Schema, Shard
-from jaxrec.embed import EmbeddingBagConfig
+from jaxrec.embed import EmbeddingBagCollection, EmbeddingBagConfig
 from jaxrec.mesh.agree import of_all_processes
 from jaxrec.metrics import auc
 from jaxrec.optim import RowOptimizer, rowwise_adagrad
@@ -113,6 +113,15 @@ class RowModel(ModelKind):
         samples = self.config.data.batch_size or MAX_BATCH_SIZE
         rate = super().row_optimizer(num_steps).learning_rate
         return rowwise_adagrad(rate, initial_accumulator_value=FIRST_SQUARES / samples**2)
+
+    def model_options(self, rngs: nnx.Rngs) -> dict[str, Any]:
+        """Return the arguments that all click models of `jaxrec.nn` take, but the tables."""
+        types = {"dtype": self.dtype, "logit_dtype": "float32"}
+        return {"num_dense": self.num_dense, **types, "rngs": rngs}
+
+    def bottom_layer_sizes(self, embeddings: EmbeddingBagCollection) -> tuple[int, ...]:
+        """Return the layers that make one vector of the tables' width of the dense features."""
+        return (*self.config.model.bottom_layer_sizes, embeddings.configs[0].embedding_dim)
 
     def linear_tables(self) -> list[EmbeddingBagConfig]:
         """Return tables of width 1 that read the same features as the others."""

@@ -26,15 +26,12 @@ class WukongKind(RowModel):
         embeddings = self.collection(self.tables(), num_steps, rngs)
         return Wukong(
             embeddings,
-            num_dense=self.num_dense,
-            bottom_layer_sizes=(*options.bottom_layer_sizes, embeddings.configs[0].embedding_dim),
+            bottom_layer_sizes=self.bottom_layer_sizes(embeddings),
             num_layers=options.cross_layers,
             num_fm=self.width,
             num_linear=self.width,
             rank=self.width,
             fm_hidden_sizes=options.top_layer_sizes[:1],
             top_layer_sizes=(*options.top_layer_sizes, 1),
-            dtype=self.dtype,
-            logit_dtype="float32",
-            rngs=rngs,
+            **self.model_options(rngs),
         )

@@ -1,10 +1,12 @@
-"""DCN-v2: a cross network, and a deep network over its output."""
+"""Models of a cross network and a deep network: DCN-v2 and GDCN."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from flax import nnx
 
-from jaxrec.nn import DCNv2
+from jaxrec.nn import GDCN, DCNv2
 from jaxrec.train.models.rows import RowModel
 
 
@@ -13,15 +15,20 @@ class DCNv2Kind(RowModel):
 
     name = "dcn_v2"
     has_one_width = False
+    model: ClassVar[type[DCNv2 | GDCN]] = DCNv2
 
-    def make(self, num_steps: int, rngs: nnx.Rngs) -> DCNv2:
+    def make(self, num_steps: int, rngs: nnx.Rngs) -> nnx.Module:
         options = self.config.model
-        return DCNv2(
+        return self.model(
             self.collection(self.tables(), num_steps, rngs),
-            num_dense=self.num_dense,
             cross_layers=options.cross_layers,
             deep_layer_sizes=options.top_layer_sizes,
-            dtype=self.dtype,
-            logit_dtype="float32",
-            rngs=rngs,
+            **self.model_options(rngs),
         )
+
+
+class GDCNKind(DCNv2Kind):
+    """`jaxrec.nn.GDCN`, for rows of ids and numbers; tables may differ in width."""
+
+    name = "gdcn"
+    model = GDCN
