@@ -15,8 +15,6 @@ from jaxrec.embed.padding import padding_ids, without_padding_ids
 from jaxrec.ragged.wide_ids import widen
 from tests import golden
 
-pytestmark = pytest.mark.jax_version
-
 Bag, PAD = jaxrec.EmbeddingBagConfig, 2
 CASES = dict(golden.cases("embedding_bag"))
 ARRAYS = {name: golden.load("embedding_bag", name) for name in CASES}

@@ -11,8 +11,6 @@ import jaxrec
 from tests import golden
 from tests.embed.test_golden import UNIT_SGD, assert_pooled_case, load_tables
 
-pytestmark = pytest.mark.jax_version
-
 Bag = jaxrec.EmbeddingBagConfig
 
 

@@ -18,6 +18,7 @@ from tests.nn.ranker_cases import CASES, assert_gradients, fill
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 
+ONE_LAYER = {"num_layers": 1}
 LENGTHS, TARGETS = [12, 3, 0, 7, 20, 1, 9, 5], [3, 1, 2, 0, 4, 2, 1, 3]
 
 
@@ -138,10 +139,12 @@ def test_the_whole_ranker_in_inference():
 # -- options ---------------------------------------------------------------------------------------
 
 
-@nnx.jit
-def value_and_gradients(model, batch):
+@nnx.jit(static_argnames="samples")
+def value_and_gradients(model, batch, samples=None):
     model.input_dropout.deterministic = False
-    (loss, logits), gradients = jaxrec.value_and_grad(lambda m: m.loss(batch), has_aux=True)(model)
+    (loss, logits), gradients = jaxrec.value_and_grad(
+        lambda m: m.loss(batch, samples=samples), has_aux=True
+    )(model)
     return loss, logits, gradients.dense
 
 
@@ -156,27 +159,14 @@ def training(model):
 
 
 @pytest.mark.slow
-def test_remat_changes_no_number():
+def test_neither_remat_nor_chunks_change_a_number():
     batch = rankers.pack(rankers.lists(LENGTHS, TARGETS))
-    one, other = (
-        value_and_gradients(training(rankers.small(remat=remat)), batch) for remat in (0, 1)
+    expected, by_remat, by_chunks = (
+        value_and_gradients(training(rankers.small(**ONE_LAYER, remat=remat)), batch, samples)
+        for remat, samples in ((False, None), (True, None), (False, 16))
     )
-    close(one, other)
-
-
-@pytest.mark.slow
-def test_loss_in_chunks_changes_no_number():
-    batch = rankers.pack(rankers.lists(LENGTHS, TARGETS))
-
-    @nnx.jit(static_argnames="samples")
-    def run(model, samples):
-        (loss, logits), gradients = jaxrec.value_and_grad(
-            lambda m: m.loss(batch, samples=samples), has_aux=True
-        )(model)
-        return loss, logits, gradients.dense
-
-    one, other = (run(training(rankers.small()), samples=n) for n in (None, 16))
-    close(one, other)
+    close(by_remat, expected)
+    close(by_chunks, expected)
 
 
 @pytest.mark.slow
@@ -305,14 +295,12 @@ def sharded(rows, **options):
 
 
 ONE = {key: 32 if capacity == 8 else 120 for key, capacity in CAPACITIES.items()}
-ONE_LAYER = {"num_layers": 1}
 
 
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param(ONE_LAYER, id="one_layer"),
-        pytest.param({}, id="two_layers"),
         pytest.param(
             {"max_length": None, "form": "interleaved", "truncation": (1, 4)},
             id="interleaved_truncated",
@@ -342,20 +330,14 @@ def test_balanced_devices_change_no_number():
     close(*results, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="plain"),
-        # Random numbers go on where they were.
-        pytest.param({"dropout_rate": 0.3, "input_dropout_rate": 0.2}, id="dropout"),
-    ],
-)
 @pytest.mark.slow
-def test_resumed_training_equals_to_the_bit(tmp_path, options):
+def test_resumed_training_equals_to_the_bit(tmp_path):
+    """With dropout, whose random numbers go on where they were."""
+    options = {**ONE_LAYER, "dropout_rate": 0.3, "input_dropout_rate": 0.2}
     batches = [rankers.pack(ordered(np.roll(range(16), step)), **ONE) for step in range(4)]
 
     def make():
-        model = rankers.small(**ONE_LAYER, **options)
+        model = rankers.small(**options)
         model.train()
         return model, jaxrec.Optimizer(model, SGD)
 

@@ -27,7 +27,7 @@ from tests.serve.artifact.edited import write_manifest
 from tests.serve.artifact.test_damage import edit
 from tests.serve.rankers import HISTORY, OPTIONS, SIZES, TARGETS, expected, exported, model, row
 
-pytestmark = [pytest.mark.usefixtures("compiled_fast"), pytest.mark.jax_version]
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 
 LENGTHS, COUNTS = [12, 3, 0, 7], [3, 5, 2, 0]
 
@@ -66,6 +66,7 @@ def outcomes(served):
     return counts.hits, counts.appends, counts.misses
 
 
+@pytest.mark.jax_version
 def test_scores_are_those_of_one_pass(served):
     """In micro-batches, by histories of both sizes; first encoded, then cached."""
     batch = rankers.lists(LENGTHS, COUNTS)
@@ -277,6 +278,7 @@ def test_a_request_ends_at_its_deadline(served, monkeypatch):
     assert outcomes(served) == (0, 0, 2)
 
 
+@pytest.mark.jax_version
 def test_nothing_compiles_after_the_warm_up(path, caplog):
     """Whether a cache was just encoded, appended to, or grown to the larger size."""
     served = load_ranker(path)

@@ -25,8 +25,6 @@ from tests.tier.vocabulary.test_cached import (
     make_whole,
 )
 
-pytestmark = pytest.mark.jax_version
-
 SAMPLES = 8
 
 
@@ -54,6 +52,7 @@ MACHINES = {
 }
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize(
     ("hosts", "each", "kind", "storage"),
     [
@@ -85,6 +84,7 @@ def test_a_plan_trains_as_whole_tables_do(tmp_path, hosts, each, kind, storage):
     close(model)
 
 
+@pytest.mark.jax_version
 def test_a_machine_too_small_for_a_model_trains_it():
     """The tables take 480 kB with their state, and the device has room for half of them."""
     mesh = mesh_of(1, 1)

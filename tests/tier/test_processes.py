@@ -16,7 +16,7 @@ from tests.pairs import Pair
 from tests.tier import models, processes
 from tests.tier.vocabulary import test_cached
 
-pytestmark = [pytest.mark.jax_version, pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,7 @@ def on_one_device():
     return model, losses, processes.changes_of(tracker)
 
 
+@pytest.mark.jax_version
 def test_a_killed_run_that_is_resumed_ends_as_an_undisturbed_one(undisturbed, resumed):
     for whole, rest in zip(undisturbed, resumed, strict=True):
         expected, end = whole["end"], rest["end"]
@@ -80,6 +81,7 @@ def test_a_killed_run_that_is_resumed_ends_as_an_undisturbed_one(undisturbed, re
             np.testing.assert_array_equal(end[name], last, err_msg=name)
 
 
+@pytest.mark.jax_version
 def test_processes_end_alike(undisturbed):
     first, second = (each["end"] for each in undisturbed)
     for name in first:
@@ -114,6 +116,7 @@ def test_a_run_moves_from_two_processes_to_one_and_back(resumed, in_one_process,
             np.testing.assert_array_equal(moved[1][name], array, err_msg=name)
 
 
+@pytest.mark.jax_version
 def test_all_processes_stop_where_one_cannot_read_a_batch(pair):
     ends = pair.run("tests.tier.processes:bad_batches")
     others, own = (end["texts"] for end in ends)
@@ -131,6 +134,7 @@ def test_rows_by_id_are_those_of_the_table(undisturbed):
             np.testing.assert_array_equal(end[f"{name}.rows_by_id"], end[f"{name}.rows"])
 
 
+@pytest.mark.jax_version
 def test_every_process_gets_the_changes_of_all(undisturbed, on_one_device):
     expected = on_one_device[2]
     for each in undisturbed:
@@ -152,12 +156,14 @@ def test_copies_of_a_published_model_are_equal(undisturbed, directory):
             np.testing.assert_array_equal(array, end[name], err_msg=name)
 
 
+@pytest.mark.jax_version
 def test_they_train_as_one_device_does(undisturbed, on_one_device):
     model, losses, _ = on_one_device
     assert tier_of(model).statistics()["query"]["evicted"] > 0
     np.testing.assert_allclose(undisturbed[0]["end"]["losses"], losses, rtol=1e-5)
 
 
+@pytest.mark.jax_version
 def test_they_train_by_a_plan_with_caches_as_one_device_does(pair, tmp_path):
     first, second = pair.run("tests.tier.processes:planned", directory=tmp_path)
     for name in first:

@@ -24,8 +24,6 @@ from jaxrec.train.checkpoint.files import CHECKSUMS_FILE
 from tests.fuzz import max_examples
 from tests.train.test_checkpoint import contents, make
 
-pytestmark = pytest.mark.jax_version
-
 STATE = {"sum": jnp.arange(3.0)}
 
 
@@ -83,6 +81,7 @@ def fuzzed(original, tmp_path_factory, other):
     return path, contents(*make(seed=0)), other, undamaged.parent
 
 
+@pytest.mark.jax_version
 @settings(max_examples=max_examples(60))
 @given(data=st.data())
 def test_any_damage(fuzzed, data):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from typing import get_args
@@ -20,7 +21,7 @@ from jaxrec.arguments import ConfigError
 from jaxrec.commands import main
 from jaxrec.data import DataError, Shard, TableEncoder
 from jaxrec.metrics import auc
-from jaxrec.nn import SASRec
+from jaxrec.nn import BERT4Rec, SASRec
 from jaxrec.train import load_model
 from jaxrec.train.checkpoint.tree import saved_tree
 from jaxrec.train.config import DataConfig, ModelName, TrainConfig, load_config, parse_options
@@ -28,7 +29,7 @@ from jaxrec.train.models import KINDS, default_config, model_kind
 from jaxrec.train.models.interactions import item_column, read_sequences, split_last
 from jaxrec.train.models.kind import HeldOutBatches
 from jaxrec.train.models.ranking import full_ranks, rank_values
-from jaxrec.train.models.sequences import SASRecKind
+from jaxrec.train.models.sequences import BERT4RecKind, SASRecKind
 
 ROWS, USERS, ITEMS = 80, 8, 12
 SMALL = [
@@ -64,7 +65,8 @@ OPTIONS = {
 
 
 # Kinds that differ from a kind of the same family by their network alone.
-ALIKE = ("wukong", "rankmixer", "masknet", "finalmlp", "gdcn", "transact", "longer")
+ALIKE = ("dlrm", "wide_deep", "wukong", "rankmixer", "masknet", "finalmlp", "gdcn", "transact",
+         "longer", "onetrans", "ple")  # fmt: skip
 
 
 def table(seed=0):
@@ -109,6 +111,18 @@ def runs(rows, tmp_path_factory):
     return run
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_sequence_models():
+    """Models of sequences have one block: runs treat each number of blocks alike."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, model in ((SASRecKind, SASRec), (BERT4RecKind, BERT4Rec)):
+            make = functools.partial(model, num_blocks=1)
+            patch.setattr(
+                kind, "_model", lambda _, items, options, make=make: make(items, **options)
+            )
+        yield
+
+
 def numbers(model, optimizer):
     return [np.asarray(x, np.float32) for x in jax.tree.leaves(saved_tree(model, optimizer, None))]
 
@@ -146,17 +160,23 @@ def test_options_of_earlier_versions(tmp_path):
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", ALIKE)
 def test_networks_of_a_family_predict_rows(rows, name):
-    """As traced: names and shapes of the outputs, of a model that the options make."""
+    """As traced: the loss, names and shapes of the outputs, of a model that the options make."""
     words = OPTIONS[name]
     config = parse_options(["--data", str(rows), f"--model={name}", *words], default_config(name))
     kind = model_kind(config, KINDS[name].learn(config, Console(quiet=True)))
     batch = kind.encoder.batch(table())
-    outputs = nnx.eval_shape(
-        lambda: kind.predictions(kind.make(4, nnx.Rngs(0)), batch.dense, batch.features)
-    )
-    assert {name: x.shape for name, x in outputs.items()} == dict.fromkeys(
-        ("probability", "logit"), (ROWS,)
-    )
+
+    def trace():
+        model = kind.make(4, nnx.Rngs(0))
+        loss, _ = kind.loss(model, batch)
+        return loss, kind.predictions(model, batch.dense, batch.features)
+
+    loss, outputs = nnx.eval_shape(trace)
+    names = ("probability", "logit")
+    if name == "ple":
+        names = ("click_probability", "click_logit", "stars_prediction")
+    assert loss.shape == ()
+    assert {name: x.shape for name, x in outputs.items()} == dict.fromkeys(names, (ROWS,))
 
 
 @pytest.mark.every_case
@@ -188,7 +208,9 @@ def test_stopped_and_resumed_is_as_never_stopped(runs, tmp_path, name):
 def test_two_devices_and_one_agree(rows, tmp_path, monkeypatch, name):
     """In evaluation as well. Dropout draws other masks on a mesh, so that it is off here."""
     monkeypatch.setattr(
-        SASRecKind, "_model", lambda kind, items, options: SASRec(items, dropout_rate=0, **options)
+        SASRecKind,
+        "_model",
+        lambda _, items, options: SASRec(items, num_blocks=1, dropout_rate=0, **options),
     )
     results = []
     for devices in ("1", "2"):

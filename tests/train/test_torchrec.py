@@ -21,8 +21,6 @@ from jaxrec.nn import DLRM, DLRM_DCN, SimpleDeepFMNN
 from jaxrec.train import CheckpointError, load_torchrec, save_torchrec, torchrec_layers
 from tests import golden
 
-pytestmark = pytest.mark.jax_version
-
 RECORDED = pathlib.Path(__file__).parents[1] / "golden/torchrec"
 TRAIN = dict(golden.cases("train"))
 

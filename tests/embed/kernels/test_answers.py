@@ -20,8 +20,6 @@ from jaxrec.embed.kernels import answers, reference, registry, triton
 from jaxrec.embed.kernels.answers import SIZE_RATIO, Answers, TunedCall, kept_for
 from jaxrec.embed.kernels.trial import Form, compare, size_of
 
-pytestmark = pytest.mark.jax_version
-
 TABLE, ROWS = jnp.arange(64.0).reshape(32, 2), jnp.arange(16, dtype=jnp.int32)
 FORM = str(Form("row_lookup", "float32", 2))
 CALL = TunedCall(FORM, 16, 16, "made_up", {"width": 3}, 1.0, "reference", 2.0)
@@ -209,6 +207,7 @@ def test_a_directory_in_the_place_of_the_file():
     assert not empty().with_call(CALL).write()
 
 
+@pytest.mark.jax_version
 @pytest.mark.usefixtures("widths")
 @pytest.mark.parametrize("version", ["jax", "driver", "jaxrec", "processor"])
 def test_choices_of_another_version_are_not_followed(monkeypatch, version):
@@ -243,6 +242,7 @@ def test_sizes():
     assert size_of("fused_update", arguments) == (16, 32)
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize("primitive", list(triton.OPTIONS))
 @pytest.mark.parametrize("end", [0, -1], ids=["least", "most"])
 def test_options_of_gpu_kernels_do_not_change_results(primitive, end):

@@ -16,8 +16,6 @@ from jaxrec.embed import kernels
 from jaxrec.embed.kernels import cpu, mosaic, reference, registry, triton
 from tests.embed.kernels.gpu_cases import backend
 
-pytestmark = pytest.mark.jax_version
-
 ROWS = jnp.array([3, 1, 3], jnp.int32)
 
 
@@ -127,6 +125,7 @@ def passed_trials(monkeypatch) -> list[str]:
     return tried
 
 
+@pytest.mark.jax_version
 def test_the_second_backend_is_not_tried_in_vain(passed_trials):
     choice = kernels.describe("pooled_lookup", *BATCH)
     assert choice.chosen["cuda"] == "triton"
@@ -140,6 +139,7 @@ def test_mosaic_runs_where_it_is_named_first():
         assert kernels.describe("pooled_lookup", *BATCH).chosen["cuda"] == "mosaic"
 
 
+@pytest.mark.jax_version
 def test_mosaic_runs_where_jax_has_no_triton(monkeypatch, passed_trials):
     """JAX has deprecated the Triton backend of Pallas."""
     backend("mosaic")
@@ -153,6 +153,7 @@ def test_mosaic_runs_where_jax_has_no_triton(monkeypatch, passed_trials):
     assert passed_trials == ["mosaic"]
 
 
+@pytest.mark.jax_version
 def test_mosaic_says_that_jax_is_too_old(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
     reason = mosaic.refuse("row_lookup", {})

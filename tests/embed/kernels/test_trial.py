@@ -23,8 +23,6 @@ from jaxrec.embed.kernels.answers import Answers, Trials
 from jaxrec.embed.kernels.trial import Form, compare
 from jaxrec.embed.kernels.triton.readers import reader_of
 
-pytestmark = pytest.mark.jax_version
-
 COPY = Form("row_lookup", "float32", 16)
 RULES = {
     "sgd": optim.sgd(0.01),
@@ -107,6 +105,7 @@ def diligent(table, state, *arguments, **options):
     return new.at[7].multiply(0.99), state
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_right_kernels_pass(gpu: types.ModuleType, form: Form):
     kernel = functools.partial(getattr(gpu, form.primitive), interpret=True)
@@ -174,6 +173,7 @@ def test_forms_of_other_formats_do_not_last():
     assert not Form("row_lookup", "float8", 4, row_format=Own()).is_lasting
 
 
+@pytest.mark.jax_version
 def test_each_primitive_of_the_kernels_is_tried():
     tried = {form.primitive for form in [*FORMS, *ATTENTION]}
     of_gpus = {
@@ -229,6 +229,7 @@ def test_another_card_is_tried_anew(trials):
         assert trials(Newer, row_lookup=broken).failure(COPY) is not None
 
 
+@pytest.mark.jax_version
 def test_other_versions_are_tried_anew(monkeypatch):
     class Driver(Card):
         client = types.SimpleNamespace(platform_version="driver 2")

@@ -15,8 +15,6 @@ from jaxrec.data.statistics import Moments
 from jaxrec.serve.artifact.export import write_columns
 from jaxrec.serve.artifact.manifest import ColumnEncoding, VocabularyFiles
 
-pytestmark = pytest.mark.jax_version
-
 VALUES = {
     "text": pa.array(["", "Ulm", "Ägypten", "x" * 50, "Ulm", "a"]),
     "bytes": pa.array([b"\x00", b"\xff\xfe", b"", b"\x00"]),

@@ -24,8 +24,6 @@ from tests.serve.artifact.edited import write_manifest
 from tests.serve.models import dlrm, features
 from tests.serve.record import ATTENTION, DTYPES, RECORDED, make_batch, make_sequences
 
-pytestmark = pytest.mark.jax_version
-
 
 @pytest.fixture
 def recorded(tmp_path) -> pathlib.Path:
@@ -33,6 +31,7 @@ def recorded(tmp_path) -> pathlib.Path:
     return pathlib.Path(shutil.copytree(RECORDED / "int8", tmp_path / "model"))
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize("name", [*DTYPES, ATTENTION])
 def test_recordings_have_the_scores_of_their_time(name):
     served = load(RECORDED / name)
@@ -43,6 +42,7 @@ def test_recordings_have_the_scores_of_their_time(name):
     np.testing.assert_allclose(served.predict(*batch), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.jax_version
 def test_recordings_call_the_first_version_of_each_exported_target():
     called = {
         target
@@ -55,6 +55,7 @@ def test_recordings_call_the_first_version_of_each_exported_target():
     assert called == {f"jaxrec.{name}.v1" for name in (*primitives, *packed)}
 
 
+@pytest.mark.jax_version
 def test_tables_stay_in_their_files():
     served = load(RECORDED / "float32")
     (rows, *_) = (
@@ -70,12 +71,14 @@ def test_tables_stay_in_their_files():
     assert any(int(start, 16) <= where < int(stop, 16) for start, stop in spans)
 
 
+@pytest.mark.jax_version
 def test_warm_up_compiles_all_sizes():
     served = load(RECORDED / "int8")
     served.warm_up()
     assert set(served._compiled) == {1, 8}
 
 
+@pytest.mark.jax_version
 def test_several_threads_predict():
     served = load(RECORDED / "float32")
     batches = [make_batch(samples) for samples in range(1, 25)]
@@ -222,6 +225,7 @@ def test_checksums_are_left_out_on_request(recorded):
         load(recorded, verify=False)
 
 
+@pytest.mark.jax_version
 def test_programs_that_jax_cannot_read(recorded):
     file = recorded / "programs/cpu-8.jax"
     file.write_bytes(b"\0" * file.stat().st_size)
@@ -235,6 +239,7 @@ def test_folders_that_are_no_model(tmp_path):
             load(path)
 
 
+@pytest.mark.jax_version
 def test_machines_without_the_native_library(monkeypatch):
     monkeypatch.setattr(cpu, "_load", lambda: "the native library was not built")
     with pytest.raises(ArtifactError, match=r"calls jaxrec.*v1, which is missing here: the native"):

@@ -14,8 +14,6 @@ from jaxrec.tier import ChangeTracker, VersionError, publish
 from tests.serve.models import MODELS
 from tests.serve.test_swap import BATCH, Ranker, predict
 
-pytestmark = pytest.mark.jax_version
-
 FORMS = {
     "float32": lambda model: model,
     "int8": quantize,
@@ -30,6 +28,7 @@ def exported(model, path, **options):
     return load(path)
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize("form", FORMS)
 def test_versions_of_rows_and_of_dense_variables(form, tmp_path):
     model, versions = Ranker(1), tmp_path / "versions"

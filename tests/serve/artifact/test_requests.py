@@ -21,8 +21,6 @@ from jaxrec.serve.artifact.requests import Request
 from tests.fuzz import max_examples
 from tests.serve.models import clicks, dlrm
 
-pytestmark = pytest.mark.jax_version
-
 PAIR = Structure("tuple", (), (Structure(), Structure()))
 
 
