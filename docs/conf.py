@@ -18,7 +18,9 @@ extensions = [
     "sphinx_copybutton",
     "api_pages",
     "built_site",
+    "formulas",
     "repository_pages",
+    "versions",
 ]
 exclude_patterns = ["_ext", "pictures/*.py"]
 suppress_warnings = [
@@ -27,6 +29,7 @@ suppress_warnings = [
 
 # Pages. Tests run their code and the notebooks, which hold the output of their last run.
 myst_enable_extensions = ["colon_fence", "dollarmath"]
+html_math_renderer = "mathml"
 myst_heading_anchors = 4
 nb_execution_mode = "off"
 
