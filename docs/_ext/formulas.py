@@ -3,14 +3,14 @@
 A docstring writes a formula as ``w <- w - lr g / (sqrt(v) + eps)``, which `help` shows as it is.
 The site shows it as mathematics. What it translates:
 
-==================  ==========================================
-``<-``, ``<=``      an arrow, the relation
-``x_l``, ``x_{l+1}``  subscripts
-``g^2``, ``x^T``    superscripts; ``m^`` is an m with a hat
-``sqrt(v)``         a root
-``sum``, ``eps``     signs; other words stay words
-``a * b``, ``a . b``  products by element, and of vectors
-==================  ==========================================
+=======================  ==============================================
+``<-``, ``<=``           an arrow, a relation
+``x_l``, ``x_{l+1}``     subscripts
+``g^2``, ``x^T``         superscripts; ``m^`` is an m with a hat
+``sqrt(v)``              a root
+``sum``, ``eps``         signs; other words stay words
+``a * b``, ``a . b``     products of elements, and of vectors
+=======================  ==============================================
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def tex_of(formula: str) -> str:
             parts.append(rf"\sqrt{{{tex_of(formula[position + 1 : end])}}}")
             position = end + 1
         elif kind == "name":
-            parts.append(name(text))
+            parts.append(word(text))
         elif kind == "hat":
             parts[-1] = rf"\hat{{{parts[-1]}}}"
         elif kind in ("sub", "power"):
@@ -104,7 +104,7 @@ def tex_of(formula: str) -> str:
     return "".join(parts)
 
 
-def name(text: str) -> str:
+def word(text: str) -> str:
     if len(text) == 1 or text in SIGNS_BY_NAME:
         return SIGNS_BY_NAME.get(text, text)
     if len(text) == 2 and text[1].isdigit():
