@@ -4,7 +4,8 @@ import importlib.metadata
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent / "_ext"))
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE / "_ext"))
 
 project = "jaxrec"
 author = "the jaxrec authors"
@@ -53,6 +54,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = "jaxrec"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(HERE / "_ext/search_scorer.js")
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {
