@@ -21,6 +21,7 @@ extensions = [
     "built_site",
     "formulas",
     "repository_pages",
+    "search_words",
     "versions",
 ]
 exclude_patterns = ["_ext", "pictures/*.py"]

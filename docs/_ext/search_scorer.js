@@ -1,7 +1,10 @@
 // Ranks the results of the site's search. Sphinx gives all pages that have the words of a query one
-// score. Here pages come first that have the words in a heading, and results lead to that section.
+// score. Here pages come first that have the words in their headings, and a result leads to the section
+// whose heading has most of them.
 
-const HEADING = 10; // of each word, times the share of the heading that the words are
+const HEADING = 10; // of each word in a heading, for a heading of these words alone; else less
+const PAGE = 4; // of each word in any heading of the page
+const FOR_MAKERS = 0.7; // of pages for those who change jaxrec: others look for guides
 
 const stems = (text) => {
   const stemmer = new Stemmer();
@@ -26,17 +29,20 @@ var Scorer = {
     const [page, title, , , score, , kind] = result;
     if (kind !== "text") return score;
     const query = stems(new URLSearchParams(window.location.search).get("q") ?? "");
+    const covered = new Set();
     let best = { score: 0 };
     for (const heading of headingsOf(page)) {
-      const found = [...query].filter((word) => heading.stems.has(word)).length;
-      const score = HEADING * found * (0.5 + found / (2 * heading.stems.size));
-      if (found && score > best.score) best = { ...heading, score };
+      const found = [...query].filter((word) => heading.stems.has(word));
+      found.forEach((word) => covered.add(word));
+      const score = HEADING * found.length * (0.5 + found.length / (2 * heading.stems.size));
+      if (found.length && score > best.score) best = { ...heading, score };
     }
     if (best.anchor) {
       result[1] = `${title} > ${best.text}`;
       result[2] = `#${best.anchor}`;
     }
-    return score + best.score;
+    const share = /^(internals|results)\/|^changelog$/.test(page) ? FOR_MAKERS : 1;
+    return share * (score + best.score + PAGE * covered.size);
   },
 
   // As Sphinx has them.
