@@ -17,7 +17,7 @@ WORDS = {
     "planner": "memory budget, automatic",
     "quantization": "quantize, compress, smaller",
     "serving": "inference, deploy, production, REST, latency",
-    "sharding": "distributed, multi-GPU, model parallel, row-wise, column-wise, sent, communication",
+    "sharding": "distributed, multi-GPU, model parallel, row-wise, column-wise, sent, bandwidth",
     "training": "resume, restart, early stopping, loop",
     "your_own_data": "dataframe, split, validation, test set, held out, holdout, date",
 }
