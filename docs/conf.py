@@ -4,7 +4,8 @@ import importlib.metadata
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent / "_ext"))
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE / "_ext"))
 
 project = "jaxrec"
 author = "the jaxrec authors"
@@ -18,7 +19,10 @@ extensions = [
     "sphinx_copybutton",
     "api_pages",
     "built_site",
+    "formulas",
     "repository_pages",
+    "search_words",
+    "versions",
 ]
 exclude_patterns = ["_ext", "pictures/*.py"]
 suppress_warnings = [
@@ -27,6 +31,7 @@ suppress_warnings = [
 
 # Pages. Tests run their code and the notebooks, which hold the output of their last run.
 myst_enable_extensions = ["colon_fence", "dollarmath"]
+html_math_renderer = "mathml"
 myst_heading_anchors = 4
 nb_execution_mode = "off"
 
@@ -50,6 +55,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = "jaxrec"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(HERE / "_ext/search_scorer.js")
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {

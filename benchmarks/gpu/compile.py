@@ -8,7 +8,7 @@ Prints a line for each kernel and each training step, then a sentence for each f
 status is 1 if there is one. A run of all backends without ``--only`` writes
 ``benchmarks/results/compiled.<card>.jax-<version>.md``, unless told ``--no-write``; HSTU attention,
 which has kernels for Hopper cards alone, has a page ``compiled_attention.*`` of its own.
-docs/gpu.md says how to set this up and what the figures mean.
+docs/internals/gpu.md says how to set this up and what the figures mean.
 
 A failure is: a program that does not compile; a spill; a copy of a table, or temporaries as large
 as the tables; an addition of floats by atomics; more round trips to memory, fewer bytes under way
@@ -131,7 +131,7 @@ class Report:
             [
                 f"# HSTU attention compiled for {self.card.name} by JAX {jax.__version__}\n",
                 f"Made by `python -m benchmarks.gpu.compile{options}` without a GPU. Nothing was "
-                "timed; docs/gpu.md says what the figures mean.\n",
+                "timed; docs/internals/gpu.md says what the figures mean.\n",
                 *ATTENTION_HEADER,
                 *self.attention,
                 "\nKernels and the like that a call launches:\n",
@@ -157,7 +157,7 @@ class Report:
             [
                 f"# Kernels compiled for {self.card.name} by JAX {jax.__version__}\n",
                 f"Made by `python -m benchmarks.gpu.compile{options}` without a GPU. Nothing was "
-                "timed; docs/gpu.md says what the figures mean.\n",
+                "timed; docs/internals/gpu.md says what the figures mean.\n",
                 f"{contents}\n",
                 *KERNEL_HEADER,
                 *map(str, self.kernels),
@@ -419,7 +419,10 @@ def find_tools() -> pathlib.Path:
         return pathlib.Path(spec.origin).parent / "backends/nvidia/bin"
     if (found := shutil.which("nvdisasm")) is not None:
         return pathlib.Path(found).parent
-    sys.exit("neither the package triton nor a CUDA toolkit is here; docs/gpu.md names the set-up")
+    sys.exit(
+        "neither the package triton nor a CUDA toolkit is here; docs/internals/gpu.md names the "
+        "set-up"
+    )
 
 
 if __name__ == "__main__":

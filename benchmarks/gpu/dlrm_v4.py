@@ -14,8 +14,8 @@ computes again. The attention's follow from the pairs that the mask shows: two p
 five backward.
 
 A failure is a copy of a table, or a table that is not updated in place; the exit status is then 1.
-A run without options writes ``benchmarks/results/compiled_dlrm_v4.h200.md``. docs/gpu.md says how
-to set this up.
+A run without options writes ``benchmarks/results/compiled_dlrm_v4.h200.md``. docs/internals/gpu.md
+says how to set this up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/gpu.md from the pages of results.
+"""Writes the tables of the pages of GPUs from the pages of results.
 
     python -m benchmarks.gpu.doc_tables
 
@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
-DOCS = ROOT / "docs/gpu.md"
+PAGES = (ROOT / "docs/gpu.md", ROOT / "docs/internals/gpu.md")
 
 Row: TypeAlias = dict[str, str]
 
@@ -33,7 +33,8 @@ PACKED_ROWS = (
 
 
 def main() -> None:
-    DOCS.write_text(filled(DOCS.read_text()))
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))
 
 
 def filled(text: str) -> str:

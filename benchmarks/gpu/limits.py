@@ -42,7 +42,8 @@ LIMITS = (
     Limit("copy_rows", "D(64|128) trained int8 ", round_trips=2, before_store=2, load_bytes=8),
     Limit("copy_rows", "D(64|128) float8 ", round_trips=2, before_store=2, load_bytes=16),
     Limit("copy_rows", "D(64|128) (int|float8_e)", round_trips=2, before_store=2, load_bytes=4),
-    # Fewer bytes under way than several rows of a bag at a time have, and faster; see docs/gpu.md.
+    # Fewer bytes under way than several rows of a bag at a time have, and faster; see
+    # docs/internals/gpu.md.
     Limit("pool", "(D64|D128|D256) .* L(1|3|20)$", round_trips=3, bytes_under_way=24_000),
     Limit("pool", "", round_trips=9),
     Limit("copy_rows", "", round_trips=2),

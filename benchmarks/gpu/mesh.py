@@ -14,7 +14,7 @@ estimate at the same rates and at its own. The exit status is 1, with a sentence
 the collectives of tables of float32 do not have the bytes that docs/sharding.md states, or no work
 lies between the start and the end of a routed step's exchange of ids.
 
-docs/gpu.md says how to set this up. A run of all steps writes
+docs/internals/gpu.md says how to set this up. A run of all steps writes
 ``benchmarks/results/compiled_mesh.h200.md``.
 """
 
@@ -195,8 +195,8 @@ def main(options: Options) -> None:
         path.write_text(
             "# Sharded steps compiled for NVIDIA H200s\n\n"
             "Made by `python -m benchmarks.gpu.mesh` without a GPU, by JAX "
-            f"{jax.__version__}. Nothing was timed; docs/gpu.md says what the figures mean.\n\n"
-            + "\n".join((*HEADER, *lines, "", *ESTIMATE_HEADER, *estimates, ""))
+            f"{jax.__version__}. Nothing was timed; docs/internals/gpu.md says what the figures "
+            "mean.\n\n" + "\n".join((*HEADER, *lines, "", *ESTIMATE_HEADER, *estimates, ""))
         )
         print(path)
     print(*failures or ["No failure."], sep="\n")

@@ -66,7 +66,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -85,10 +85,13 @@ from jaxrec.embed.taps import (
 )
 from jaxrec.embed.variables import is_variable
 
+Arguments = ParamSpec("Arguments")
+Value = TypeVar("Value")
+
 
 def value_and_grad(
-    loss: Callable[..., Any], *, has_aux: bool = False, wrt: Any = nnx.Param
-) -> Callable[..., tuple[Any, Gradients]]:
+    loss: Callable[Arguments, Value], *, has_aux: bool = False, wrt: Any = nnx.Param
+) -> Callable[Arguments, tuple[Value, Gradients]]:
     """Differentiate a loss like `nnx.value_and_grad`, for models that look up embeddings.
 
     The loss may call any number of collections any number of times, also under `nnx.remat` and
@@ -128,6 +131,8 @@ def value_and_grad(
         [[1.0, 1.0], [1.0, 1.0]]
     """
 
+    function = cast(Callable[..., Any], loss)
+
     @functools.wraps(loss)
     def evaluate(model: nnx.Module, *args: Any, **kwargs: Any) -> tuple[Any, Gradients]:
         if not isinstance(model, nnx.Module):
@@ -139,7 +144,7 @@ def value_and_grad(
 
             def bound(model: nnx.Module, *args: Any) -> Any:
                 differentiation.begin()
-                return loss(model, *args, **kwargs)
+                return function(model, *args, **kwargs)
 
             # Numbers in the comments are those of the steps at the top of this file.
             own = _of_this_trace(model)
@@ -167,7 +172,7 @@ def value_and_grad(
         # 5; the update, 6, is that of `jaxrec.Optimizer`.
         return value, Gradients.of(dense, tie_to(scalar, tables), stores, is_finite)
 
-    return evaluate
+    return cast(Callable[Arguments, tuple[Value, Gradients]], evaluate)
 
 
 def _of_this_trace(model: nnx.Module) -> nnx.Module:

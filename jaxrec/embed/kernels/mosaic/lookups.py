@@ -75,8 +75,8 @@ def _pool(*refs: Any, tile: Tile, layout: BagLayout, reader: Reader) -> None:
     """Pool one bag per group."""
     ids, weights, starts, ends, features, table, out = refs
     # Bags are taken feature by feature, so that programs that run at once read one table: up to 6 %
-    # faster on an H200 by Triton (docs/gpu.md). They are written interleaved, as the output wants
-    # them.
+    # faster on an H200 by Triton (docs/internals/gpu.md). They are written interleaved, as the
+    # output wants them.
     lanes, bags = tile.lanes, tile.group_ids()
     is_bag = bags < layout.num_bags
     start, end = (load(each, bags, is_bag, lanes) for each in (starts, ends))

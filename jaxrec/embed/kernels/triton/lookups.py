@@ -77,7 +77,8 @@ def _pool(
 ) -> None:
     """Pool one bag per group."""
     # Bags are taken feature by feature, so that programs that run at once read one table: up to 6 %
-    # faster on an H200 (docs/gpu.md). They are written interleaved, as the output wants them.
+    # faster on an H200 (docs/internals/gpu.md). They are written interleaved, as the output wants
+    # them.
     bags = tile.group_ids()
     is_bag = bags < layout.num_bags
     start = pltriton.load(starts.at[bags], mask=is_bag, other=0)

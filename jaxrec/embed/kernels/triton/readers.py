@@ -46,9 +46,9 @@ class PlainReader:
 
     def tile(self, mean_length: float, elements: int | None, warps: int | None) -> Tile:
         """Return the tile that sums groups of a mean length; see `Tile.of`."""
-        # The fastest tiles on an H200 (docs/gpu.md). With one row of each group at a time, a lane
-        # needs few registers and many programs are resident. A batch may have few long groups, so
-        # several rows of each are on their way at once.
+        # The fastest tiles on an H200 (docs/internals/gpu.md). With one row of each group at a
+        # time, a lane needs few registers and many programs are resident. A batch may have few
+        # long groups, so several rows of each are on their way at once.
         columns = pl.next_power_of_2(self.width)
         if mean_length <= MIDDLING:
             warps = warps or (2 if columns <= 512 else None)
@@ -168,7 +168,7 @@ class PackedReader:
     def tile(self, mean_length: float, elements: int | None, warps: int | None) -> Tile:
         """Return the tile that sums groups of packed rows; see `Tile.of_bytes`."""
         # For groups of middling length, one row of each at a time, by programs of one warp, is
-        # fastest on an H200: 0.75 to 0.83 of the time (docs/gpu.md).
+        # fastest on an H200: 0.75 to 0.83 of the time (docs/internals/gpu.md).
         if SHORT < mean_length <= MIDDLING:
             loaded = max((elements or ELEMENTS // 2) // self.planes, self.vector)
             return Tile.of(self.width, mean_length, loaded, warps or 1, depth=1)

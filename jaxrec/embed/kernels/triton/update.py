@@ -24,7 +24,7 @@ from jaxrec.optim.hyperparameters import Step, numbers_of_step, resolve, with_nu
 from jaxrec.optim.norm import cut_rows
 
 # Lookups in a part of a frequent row, and parts in a block: see `SortedLookups`. Blocks of 16 and
-# not of 256 save 5 % of an update with few, frequent rows (docs/gpu.md).
+# not of 256 save 5 % of an update with few, frequent rows (docs/internals/gpu.md).
 CUT = 64
 BLOCK = 16
 

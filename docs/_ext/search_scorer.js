@@ -1,0 +1,57 @@
+// Ranks the results of the site's search. Sphinx gives all pages that have the words of a query one
+// score. Here pages come first that have the words in their headings, and a result leads to the section
+// whose heading has most of them.
+
+const HEADING = 10; // of each word in a heading, for a heading of these words alone; else less
+const PAGE = 4; // of each word in any heading of the page
+const FOR_MAKERS = 0.7; // of pages for those who change jaxrec: others look for guides
+
+const stems = (text) => {
+  const stemmer = new Stemmer();
+  const words = text.toLowerCase().match(/[\p{L}\p{N}_]+/gu) ?? [];
+  return new Set(words.map((word) => stemmer.stemWord(word)).filter((word) => !stopwords.has(word)));
+};
+
+// Headings by page, each with its anchor and stems; made once, by the first result.
+let headings = null;
+const headingsOf = (page) => {
+  if (headings === null) {
+    headings = {};
+    for (const [text, places] of Object.entries(Search._index.alltitles))
+      for (const [number, anchor] of places)
+        (headings[Search._index.docnames[number]] ??= []).push({ text, anchor, stems: stems(text) });
+  }
+  return headings[page] ?? [];
+};
+
+var Scorer = {
+  score: (result) => {
+    const [page, title, , , score, , kind] = result;
+    if (kind !== "text") return score;
+    const query = stems(new URLSearchParams(window.location.search).get("q") ?? "");
+    const covered = new Set();
+    let best = { score: 0 };
+    for (const heading of headingsOf(page)) {
+      const found = [...query].filter((word) => heading.stems.has(word));
+      found.forEach((word) => covered.add(word));
+      const score = HEADING * found.length * (0.5 + found.length / (2 * heading.stems.size));
+      if (found.length && score > best.score) best = { ...heading, score };
+    }
+    if (best.anchor) {
+      result[1] = `${title} > ${best.text}`;
+      result[2] = `#${best.anchor}`;
+    }
+    const share = /^(internals|results)\/|^changelog$/.test(page) ? FOR_MAKERS : 1;
+    return share * (score + best.score + PAGE * covered.size);
+  },
+
+  // As Sphinx has them.
+  objNameMatch: 11,
+  objPartialMatch: 6,
+  objPrio: { 0: 15, 1: 5, 2: -5 },
+  objPrioDefault: 0,
+  title: 15,
+  partialTitle: 7,
+  term: 5,
+  partialTerm: 2,
+};
