@@ -318,7 +318,10 @@ class Program:
     def _add_counts(
         self, most: int, tables: Sequence[Sequence[Member]], count: int, unit: float
     ) -> None:
-        """Constrain ``most`` by counts: some device has ``n / D`` of ``n`` parts, rounded up."""
+        """Constrain ``most`` to the load of the device with the most parts.
+
+        Of ``n`` parts on ``D`` devices, some device has ``ceil(n / D)``.
+        """
         num_devices = self.problem.topology.num_devices
         unit *= float(self.problem.weights[count].min())
         members = [(option, y) for table in tables for option, y, _ in table]

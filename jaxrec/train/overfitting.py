@@ -23,7 +23,7 @@ def describe_overfitting(
     step: int,
     epochs: int,
 ) -> str | None:
-    """Return a sentence on where training and held-out values part; None: they do not.
+    """Return a sentence on where held-out values stop following training; None: they follow.
 
     The values compared are those of the first measure that is best when it is smallest, such as
     normalized entropy. In the first epoch the model has not seen a row before it is evaluated on

@@ -28,7 +28,7 @@ _FORMATS = (PlainRows, BFloat16Bits, TrainedInt8Rows, ScaledFloat8Rows)
 
 
 def refuse_format(row_format: RowFormat) -> str | None:
-    """Return why no kernel updates rows of a format; None: one does."""
+    """Return why the kernels do not update rows of a format; None: they do."""
     # Not `isinstance`: a format derived from one of these may store rows in another way.
     if type(row_format) in _FORMATS:
         return None
