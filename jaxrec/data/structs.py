@@ -19,7 +19,7 @@ def flat_table(table: pa.Table, names: Collection[str] = ()) -> pa.Table:
 
 
 def with_null_fields(table: pa.Table, names: Collection[str]) -> pa.Table:
-    """Replace columns without any value by those of ``names`` that are their fields.
+    """Replace a column of nulls alone by the columns of ``names`` that are its fields.
 
     Where no row has a struct, as pandas and JSON write it, its fields are not known: other rows of
     the data set have their names, such as ``user.age`` for the column ``user``.

@@ -199,7 +199,7 @@ class _Center:
         return None if self._lost is None else max(0.0, self._end_at - time.monotonic())
 
     def _is_over(self) -> bool:
-        """Return whether all that are left were told of a lost process, or had time to connect."""
+        """Return whether all other processes were told of a lost one, or had time to connect."""
         # A process that connects only now, in the first seconds of a job, would else find this one
         # gone, and name it as the lost one.
         if self._lost is None:

@@ -339,7 +339,7 @@ class Program:
             self.constraint([(most, 1.0), (number, -unit * load)], low=0)
 
     def _add_memory(self) -> None:
-        """Add the memory of a device: what is kept, the largest group's exchange, and the loads."""
+        """Bound a device's memory: kept bytes, the largest group's exchange, and loads."""
         problem, decided, capacity = self.problem, self.decided, self.capacity
         temporary, members = self.variable(), self._members()
         # Groups are exchanged one after the other, so their buffers are never there together: the
@@ -362,7 +362,7 @@ class Program:
         self._add_stored()
 
     def _add_stored(self) -> None:
-        """Add the capacities of row stores in host memory and on disk."""
+        """Bound the bytes of row stores in host memory and on disk."""
         capacities = {"host": self.problem.host_capacity, "store": self.problem.store_capacity}
         for storage, capacity in capacities.items():
             members = [

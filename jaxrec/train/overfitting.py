@@ -31,7 +31,7 @@ def describe_overfitting(
 
     Args:
         history: Values by step and name, as `read_history` returns them.
-        measures: What the model reports.
+        measures: Measures that the model reports.
         results: Values of the model on held-out rows.
         step: Step of the model.
         epochs: Number of epochs of the run.

@@ -101,9 +101,9 @@ def window_within(memory: str, groups: ParquetGroups, schema: Schema, most: int)
 
 
 def _needed(groups: ParquetGroups, schema: Schema, window: int) -> int:
-    """Return about how many bytes rows take, of which ``window`` row groups are shuffled together.
+    """Estimate the bytes of rows in memory if ``window`` row groups are shuffled together.
 
-    The larger one of what learning the columns takes and of what training does.
+    Return the larger one of two numbers: the bytes for learning the columns, and for training.
     """
     stored = max(groups.bytes_of_groups)
     # Each value becomes a number of 4 bytes, or a raw id of 8. A row has a weight besides, parts of

@@ -102,7 +102,7 @@ def read_axes(texts: Sequence[str]) -> tuple[Axis, ...]:
 
 
 def _option(name: str) -> str:
-    """Return the whole name of an option that is named whole, by an alias, or by its last part."""
+    """Return an option's full name, given that name, an alias, or the part after the last dot."""
     wanted = name.replace("_", "-")
     options = {each.name: each.aliases for each in option_names(TrainConfig)}
     found = [x for x, aliases in options.items() if wanted == x or wanted in aliases]

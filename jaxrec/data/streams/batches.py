@@ -56,10 +56,10 @@ class ResumableBatches(Protocol):
 
 @dataclasses.dataclass
 class _Iteration:
-    """One pass over the source: its reader, and what each of its batches has used.
+    """One pass over the source: its reader, and the positions after each batch.
 
-    ``used`` has for each batch that is given and not used the positions after it that differ from
-    those before, and the newest event time so far.
+    ``used`` has an entry for each batch that was given and is not used yet: the positions that the
+    batch moved, and the newest event time so far.
     """
 
     reader: SourceReader | None = None

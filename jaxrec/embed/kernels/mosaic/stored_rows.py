@@ -43,7 +43,7 @@ class StoredRows:
         array: A reference ``[rows]`` or ``[rows, dim]``, or packed rows with a reference.
         lanes: Lanes of the update's rows, ``[groups, columns]``.
         groups: Rows of its tile.
-        salt: Number of the array, of which the random bits of its rounding depend.
+        salt: Number of the array; it makes the random bits of its rounding differ from others'.
     """
 
     array: Any
