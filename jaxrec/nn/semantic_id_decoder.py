@@ -15,7 +15,7 @@ from jaxtyping import Array, DTypeLike, Float, Int32
 from jaxrec.nn.code_blocks import CodeBlock
 from jaxrec.nn.code_stacks import CausalStack, CodeStack, EncoderDecoderStack
 from jaxrec.nn.code_tokens import CodeEmbedding, Histories
-from jaxrec.nn.semantic_ids.beam_search import Beams, beam_search, check_beams
+from jaxrec.nn.semantic_ids.beams import Beams, beam_search, check_beams
 from jaxrec.nn.semantic_ids.item_codes import SemanticIds
 from jaxrec.nn.semantic_ids.item_trie import ItemTrie
 from jaxrec.nn.tiled_attention import BLOCK
