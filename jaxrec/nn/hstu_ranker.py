@@ -46,7 +46,7 @@ class HSTURanker(nnx.Module):
     Args:
         embeddings: Tables of all features of ids.
         features: Names of the batch's features.
-        tasks: What to predict of each target.
+        tasks: Tasks to predict for each target.
         dim: Columns of a token.
         num_layers: Number of units.
         num_heads: Heads of each unit.
@@ -339,7 +339,7 @@ class HSTURanker(nnx.Module):
         """Return the loss of each task, over all targets of a batch.
 
         Args:
-            logits: What a call of the model returned.
+            logits: Result of a call of the model.
             features: The batch, whose target features have the labels.
             weights: ``[capacity, tasks]`` weight of each target in each task; None: ones.
 

@@ -169,9 +169,9 @@ class SemanticIdDecoder(nnx.Module):
         self.trie = _Trie(trie)
 
     def set_items(self, ids: SemanticIds) -> None:
-        """Replace the items, such as by the same ones and new ones behind them.
+        """Replace the items, for example to add new ones after the old ones.
 
-        Shapes stay, so that compiled programs, checkpoints and exported models go on.
+        Shapes stay, so that compiled programs, checkpoints and exported models remain valid.
 
         Raises:
             ValueError: Codes have other sizes, or the items do not fit ``capacity`` or ``widths``.

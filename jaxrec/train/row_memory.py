@@ -94,7 +94,7 @@ def check_groups(memory: str | None, groups: ParquetGroups, schema: Schema) -> N
 
 
 def window_within(memory: str, groups: ParquetGroups, schema: Schema, most: int) -> int:
-    """Return how many row groups are shuffled together, from 1 to ``most``."""
+    """Return the number of row groups to shuffle together, from 1 to ``most``."""
     limit = parse_memory(memory)
     fitting = (n for n in range(most, 1, -1) if _needed(groups, schema, n) <= limit)
     return next(fitting, 1)

@@ -323,7 +323,7 @@ def _report(
 
 
 def _measures(run: Combination) -> tuple[Measure, ...]:
-    """Return what a finished run reports, first the value by which runs are compared."""
+    """Return the measures of a finished run, first the one by which runs are compared."""
     measures = model_kind(run.config, saved_encoder(run.output)).measures
     best = best_measure(run.config.checkpoint.best_by, measures)
     return (best, *(x for x in measures if x != best))

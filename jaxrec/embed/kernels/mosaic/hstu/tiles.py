@@ -140,7 +140,7 @@ class Buffers:
 
 
 def buffers_that_fit(used: int, each: int) -> int:
-    """Return how many sets of buffers of ``each`` bytes fit beside ``used`` bytes, one to four."""
+    """Return the number of sets of ``each`` bytes that fit beside ``used`` bytes, 1 to 4."""
     return int(np.clip((SHARED_MEMORY - used) // each, 1, 4))
 
 
