@@ -350,7 +350,7 @@ class StreamBatches:
         return float(value) * _UNITS[self.event_time_unit]
 
     def lag(self) -> Mapping[str, int]:
-        """Return how much of the source is not used yet, by part: messages, or files.
+        """Return the number of messages, or of files, that are not used yet, by part.
 
         It is at most 5 seconds old; empty before the first iteration.
         """
