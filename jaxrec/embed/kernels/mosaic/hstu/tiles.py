@@ -57,7 +57,7 @@ def each_block(
 
 
 def each_turn(index: Array, turn: Array) -> Array:
-    """Return ``index``, hidden from the compiler so that each turn of a loop reads memory anew."""
+    """Return ``index``, hidden from the compiler so that each turn computes its addresses anew."""
     # The shift is 0, which the compiler does not know. Otherwise it computes the address of each
     # product's operand before the loop, and holds some dozens of them in registers that are needed.
     return index + jax.lax.shift_right_logical(turn, 30)
