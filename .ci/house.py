@@ -1,23 +1,28 @@
 #!/usr/bin/env python3
 """Prints the size and shape of the code base, to compare two checkouts.
 
-Usage: python .ci/house.py [CHECKOUT]
+Usage: python .ci/house.py [CHECKOUT] [--since COMMIT]
 
 Needs Python alone: nothing is imported. Prints, for each package and for all of ``jaxrec``, the
 number of files, lines, lines of code (without docstrings, comments, imports and blank lines), lines
 of docstrings and of comments, and public names; then the ``isinstance`` of concrete table stores
 outside of the modules that define them, the methods of `TableStore`, and the names that a package
 exports although a module of it has the same name.
+
+``--since`` sets apart what was written after a commit, such as new features: it prints how many of
+the files and of the lines of code were there already, by ``git diff`` and ``git blame``. A line
+counts as new if a later commit changed it.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import io
 import pathlib
 import re
-import sys
+import subprocess
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
@@ -42,8 +47,11 @@ class Sizes:
         return Sizes(*(a + b for a, b in pairs))
 
 
-def file_sizes(text: str) -> Sizes:
-    """Return the sizes of one file; a line of code with a comment behind it counts as both."""
+def file_lines(text: str) -> tuple[set[int], set[int], set[int]]:
+    """Return the numbers of a file's lines of code, docstrings and comments.
+
+    A line of code with a comment behind it is in both.
+    """
     tree = ast.parse(text)
     docstrings = set(_lines_of(_docstrings(tree)))
     imports = set(
@@ -55,13 +63,13 @@ def file_sizes(text: str) -> Sizes:
             comments.add(token.start[0])
         elif token.string.strip() and token.type != tokenize.ENDMARKER:
             code.update(range(token.start[0], token.end[0] + 1))
-    return Sizes(
-        files=1,
-        lines=len(text.splitlines()),
-        code=len(code - docstrings - imports),
-        docstrings=len(docstrings),
-        comments=len(comments),
-    )
+    return code - docstrings - imports, docstrings, comments
+
+
+def file_sizes(text: str) -> Sizes:
+    """Return the sizes of one file."""
+    code, docstrings, comments = map(len, file_lines(text))
+    return Sizes(1, len(text.splitlines()), code, docstrings, comments)
 
 
 def _docstrings(tree: ast.Module) -> Iterator[ast.AST]:
@@ -114,7 +122,28 @@ def store_methods(tree: ast.Module) -> tuple[int, int]:
     return 0, 0
 
 
-def main(root: pathlib.Path) -> None:
+def there_before(root: pathlib.Path, commit: str) -> tuple[int, int]:
+    """Return the numbers of files and of lines of code that were there at a commit."""
+
+    def git(*arguments: str) -> list[str]:
+        command = ["git", *arguments, "--", "jaxrec"]
+        run = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
+        return run.stdout.splitlines()
+
+    # A file that was renamed, and edited on the way, is not a new one.
+    added = git("diff", "--name-only", "--diff-filter=A", "-M40%", "-l0", commit)
+    files = {path for path in git("ls-files") if path.endswith(".py")}
+    lines = 0
+    for path in sorted(files):
+        code, _, _ = file_lines((root / path).read_text())
+        command = ["git", "blame", "-s", "-w", f"{commit}..", "--", path]
+        run = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
+        blamed = enumerate(run.stdout.splitlines(), start=1)
+        lines += sum(line.startswith("^") for number, line in blamed if number in code)
+    return len(files - {*added}), lines
+
+
+def main(root: pathlib.Path, since: str | None) -> None:
     """Print the tables of a checkout."""
     package = root / "jaxrec"
     sizes: dict[str, Sizes] = defaultdict(Sizes)
@@ -149,11 +178,16 @@ def main(root: pathlib.Path) -> None:
     print(f"functions or classes that hide a module: {len(shadowed)}")
     for name in shadowed:
         print(f"  {name}")
+    if since is not None:
+        files, lines = there_before(root, since)
+        print(f"there at {since}: {files} of the files, {lines} of the lines of code")
 
 
 if __name__ == "__main__":
-    main(
-        pathlib.Path(sys.argv[1])
-        if len(sys.argv) > 1
-        else pathlib.Path(__file__).resolve().parents[1]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "checkout", nargs="?", type=pathlib.Path, default=pathlib.Path(__file__).parents[1]
     )
+    parser.add_argument("--since", help="commit after which lines are new")
+    options = parser.parse_args()
+    main(options.checkout.resolve(), options.since)

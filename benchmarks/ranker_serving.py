@@ -30,7 +30,7 @@ import tyro
 from flax import nnx
 
 import jaxrec
-from jaxrec.nn import HSTURanker, RankerFeatures, Task
+from jaxrec.nn import HSTURanker, RankerFeatures, TargetTask
 from jaxrec.serve import export_ranker, load_ranker
 
 ITEMS, USERS, NEW = 100_000, 10_000, 16
@@ -64,7 +64,7 @@ def make_model(options: Options) -> HSTURanker:
             times=("time", "candidate_time"),
             actions=("action", "label"),
         ),
-        [Task("click", bit=1), Task("like", bit=2)],
+        [TargetTask("click", bit=1), TargetTask("like", bit=2)],
         dim=options.dim,
         num_layers=options.layers,
         num_heads=options.heads,

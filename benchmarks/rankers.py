@@ -30,7 +30,7 @@ from flax import nnx
 import jaxrec
 from jaxrec.data import GeneratedEvents, movielens_ratings
 from jaxrec.metrics import auc
-from jaxrec.nn import DIN, DLRM, HSTURanker, RankerFeatures, SASRec, Task, candidate_scores
+from jaxrec.nn import DIN, DLRM, HSTURanker, RankerFeatures, SASRec, TargetTask, candidate_scores
 from jaxrec.train import compile_step
 
 Batch = jaxrec.KeyedJaggedArray
@@ -301,7 +301,7 @@ def make_hstu(options: Options, data: Data, rngs: nnx.Rngs) -> HSTURanker:
         RankerFeatures(
             {"history": "candidate"}, times=("time", "now"), actions=("action", "label")
         ),
-        [Task("played", bit=PLAYED)],
+        [TargetTask("played", bit=PLAYED)],
         dim=options.dim,
         num_layers=options.num_layers,
         num_heads=2,

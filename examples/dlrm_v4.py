@@ -25,7 +25,7 @@ import tyro
 from flax import nnx
 
 import jaxrec
-from jaxrec.nn import HSTURanker, RankerFeatures, Task
+from jaxrec.nn import HSTURanker, RankerFeatures, TargetTask
 from jaxrec.train import compile_step
 
 DIM, LISTEN = 512, 1
@@ -92,7 +92,7 @@ def make_model(settings: Settings) -> HSTURanker:
             tables, optimizer=jaxrec.optim.rowwise_adagrad(rate, eps=1e-8), rngs=rngs
         ),
         FEATURES,
-        [Task("listen", bit=LISTEN, weight=0.2)],
+        [TargetTask("listen", bit=LISTEN, weight=0.2)],
         dim=DIM,
         num_layers=3,
         num_heads=4,

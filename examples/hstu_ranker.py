@@ -23,7 +23,7 @@ from flax import nnx
 import jaxrec
 from jaxrec.data import GeneratedEvents
 from jaxrec.metrics import auc
-from jaxrec.nn import HSTURanker, RankerFeatures, Task
+from jaxrec.nn import HSTURanker, RankerFeatures, TargetTask
 from jaxrec.train import compile_step
 
 PLAYED = 1  # bit of an action
@@ -65,7 +65,7 @@ def make_model(settings: Settings, log: GeneratedEvents, rate: optax.Schedule) -
         RankerFeatures(
             {"history": "candidate"}, times=("time", "now"), actions=("action", "label")
         ),
-        [Task("played", bit=PLAYED)],
+        [TargetTask("played", bit=PLAYED)],
         dim=settings.dim,
         num_layers=settings.num_layers,
         num_heads=2,

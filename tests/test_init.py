@@ -36,7 +36,11 @@ def test_modules_load_without_what_they_do_not_use():
 
 @pytest.mark.parametrize(
     ("package", "name", "now"),
-    [("mesh", "Precision", "ExchangePrecision"), ("plan", "statistics", "sample_statistics")],
+    [
+        ("mesh", "Precision", "ExchangePrecision"),
+        ("nn", "Task", "TargetTask"),
+        ("plan", "statistics", "sample_statistics"),
+    ],
 )
 def test_earlier_names_are_there(package, name, now):
     module = getattr(jaxrec, package)

@@ -156,7 +156,6 @@ TESTED_BY = {
         "serve/http/metrics",
         "serve/http/bodies",
     ),
-    "serve/http/test_ranker_predictor": ("serve/http/ranker_columns",),
     "serve/http/test_server": (
         "commands/serve",
         "serve/http/limits",

@@ -248,7 +248,7 @@ def failed_trials(choices: Sequence[Choice]) -> list[str]:
 
 
 def _tried() -> set[str]:
-    """Return the names of the implementations in kernels for GPUs."""
+    """Return the names of the implementations for GPUs, which run only after a trial."""
     return {each.name for each in registry.IMPLEMENTATIONS if each.is_tried}
 
 

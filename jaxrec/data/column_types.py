@@ -65,7 +65,7 @@ def holds_structs(kind: pa.DataType) -> bool:
 
 
 def how_to_flatten(name: str, kind: pa.DataType) -> str:
-    """Say how a column of lists of structs becomes columns of lists.
+    """Return the advice to turn a column of lists of structs into columns of lists.
 
     Example:
         >>> how_to_flatten("items", pa.list_(pa.struct({"id": pa.int64(), "price": pa.float32()})))

@@ -30,9 +30,9 @@ _UTC = (None, "UTC", "Etc/UTC", "+00:00")
 def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     """Return the type that a column has if files have it in two types; None: they do not agree.
 
-    Null agrees with every type, and so do booleans, integers, decimals and floats with each other,
-    of which the last one is taken: true is 1. Dates become timestamps. The order of the types does
-    not matter, but for types that features do not tell apart, such as those of strings.
+    Null agrees with every type. Booleans, integers, decimals and floats agree with each other: the
+    result is the later one in this list, and true becomes 1. Dates become timestamps. The order of
+    the two types matters only for types that features treat alike, such as those of strings.
 
     Example:
         >>> common_type(pa.bool_(), pa.float32()), common_type(pa.string(), pa.int64())
@@ -69,7 +69,7 @@ def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _width(kind: pa.DataType) -> tuple[int, int]:
-    """Return numbers that are greater for a type of numbers that has the values of another."""
+    """Return a key that sorts types of numbers: a later type holds the values of earlier ones."""
     if pa.types.is_boolean(kind):
         return 0, 1
     return 1 + (not is_integral(kind)) + pa.types.is_floating(kind), kind.bit_width

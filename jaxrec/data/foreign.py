@@ -167,7 +167,7 @@ def _text(path: pathlib.Path, lines: list[str]) -> str | None:
 
 
 def _named(path: pathlib.Path, suffix: str) -> str:
-    """Say by which name a file is read; names tell formats and compressions."""
+    """Return the advice to give a file the name of its format and compression."""
     plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
     name = plain.with_suffix(suffix).name + (".gz" if is_compressed(path) else "")
     return f"name it {name}, as jaxrec knows formats by names"

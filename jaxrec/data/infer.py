@@ -110,7 +110,7 @@ def infer_schema(
 
 @dataclasses.dataclass(frozen=True)
 class _Feature:
-    """A possible feature: its encoding by its type; None: it is left out for ``reason``.
+    """A possible feature. Without an encoding it is left out for ``reason``.
 
     ``source`` is the column that it comes from, of the type ``kind``.
     """

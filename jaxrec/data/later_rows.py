@@ -127,7 +127,7 @@ def _printable(array: pa.Array) -> pa.Array:
 
 
 def _in_order(value: Any) -> Any:
-    """Return what a value is compared by: some files may have dates, others times or text."""
+    """Return a key to compare a value by: files may mix dates, times and text of times."""
     if isinstance(value, str):
         value = _iso_time(value)
     if isinstance(value, datetime.datetime):

@@ -218,7 +218,7 @@ def columns_of(file: pq.ParquetFile) -> pa.Schema:
 
 
 def _source(path: pathlib.Path) -> Any:
-    """Return what PyArrow reads a file from."""
+    """Return the source from which PyArrow reads a file."""
     return pa.PythonFile(path.open("rb", 0), "r") if isinstance(path, Address) else path
 
 

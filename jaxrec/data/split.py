@@ -69,7 +69,7 @@ class RowSplit(Split):
 
     @property
     def column(self) -> str | None:
-        """Name of the column that decides; None: the numbers of the rows do."""
+        """Name of the column that decides which rows are held out. None: the row numbers do."""
         return None
 
     @property

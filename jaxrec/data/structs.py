@@ -10,8 +10,8 @@ import pyarrow as pa
 def flat_table(table: pa.Table, names: Collection[str] = ()) -> pa.Table:
     """Replace columns of structs by their fields; the fields of a null struct are null.
 
-    Nested structs become ``a.b.c``. The bytes of the values are not copied. ``names`` are those of
-    `with_null_fields`.
+    Nested structs become ``a.b.c``. The bytes of the values are not copied. A column of nulls alone
+    becomes the columns of ``names`` that are its fields, as `with_null_fields` makes them.
     """
     while any(pa.types.is_struct(kind) for kind in table.schema.types):
         table = table.flatten()
@@ -19,7 +19,7 @@ def flat_table(table: pa.Table, names: Collection[str] = ()) -> pa.Table:
 
 
 def with_null_fields(table: pa.Table, names: Collection[str]) -> pa.Table:
-    """Replace columns without any value by those of ``names`` that are their fields.
+    """Replace a column of nulls alone by the columns of ``names`` that are its fields.
 
     Where no row has a struct, as pandas and JSON write it, its fields are not known: other rows of
     the data set have their names, such as ``user.age`` for the column ``user``.

@@ -121,7 +121,7 @@ def stacked(
 
 
 def learned_widths(columns: pa.Schema, groups: Iterable[ColumnGroups]) -> dict[str, int]:
-    """Return the length of the lists of each column of lists of floats whose lists have one.
+    """Return the length of the vectors in each column of lists of floats of one length.
 
     The first row group with vectors decides; a pass over all rows then refuses other lengths.
     """

@@ -143,8 +143,8 @@ class Collection(TappedModule):
         The row of a padding id becomes zeros, whatever its values.
 
         Raises:
-            KeyError: If there is no table of that name.
-            ValueError: If the shape is another.
+            KeyError: There is no table of that name.
+            ValueError: The shape is another.
         """
         store = self._store.write(name, values)
         self.tables.set_value(zero_padding_rows(store, {name}))
@@ -153,7 +153,7 @@ class Collection(TappedModule):
         """Return a copy of one table's optimizer state, arrays of ``num_embeddings`` rows.
 
         Raises:
-            KeyError: If there is no table of that name.
+            KeyError: There is no table of that name.
         """
         return self._store.read_state(name)
 
@@ -161,8 +161,8 @@ class Collection(TappedModule):
         """Set the optimizer state of one table's rows, in place.
 
         Raises:
-            KeyError: If there is no table of that name.
-            ValueError: If the state is not what the table's optimizer keeps.
+            KeyError: There is no table of that name.
+            ValueError: The state is not what the table's optimizer keeps.
         """
         self.tables.set_value(self._store.write_state(name, dict(state)))
 

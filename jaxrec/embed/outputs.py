@@ -167,7 +167,7 @@ def of_read_rows(
 ) -> Lookups:
     """Replace rows that are not read by ``padding``; drop ``bags`` if not pooled.
 
-    They are those of bags that no sample has, and without pooling those of padding ids.
+    These are the rows of bags that no sample has and, without pooling, of padding ids.
     """
     # A bag that no sample has must not touch its rows: they would count as looked up, and
     # optimizers with a decay or moments change a looked-up row even without a gradient.

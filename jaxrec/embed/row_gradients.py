@@ -132,9 +132,9 @@ def _of_winners(gradient: RowGradients, group: Group) -> RowGradients:
 def table_gradient(
     layout: TableLayout, name: str, gradient: Float[Array, "rows dim"], padding_row: int | None
 ) -> dict[str, RowGradients]:
-    """Return the gradient of a table that was read whole, as of one lookup of each row.
+    """Return the gradient of a table that was read whole, as if each row was looked up once.
 
-    The row of a padding id gets none.
+    The row of a padding id gets no gradient.
     """
     group, index = layout.find(name)
     rows = group.row_offsets[index] + jnp.arange(gradient.shape[0], dtype=jnp.int32)

@@ -122,7 +122,7 @@ class Archive:
         self.close()
 
     def _entry(self, name: str) -> zipfile.ZipInfo:
-        """Return what the zip file says about an entry; raise ``error`` if it cannot be read."""
+        """Return the zip file's record of an entry; raise ``error`` if it cannot be read."""
         try:
             entry = self._zip.getinfo(name)
         except KeyError:

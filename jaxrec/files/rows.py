@@ -46,7 +46,7 @@ _ARRAYS = pa.schema(
 
 
 def rows_at_once(shapes: Shapes) -> int:
-    """Return how many rows to read or write at once: at most 65,536, and at most 32 MiB."""
+    """Return the number of rows to read or write at once: at most 65,536, and at most 32 MiB."""
     width = sum(_width(each) * np.dtype(each.dtype).itemsize for each in shapes.values())
     return max(1, min(_ROWS, _BYTES // width))
 

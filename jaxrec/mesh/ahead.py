@@ -112,7 +112,7 @@ def _probe(
 
 
 def _contents(module: TappedModule) -> list[Ahead]:
-    """Return what `use_ahead` gave a collection for each of its calls."""
+    """Return the results that `use_ahead` gave a collection, one for each of its calls."""
     return [variable.get_value() or Ahead(None) for variable in module.ahead]
 
 

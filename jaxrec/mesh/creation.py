@@ -111,9 +111,9 @@ def layout_on_mesh(
 
 
 def _ranges(placed: PlacedGroup, config: TableConfig) -> np.ndarray:
-    """Return `place_of` each device's shards of a table, ``[devices, shards, 6]``.
+    """Return the places of each device's shards of a table, ``[devices, shards, 6]``.
 
-    Zeros, which are empty shards, follow on devices with fewer shards.
+    A place is a result of `place_of`. Devices with fewer shards get zeros, which are empty shards.
     """
     of_device: list[list[np.ndarray]] = [[] for _ in range(placed.num_devices)]
     shards = [shard for shard in placed.shards if shard.table == config.name]

@@ -173,7 +173,7 @@ class PlacedGroup:
     def is_column(
         self, local_rows: Int32[Array, " n"], device: Int32[Array, ""]
     ) -> Bool[Array, "n dim"] | None:
-        """Return which columns of each row are not padding; None: none of them is.
+        """Return which columns of each row are not padding; None: no column is padding.
 
         A row ends with columns of padding if its slice is narrower than the group. The result is
         arbitrary for padding and bad rows.

@@ -111,7 +111,7 @@ class Placement(abc.ABC):
         kind: Name of the sharding type.
         abbreviation: Short name in reports, as in TorchRec.
         place: Whether places are devices or hosts.
-        num_places: Number of places; None: any.
+        num_places: Number of places that the type needs; None: any number will do.
         is_replicated: Whether the whole table is on every device.
 
     Raises:

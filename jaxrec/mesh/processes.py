@@ -115,7 +115,7 @@ def watch_processes(lost_after: int = LOST_AFTER_SECONDS) -> None:
 
 @contextlib.contextmanager
 def losses_first() -> Iterator[None]:
-    """Within this context, delay an error of a collective, so that news of a loss come first."""
+    """Within this context, delay errors of collectives: the name of a lost process comes first."""
     # The collective fails because a process is lost, but its error does not say which. The thread
     # that watches has some seconds to end this process with the name.
     try:
@@ -195,11 +195,11 @@ class _Center:
         _end(self._lost, self._num_processes)
 
     def _seconds_left(self) -> float | None:
-        """Return the seconds that are left to tell all processes of a lost one; None: any."""
+        """Return the seconds left to tell all processes of a lost one; None: no process is lost."""
         return None if self._lost is None else max(0.0, self._end_at - time.monotonic())
 
     def _is_over(self) -> bool:
-        """Return whether all that are left were told of a lost process, or had time to connect."""
+        """Return whether all other processes were told of a lost one, or had time to connect."""
         # A process that connects only now, in the first seconds of a job, would else find this one
         # gone, and name it as the lost one.
         if self._lost is None:
@@ -239,7 +239,7 @@ class _Center:
                 self._told.add(number)
 
     def _number_of(self, message: Any) -> int | None:
-        """Return the process that a connection's first message names; None: it is a stranger."""
+        """Return the process that a connection's first message names; None: it names none."""
         if not isinstance(message, list) or len(message) != 2:
             return None
         token, process = message

@@ -172,7 +172,7 @@ def _exchange(
         out_of: Columns of the source, as for `RowMover.move`.
         into: Columns of the target.
         channel: Channel between the devices.
-        shardings: Those of the target, of the source, and of ``sent`` and ``received``.
+        shardings: Shardings of the target, of the source, and of ``sent`` and ``received``.
     """
     of_target, of_source, of_places = shardings
 

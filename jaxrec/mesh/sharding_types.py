@@ -61,7 +61,7 @@ class TableWise(Placement):
 
 @dataclasses.dataclass(frozen=True)
 class RowWise(Placement):
-    """The rows over devices; for ``shares`` and ``buckets`` see `row_wise`."""
+    """The rows spread over devices; for ``shares`` and ``buckets`` see `row_wise`."""
 
     shares: tuple[float, ...] = ()
     buckets: int | None = None
@@ -164,7 +164,7 @@ def _uneven(split: Split, table: Candidate) -> list[Split]:
 
 @dataclasses.dataclass(frozen=True)
 class ColumnWise(Placement):
-    """The columns over devices."""
+    """The columns spread over devices."""
 
     kind, abbreviation = "column_wise", "CW"
 
@@ -180,7 +180,7 @@ class ColumnWise(Placement):
 
 @dataclasses.dataclass(frozen=True)
 class TableRowWise(Placement):
-    """The rows over one host's devices."""
+    """The rows spread over one host's devices."""
 
     kind, abbreviation, place, num_places = "table_row_wise", "TWRW", "host", 1
 
@@ -199,7 +199,7 @@ class TableRowWise(Placement):
 
 @dataclasses.dataclass(frozen=True)
 class TableColumnWise(Placement):
-    """The columns over one host's devices."""
+    """The columns spread over one host's devices."""
 
     kind, abbreviation, place, num_places = "table_column_wise", "TWCW", "host", 1
 
@@ -222,7 +222,7 @@ class TableColumnWise(Placement):
 
 @dataclasses.dataclass(frozen=True)
 class Grid(Placement):
-    """The columns over hosts, and the rows of each column slice over its host's devices."""
+    """The columns spread over hosts, and the rows of each column slice over its host's devices."""
 
     kind, abbreviation, place = "grid", "GRID", "host"
 

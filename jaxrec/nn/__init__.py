@@ -1,5 +1,6 @@
 """Layers, losses and models of recommender systems, as Flax NNX modules."""
 
+from jaxrec._public import moved_names as _moved_names
 from jaxrec._public import public_names as _public_names
 from jaxrec.nn import semantic_ids as semantic_ids
 from jaxrec.nn.chunks import sum_in_chunks as sum_in_chunks
@@ -73,8 +74,8 @@ from jaxrec.nn.sequence import SequenceOptions as SequenceOptions
 from jaxrec.nn.sequence import candidate_scores as candidate_scores
 from jaxrec.nn.sequence import last_states as last_states
 from jaxrec.nn.target_tasks import TargetNorm as TargetNorm
+from jaxrec.nn.target_tasks import TargetTask as TargetTask
 from jaxrec.nn.target_tasks import TargetTasks as TargetTasks
-from jaxrec.nn.target_tasks import Task as Task
 from jaxrec.nn.tiled_attention import hstu_attention as hstu_attention
 from jaxrec.nn.tiled_attention import jagged_attention as jagged_attention
 from jaxrec.nn.tiled_attention import time_bucket as time_bucket
@@ -95,6 +96,8 @@ from jaxrec.nn.wukong import Wukong as Wukong
 from jaxrec.nn.wukong import WukongLayer as WukongLayer
 
 __all__ = _public_names(globals(), "semantic_ids")
+
+__getattr__ = _moved_names(__name__, {"Task": "jaxrec.nn.TargetTask"})
 
 
 def __dir__() -> list[str]:

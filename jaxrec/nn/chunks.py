@@ -119,7 +119,7 @@ def _changes_variables(call: Callable[..., Any], state: Any, arrays: Any) -> boo
 def _in_chunks(
     call: Callable[..., Any], chunks: int, state: Any, arrays: Any
 ) -> tuple[Float[Array, ""], Any]:
-    """Return the sum over all chunks, and the outputs, where no derivative is asked for."""
+    """Return the sum over all chunks, and the outputs; `_forward` serves differentiated calls."""
     cut = _cut(arrays, chunks)
 
     def one(total: Array, chunk: Array) -> tuple[Array, Any]:
@@ -134,7 +134,10 @@ def _in_chunks(
 def _forward(
     call: Callable[..., Any], chunks: int, state: Any, arrays: Any
 ) -> tuple[tuple[Float[Array, ""], Any], Any]:
-    """Return the sum and the outputs, and as residuals the gradients (None without one)."""
+    """Return the sum and the outputs, and the gradients as residuals for `_backward`.
+
+    An argument that is not differentiated has the gradient None.
+    """
     # Gradients are computed here, not in the backward pass, while a chunk's activations are still
     # in the cache. They need not be kept: the gradient of a sum is a factor times these, so
     # `_backward` only scales.

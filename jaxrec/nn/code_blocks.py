@@ -124,7 +124,7 @@ class CrossAttention(nnx.Module):
         values: Float[Array, "..."],
         mask: Bool[Array, "..."],
     ) -> Float[Array, "*batch n dim"]:
-        """Return what each of ``n`` tokens takes from the history."""
+        """Return the attention of each of ``n`` tokens to the history."""
         query = self.query(states).reshape(*states.shape[:-1], self.num_heads, -1)
         return self.out(attend(query, keys, values, mask).reshape(states.shape))
 

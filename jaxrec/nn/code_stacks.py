@@ -54,7 +54,7 @@ class CodeStack(Protocol):
 
 
 class CausalStack(nnx.Module):
-    """Blocks over the codes of a history and of the next item in one row; each sees those before.
+    """Blocks over rows of a history's codes and the next item's; a code sees the codes before it.
 
     A training row predicts every item of its history from those before it.
     """

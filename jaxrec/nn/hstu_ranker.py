@@ -26,7 +26,7 @@ from jaxrec.nn.history_cache import HistoryCache
 from jaxrec.nn.ranker_features import Events, RankerFeatures, look_up, read_events, widths_of
 from jaxrec.nn.ranker_serving import append_events, encode_histories, score_candidates
 from jaxrec.nn.row_pieces import cut_rows, join_rows
-from jaxrec.nn.target_tasks import TargetNorm, TargetTasks, Task
+from jaxrec.nn.target_tasks import TargetNorm, TargetTask, TargetTasks
 from jaxrec.nn.tiled_attention import BLOCK
 from jaxrec.nn.transduction_stack import TransductionStack
 from jaxrec.ragged import JaggedArray, KeyedJaggedArray
@@ -46,7 +46,7 @@ class HSTURanker(nnx.Module):
     Args:
         embeddings: Tables of all features of ids.
         features: Names of the batch's features.
-        tasks: What to predict of each target.
+        tasks: Tasks to predict for each target.
         dim: Columns of a token.
         num_layers: Number of units.
         num_heads: Heads of each unit.
@@ -96,7 +96,8 @@ class HSTURanker(nnx.Module):
         ...     jaxrec.EmbeddingCollection(tables, rngs=rngs),
         ...     RankerFeatures({"history": "candidate"}, context={"user": 1},
         ...                    actions=("action", "label")),
-        ...     [Task("click", bit=1)], dim=16, num_layers=2, num_heads=2, max_length=8, rngs=rngs)
+        ...     [TargetTask("click", bit=1)], dim=16, num_layers=2, num_heads=2, max_length=8,
+        ...     rngs=rngs)
         >>> batch = jaxrec.KeyedJaggedArray.from_lists({
         ...     "user": [[3], [4]], "history": [[1, 2, 3], [4]], "action": [[1, 0, 1], [0]],
         ...     "candidate": [[7], [8, 9]], "label": [[1], [0, 1]]})
@@ -109,7 +110,7 @@ class HSTURanker(nnx.Module):
         self,
         embeddings: EmbeddingCollection,
         features: RankerFeatures,
-        tasks: Sequence[Task],
+        tasks: Sequence[TargetTask],
         *,
         dim: int,
         num_layers: int = 3,
@@ -339,7 +340,7 @@ class HSTURanker(nnx.Module):
         """Return the loss of each task, over all targets of a batch.
 
         Args:
-            logits: What a call of the model returned.
+            logits: Result of a call of the model.
             features: The batch, whose target features have the labels.
             weights: ``[capacity, tasks]`` weight of each target in each task; None: ones.
 

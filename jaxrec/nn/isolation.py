@@ -70,7 +70,7 @@ isolate.defvjp(_forward, _backward)
 
 
 def _cleaned(*arrays: Array) -> tuple[list[Array], list[Array]]:
-    """Return arrays with zeros for elements that are not finite, and which elements these are."""
+    """Replace elements that are not finite by zeros; return the arrays and the marked elements."""
     pairs = [_finite(array) for array in arrays]
     return [array for array, _ in pairs], [wrong for _, wrong in pairs]
 
@@ -94,7 +94,7 @@ def _wrong_results(
     key: Bool[Array, " keys"],
     value: Bool[Array, " keys"],
 ) -> Bool[Array, " queries"]:
-    """Return the queries that are wrong or see a key or a value that is."""
+    """Mark the queries that are wrong, or see a wrong key or value."""
     # Every mask shows intervals of keys, and a running sum has the number of wrong keys in each.
     before = jnp.asarray(complete_cumsum((key | value).astype(jnp.int32)))
 

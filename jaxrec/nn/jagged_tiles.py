@@ -31,12 +31,15 @@ class TilePlan:
 
     Attributes:
         intervals: Keys of each query, ``[blocks, block]``.
-        starts: ``[blocks + 1]`` number of tiles before each block of queries, then of all.
+        starts: ``[blocks + 1]`` number of tiles before each block of queries, then the number of
+            all tiles.
         end: ``[blocks]`` one past the last block of keys that the queries' intervals reach.
         near: ``[blocks]`` number of blocks of keys that the intervals reach.
-        apart: ``[blocks]`` first block of keys that only the queries' groups reach.
+        apart: ``[blocks]`` first block of keys that only the second interval reaches: the targets
+            of a query's group.
         trips: Number of trips of the loop.
-        offsets: Where the queries of each row begin and end, and its keys, ``[2, rows + 1]``.
+        offsets: First query of each row and the end of the last, then the same for keys,
+            ``[2, rows + 1]``.
         marks: Facts of queries and of keys for the tiles, such as times: two pytrees of
             ``[blocks, block]``.
         key_blocks: Number of blocks of keys.

@@ -26,7 +26,7 @@ _PRIMITIVES = ("attention", "attention_gradients")
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is static of a call.
+    """Static arguments of a call.
 
     Attributes:
         tiled: Computes the call in XLA.

@@ -88,7 +88,8 @@ class PEPNet(ClickModel):
         domain: Names of the features of the domain; none: the gate follows from ``stop(E)`` alone.
         prior: Names of the features of ``prior``; none: ``stop(O)`` alone.
         num_tasks: Number of tasks.
-        hidden_sizes: Columns of the hidden layers of each task; a gate's are as many.
+        hidden_sizes: Columns of each task's hidden layers. The gate of a layer has as many hidden
+            columns as the layer.
         domain_hidden_size: Hidden columns of the domain's gate.
         dtype: Type that the dense part computes in; None: float32, unless inputs are wider.
         logit_dtype: Type of the last layers' arithmetic and of the logits; None: ``dtype``.

@@ -158,7 +158,7 @@ def score_candidates(
 
 
 def _attend_itself(unit: TransductionUnit, lengths: Array, projected: Projections) -> Array:
-    """Return what each target's attention takes from the target itself."""
+    """Return the part of each target's attention that comes from the target itself."""
 
     def attend(_: Array, *arrays: Array) -> Array:
         return attend_itself(*arrays, alpha=unit.alpha, scale=unit.scale())

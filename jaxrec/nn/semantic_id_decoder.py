@@ -15,7 +15,7 @@ from jaxtyping import Array, DTypeLike, Float, Int32
 from jaxrec.nn.code_blocks import CodeBlock
 from jaxrec.nn.code_stacks import CausalStack, CodeStack, EncoderDecoderStack
 from jaxrec.nn.code_tokens import CodeEmbedding, Histories
-from jaxrec.nn.semantic_ids.beam_search import Beams, beam_search, check_beams
+from jaxrec.nn.semantic_ids.beams import Beams, beam_search, check_beams
 from jaxrec.nn.semantic_ids.item_codes import SemanticIds
 from jaxrec.nn.semantic_ids.item_trie import ItemTrie
 from jaxrec.nn.tiled_attention import BLOCK
@@ -169,9 +169,9 @@ class SemanticIdDecoder(nnx.Module):
         self.trie = _Trie(trie)
 
     def set_items(self, ids: SemanticIds) -> None:
-        """Replace the items, such as by the same ones and new ones behind them.
+        """Replace the items, for example to add new ones after the old ones.
 
-        Shapes stay, so that compiled programs, checkpoints and exported models go on.
+        Shapes stay, so that compiled programs, checkpoints and exported models remain valid.
 
         Raises:
             ValueError: Codes have other sizes, or the items do not fit ``capacity`` or ``widths``.

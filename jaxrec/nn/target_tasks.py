@@ -21,8 +21,8 @@ _PERIODS = ((3600, 24), (86400, 7))
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
-    """One thing to predict of a target.
+class TargetTask:
+    """A task: one quantity to predict for a target.
 
     Attributes:
         name: Name of the task.
@@ -31,8 +31,8 @@ class Task:
         weight: Factor of the task's loss.
 
     Example:
-        >>> Task("click", bit=1), Task("seconds", weight=0.2)
-        (Task(name='click', bit=1, weight=1.0), Task(name='seconds', bit=0, weight=0.2))
+        >>> TargetTask("click", bit=1), TargetTask("seconds", weight=0.2)
+        (TargetTask(name='click', bit=1, weight=1.0), TargetTask(name='seconds', bit=0, weight=0.2))
     """
 
     name: str
@@ -65,7 +65,8 @@ class TargetTasks(nnx.Module):
 
     Example:
         >>> import jax.numpy as jnp
-        >>> tasks = TargetTasks([Task("click", bit=1), Task("seconds")], 8, rngs=nnx.Rngs(0))
+        >>> targets = [TargetTask("click", bit=1), TargetTask("seconds")]
+        >>> tasks = TargetTasks(targets, 8, rngs=nnx.Rngs(0))
         >>> logits = tasks(jnp.ones((3, 8)), jnp.ones((3, 8)))
         >>> labels = tasks.labels(jnp.array([0, 1, 3]), jnp.array([10, 20, 30]))
         >>> labels.tolist()
@@ -76,7 +77,7 @@ class TargetTasks(nnx.Module):
 
     def __init__(
         self,
-        tasks: Sequence[Task],
+        tasks: Sequence[TargetTask],
         dim: int,
         *,
         hidden_sizes: Sequence[int] = (512,),

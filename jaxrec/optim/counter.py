@@ -53,7 +53,7 @@ class _Counted:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _CountingAdagrad(RowOptimizer):
-    """Base of both optimizers: the accumulator, the counter and the update."""
+    """Base of the Adagrad optimizers with a counter: their state and their update."""
 
     # State is float32, as for all row optimizers. Counters and step numbers are exact up to 2**24;
     # one step more or less matters little after sixteen million.

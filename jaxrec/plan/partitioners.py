@@ -68,7 +68,7 @@ def place_shards(
 ) -> tuple[int, ...]:
     """Add an option to the totals, its shards where they slow the step least; return the sites.
 
-    The shards of one part of the option go to one site. A byte of memory is worth ``byte_seconds``.
+    The shards of one part of the option go to one site. A byte of memory costs ``byte_seconds``.
     """
     totals.add(option, ())
     if len(option.sites) == 1:
@@ -121,7 +121,10 @@ def _order(problem: Problem, option: ShardingOption) -> tuple[int, float]:
 
 
 def _byte_seconds(problem: Problem, options: Sequence[ShardingOption]) -> float:
-    """Return the largest worth of a byte in seconds: all memory is then worth ten steps."""
+    """Return the largest price of a byte of memory in seconds, to trade memory for step time.
+
+    At this price the bytes of all options cost ten times the seconds of their steps.
+    """
     seconds = bytes = 0.0
     for option in options:
         group, load = problem.groups[option.group], option.load.stacked.sum(axis=1)

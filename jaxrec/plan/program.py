@@ -318,7 +318,10 @@ class Program:
     def _add_counts(
         self, most: int, tables: Sequence[Sequence[Member]], count: int, unit: float
     ) -> None:
-        """Constrain ``most`` by counts: some device has ``n / D`` of ``n`` parts, rounded up."""
+        """Constrain ``most`` to the load of the device with the most parts.
+
+        Of ``n`` parts on ``D`` devices, some device has ``ceil(n / D)``.
+        """
         num_devices = self.problem.topology.num_devices
         unit *= float(self.problem.weights[count].min())
         members = [(option, y) for table in tables for option, y, _ in table]
@@ -336,7 +339,7 @@ class Program:
             self.constraint([(most, 1.0), (number, -unit * load)], low=0)
 
     def _add_memory(self) -> None:
-        """Add the memory of a device: what is kept, the largest group's exchange, and the loads."""
+        """Bound a device's memory: kept bytes, the largest group's exchange, and loads."""
         problem, decided, capacity = self.problem, self.decided, self.capacity
         temporary, members = self.variable(), self._members()
         # Groups are exchanged one after the other, so their buffers are never there together: the
@@ -359,7 +362,7 @@ class Program:
         self._add_stored()
 
     def _add_stored(self) -> None:
-        """Add the capacities of row stores in host memory and on disk."""
+        """Bound the bytes of row stores in host memory and on disk."""
         capacities = {"host": self.problem.host_capacity, "store": self.problem.store_capacity}
         for storage, capacity in capacities.items():
             members = [

@@ -195,7 +195,7 @@ def load_index(
     Args:
         path: Folder of the index.
         model: Folder of the item tower that must have made the index. Queries of a newer export
-            then never meet vectors of an older one. None: any.
+            then never meet vectors of an older one. None: the tower is not checked.
         verify: Whether the files are compared with their checksums, or only their sizes.
 
     Raises:

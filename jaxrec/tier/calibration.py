@@ -53,7 +53,7 @@ def calibrate_caches(
 ) -> Topology:
     """Return a topology with measured rates of assigning and of moving cached rows.
 
-    Each measurement takes about ``seconds``, times eight, and is given to ``report``.
+    Each measurement takes about ``8 * seconds``, and is given to ``report``.
     """
     # Stores in files lie in the directory for temporary files: its disk is the one measured.
     bench = _Bench(mesh, seconds, report)

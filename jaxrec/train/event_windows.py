@@ -28,11 +28,12 @@ class EventWindows(Callback):
     Attributes:
         batches: The batches of the trainer.
         seconds: Length of a window. Windows begin at multiples of it since 1970.
-        action: ``action(trainer, end)``, where ``end`` is the Unix time at which the last window
-            that ended did. All processes call it at the same step.
-        lateness: Seconds by which rows may come late. A window ends this much after its end.
-        every: Number of steps between two looks. Each of them waits for the devices if there are
-            several processes, whose event times are compared: the oldest counts.
+        action: ``action(trainer, end)``, where ``end`` is the Unix time at the end of the newest
+            complete window. All processes call it at the same step.
+        lateness: Seconds by which rows may come late. A window is complete this long after its
+            end.
+        every: Number of steps between two checks of the event time. With several processes a check
+            compares their event times, takes the oldest, and waits for the devices.
 
     Raises:
         ValueError: ``seconds`` is not above 0, ``lateness`` is below 0 or ``every`` below 1.

@@ -23,7 +23,7 @@ def describe_overfitting(
     step: int,
     epochs: int,
 ) -> str | None:
-    """Return a sentence on where training and held-out values part; None: they do not.
+    """Return a sentence on where held-out values stop following training; None: they follow.
 
     The values compared are those of the first measure that is best when it is smallest, such as
     normalized entropy. In the first epoch the model has not seen a row before it is evaluated on
@@ -31,7 +31,7 @@ def describe_overfitting(
 
     Args:
         history: Values by step and name, as `read_history` returns them.
-        measures: What the model reports.
+        measures: Measures that the model reports.
         results: Values of the model on held-out rows.
         step: Step of the model.
         epochs: Number of epochs of the run.

@@ -112,7 +112,7 @@ def sequence_schema(names: Columns, schema: Schema) -> SequenceSchema:
 def event_schema(
     data: DataConfig, columns: Sequence[str], names: Columns, schema: Schema
 ) -> EventSchema:
-    """Return what an action and a candidate is, by the columns of a table of events.
+    """Return the schema of a table of events, whose columns tell its actions and candidates.
 
     Raises:
         ConfigError: No column says what to predict.

@@ -94,16 +94,16 @@ def check_groups(memory: str | None, groups: ParquetGroups, schema: Schema) -> N
 
 
 def window_within(memory: str, groups: ParquetGroups, schema: Schema, most: int) -> int:
-    """Return how many row groups are shuffled together, from 1 to ``most``."""
+    """Return the number of row groups to shuffle together, from 1 to ``most``."""
     limit = parse_memory(memory)
     fitting = (n for n in range(most, 1, -1) if _needed(groups, schema, n) <= limit)
     return next(fitting, 1)
 
 
 def _needed(groups: ParquetGroups, schema: Schema, window: int) -> int:
-    """Return about how many bytes rows take, of which ``window`` row groups are shuffled together.
+    """Estimate the bytes of rows in memory if ``window`` row groups are shuffled together.
 
-    The larger one of what learning the columns takes and of what training does.
+    Return the larger one of two numbers: the bytes for learning the columns, and for training.
     """
     stored = max(groups.bytes_of_groups)
     # Each value becomes a number of 4 bytes, or a raw id of 8. A row has a weight besides, parts of

@@ -37,7 +37,7 @@ def draw_summary(
     Args:
         history: Values by step and name, as `jaxrec.train.progress.read_history` returns them.
         results: Content of ``results.json``.
-        measures: What the model reports, and the loss.
+        measures: Measures that the model reports, and the loss.
         path: The picture's file.
     """
     panels: list[Callable[[Any], None]] = []
@@ -138,7 +138,7 @@ def _draw_importance(axes: Any, importance: Mapping[str, Any], measures: Sequenc
 
 
 def _title(results: Mapping[str, Any], measures: Sequence[Measure]) -> str:
-    """Return what was trained on what, and how it ended."""
+    """Return the picture's title: model, data, number of steps, and the first results."""
     data = results.get("data")
     name = "a generated log" if data is None else pathlib.PurePath(data).name
     rows, held_out = (results.get(x) or 0 for x in ("rows", "held_out_rows"))

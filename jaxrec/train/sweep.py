@@ -102,7 +102,7 @@ def read_axes(texts: Sequence[str]) -> tuple[Axis, ...]:
 
 
 def _option(name: str) -> str:
-    """Return the whole name of an option that is named whole, by an alias, or by its last part."""
+    """Return an option's full name, given that name, an alias, or the part after the last dot."""
     wanted = name.replace("_", "-")
     options = {each.name: each.aliases for each in option_names(TrainConfig)}
     found = [x for x, aliases in options.items() if wanted == x or wanted in aliases]
@@ -323,7 +323,7 @@ def _report(
 
 
 def _measures(run: Combination) -> tuple[Measure, ...]:
-    """Return what a finished run reports, first the value by which runs are compared."""
+    """Return the measures of a finished run, first the one by which runs are compared."""
     measures = model_kind(run.config, saved_encoder(run.output)).measures
     best = best_measure(run.config.checkpoint.best_by, measures)
     return (best, *(x for x in measures if x != best))

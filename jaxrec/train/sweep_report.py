@@ -113,7 +113,7 @@ def report_sweep(
 
 
 def _held_out(results: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what tells the held-out rows of two runs apart."""
+    """Return a key that is equal for runs with the same held-out rows."""
     # A generated log follows from its seed.
     seed = results.get("seed") if results.get("data") is None else None
     return (seed, *(results.get(name) for name in ("data", "hold_out", "held_out_rows")))

@@ -102,7 +102,7 @@ def ranker(rngs, **types):
             times=("time", "b_time"),
             actions=("action", "b_action"),
         ),
-        [nn.Task("click", bit=1), nn.Task("like", bit=2)],
+        [nn.TargetTask("click", bit=1), nn.TargetTask("like", bit=2)],
         dim=6,
         num_layers=1,  # `TransductionStack` has a case of its own, with two
         num_heads=2,
@@ -461,7 +461,7 @@ CASES = {
     nn.TargetNorm: Case(lambda **t: nn.TargetNorm(6, "l2", **t), (Dense((6,)),)),
     nn.TargetTasks: Case(
         lambda **t: nn.TargetTasks(
-            [nn.Task("click", bit=1), nn.Task("seconds")], 6, hidden_sizes=(5,), **t
+            [nn.TargetTask("click", bit=1), nn.TargetTask("seconds")], 6, hidden_sizes=(5,), **t
         ),
         (Dense((6,)), Dense((6,))),
     ),

@@ -7,7 +7,7 @@ import numpy as np
 from flax import nnx
 
 import jaxrec
-from jaxrec.nn import HSTURanker, RankerFeatures, Task
+from jaxrec.nn import HSTURanker, RankerFeatures, TargetTask
 from tests.nn import ranker_cases
 
 # -- golden cases ----------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def of_embeddings(name, **options):
     model = HSTURanker(
         tables_of(**given),
         features,
-        [Task("click", bit=1)],
+        [TargetTask("click", bit=1)],
         dim=arrays[context].shape[-1],
         action_bits=meta["action_weights"],
         action_dim=arrays[action].shape[1],
@@ -95,7 +95,7 @@ def whole(name):
             watch_times=("watch", "c_watch"),
         ),
         [
-            Task(
+            TargetTask(
                 task["name"],
                 bit=task["weight"] if task["type"] == "BINARY_CLASSIFICATION" else 0,
                 weight=meta["causal_multitask_weights"],
@@ -204,7 +204,7 @@ def small(**options):
             actions=("action", "c_action"),
             watch_times=("watch", "c_watch"),
         ),
-        [Task("click", bit=1), Task("seconds", weight=0.1)],
+        [TargetTask("click", bit=1), TargetTask("seconds", weight=0.1)],
         rngs=rngs,
         **options,
     )

@@ -401,14 +401,14 @@ def test_features_that_do_not_fit(features, message):
 
 
 def test_tables_that_do_not_fit():
-    from jaxrec.nn import HSTURanker, Task
+    from jaxrec.nn import HSTURanker, TargetTask
 
     def make(*tables, **features):
         rngs = nnx.Rngs(0)
         configs = [jaxrec.EmbeddingConfig(name, 9, dim, of) for name, dim, of in tables]
         embeddings = jaxrec.EmbeddingCollection(configs, rngs=rngs)
         names = RankerFeatures({"item": "c_item"}, **features)
-        return HSTURanker(embeddings, names, [Task("a")], dim=8, max_length=9, rngs=rngs)
+        return HSTURanker(embeddings, names, [TargetTask("a")], dim=8, max_length=9, rngs=rngs)
 
     with pytest.raises(ValueError, match="'c_item', which 0 tables have"):
         make(("item", 4, ("item",)))

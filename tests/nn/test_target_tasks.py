@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxrec.nn import TargetNorm, TargetTasks, Task, sum_in_chunks
+from jaxrec.nn import TargetNorm, TargetTask, TargetTasks, sum_in_chunks
 from tests.nn import ranker_cases
 from tests.nn.ranker_cases import CASES, assert_gradients, differentiate, fill, load
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.usefixtures("compiled_fast"), pytest.mark.every_case]
 def tasks_of(meta, dim, **options):
     # A binary task's ``weight`` there is its bit; all losses have one factor.
     tasks = [
-        Task(
+        TargetTask(
             task["name"],
             bit=task["weight"] if task["type"] == "BINARY_CLASSIFICATION" else 0,
             weight=meta["causal_multitask_weights"],
@@ -71,7 +71,7 @@ def test_tasks(name):
 @pytest.mark.slow
 def test_losses_in_chunks_are_the_losses():
     rng = np.random.default_rng(0)
-    module = TargetTasks([Task("click", bit=1), Task("seconds")], 6, rngs=nnx.Rngs(0))
+    module = TargetTasks([TargetTask("click", bit=1), TargetTask("seconds")], 6, rngs=nnx.Rngs(0))
     user, item = jnp.asarray(rng.standard_normal((2, 8, 6), np.float32))
     labels = module.labels(rng.integers(0, 4, 8), rng.integers(0, 9, 8))
     weights = jnp.asarray(rng.integers(0, 2, (8, 2)), jnp.float32)
@@ -94,7 +94,7 @@ def test_losses_in_chunks_are_the_losses():
 
 
 def test_padding_is_not_read():
-    module = TargetTasks([Task("click", bit=1)], 2, rngs=nnx.Rngs(0))
+    module = TargetTasks([TargetTask("click", bit=1)], 2, rngs=nnx.Rngs(0))
     logits, labels = jnp.array([[0.5], [jnp.nan]]), jnp.array([[1.0], [jnp.nan]])
     found = module.losses(logits, labels, jnp.array([[1.0], [0.0]]))
     np.testing.assert_allclose(found, np.log1p(np.exp(-0.5)), rtol=1e-6)
@@ -132,13 +132,13 @@ def test_a_zero_state_has_a_finite_gradient():
 def test_refusals():
     rngs = nnx.Rngs(0)
     with pytest.raises(ValueError, match="each with a name of its own"):
-        TargetTasks([Task("click"), Task("click", bit=1)], 4, rngs=rngs)
+        TargetTasks([TargetTask("click"), TargetTask("click", bit=1)], 4, rngs=rngs)
     with pytest.raises(ValueError, match="bit and weight are not negative"):
-        TargetTasks([Task("click", bit=-1)], 4, rngs=rngs)
-    tasks = TargetTasks([Task("seconds")], 4, rngs=rngs)
+        TargetTasks([TargetTask("click", bit=-1)], 4, rngs=rngs)
+    tasks = TargetTasks([TargetTask("seconds")], 4, rngs=rngs)
     with pytest.raises(ValueError, match="'seconds' is a regression, which needs watch_times"):
         tasks.labels(jnp.array([1]))
-    binary = TargetTasks([Task("click", bit=1)], 4, rngs=rngs)
+    binary = TargetTasks([TargetTask("click", bit=1)], 4, rngs=rngs)
     with pytest.raises(ValueError, match="'click' is binary, which needs actions"):
         binary.labels(None, jnp.array([1]))
     with pytest.raises(ValueError, match="'l2', 'layer_norm' or 'time'"):

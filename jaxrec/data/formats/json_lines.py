@@ -68,7 +68,7 @@ class _FineTimes:
         self._has_times: dict[str, bool] = {}
 
     def add(self, table: pa.Table) -> None:
-        """Look at the values of one more part; a column that has other text is none."""
+        """Look at the values of one more part of the file; a column with other text drops out."""
         for name, column in zip(table.column_names, table.columns, strict=True):
             if pa.types.is_string(column.type) and self._has_times.get(name, True):
                 are_times = pc.all(pc.match_substring_regex(column, _FINE_TIME), min_count=1)

@@ -91,7 +91,7 @@ class RequestLimits:
 
 @dataclasses.dataclass(frozen=True)
 class SequenceCounts:
-    """How many candidates and events a data set has, and what the limits left out.
+    """Numbers of candidates and events of a data set, kept and left out by the limits.
 
     Attributes:
         rows: Rows of the files.
@@ -124,7 +124,7 @@ class Requests:
         sources: ``[requests]`` int64, the row that a request comes from.
         history: Ranges of events, in the order of time.
         candidates: Ranges of candidates.
-        counts: What was left out.
+        counts: Numbers of candidates and events, kept and left out.
     """
 
     sources: Int[np.ndarray, " requests"]

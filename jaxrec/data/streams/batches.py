@@ -56,10 +56,10 @@ class ResumableBatches(Protocol):
 
 @dataclasses.dataclass
 class _Iteration:
-    """One pass over the source: its reader, and what each of its batches has used.
+    """One pass over the source: its reader, and the positions after each batch.
 
-    ``used`` has for each batch that is given and not used the positions after it that differ from
-    those before, and the newest event time so far.
+    ``used`` has an entry for each batch that was given and is not used yet: the positions that the
+    batch moved, and the newest event time so far.
     """
 
     reader: SourceReader | None = None
@@ -350,7 +350,7 @@ class StreamBatches:
         return float(value) * _UNITS[self.event_time_unit]
 
     def lag(self) -> Mapping[str, int]:
-        """Return how much of the source is not used yet, by part: messages, or files.
+        """Return the number of messages, or of files, that are not used yet, by part.
 
         It is at most 5 seconds old; empty before the first iteration.
         """

@@ -227,7 +227,7 @@ class KafkaReader(SourceReader):
         return offsets
 
     def _deleted(self, index: int, offset: int, low: int) -> Position:
-        """Return the first position that is left, or raise an error, as the source says."""
+        """Return the first position with a message, or raise an error if ``deleted`` is "fail"."""
         text = (
             f"{self.describe(self._parts[index], offset, 0)}: the broker has deleted the messages "
             f"from there to offset {low:,} before they were read"

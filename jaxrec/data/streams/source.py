@@ -188,7 +188,7 @@ class SourceReader(abc.ABC):
 
     @abc.abstractmethod
     def lag(self, positions: Positions) -> dict[str, int]:
-        """Return how much is there after the positions, by part: messages, or files.
+        """Return the number of messages, or of files, after the positions, by part.
 
         It raises no error: where the source does not answer, the last known numbers count.
         """

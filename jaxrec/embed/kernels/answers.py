@@ -81,7 +81,7 @@ class TunedCall:
         )
 
     def ratio(self, lookups: int, bags: int) -> float:
-        """Return how many times larger or smaller a call is than the timed one, 1 or more."""
+        """Return the ratio of a call's size to the timed one's, or its inverse: 1 or more."""
         sizes = (lookups, self.lookups), (bags, self.bags)
         return math.exp(max(abs(math.log(max(a, 1) / max(b, 1))) for a, b in sizes))
 

@@ -333,9 +333,9 @@ _ROUNDING = {"attention": 0.01, "attention_gradients": 0.01}
 
 
 def _difference(wanted: Any, found: Any, precision: float | None) -> str | None:
-    """Return in which way a result is not the reference's; None: it is.
+    """Return how a result differs from the reference's; None: it does not.
 
-    ``precision``: the error that a number may have; None: that of rounding a result alone.
+    ``precision`` is the error that a number may have. None: only the rounding of a result.
     """
     if is_packed(found):
         wide, narrow = np.asarray(wanted[:]), np.asarray(found[:])

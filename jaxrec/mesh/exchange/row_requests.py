@@ -108,7 +108,7 @@ class RowRequests:
 def _lower_bounds(
     ascending: Int32[Array, " n"], values: Int32[Array, " values"]
 ) -> Int32[Array, " values"]:
-    """Return how many numbers of the sorted array are smaller than each value."""
+    """Return the number of elements of the sorted array that are smaller than each value."""
     # Like jnp.searchsorted, in two comparisons: with the last number of each block of sqrt(n), and
     # then with the numbers of one block. On GPUs the loop of jnp.searchsorted launches three
     # kernels a turn. Unrolled, it was a third of a step's instructions, compiled for each group.

@@ -1,8 +1,8 @@
 """Semantic ids: codes of items from their vectors, and the search for items by their codes."""
 
 from jaxrec._public import public_names as _public_names
-from jaxrec.nn.semantic_ids.beam_search import Beams as Beams
-from jaxrec.nn.semantic_ids.beam_search import beam_search as beam_search
+from jaxrec.nn.semantic_ids.beams import Beams as Beams
+from jaxrec.nn.semantic_ids.beams import beam_search as beam_search
 from jaxrec.nn.semantic_ids.item_codes import CodeReport as CodeReport
 from jaxrec.nn.semantic_ids.item_codes import SemanticIds as SemanticIds
 from jaxrec.nn.semantic_ids.item_trie import ItemTrie as ItemTrie

@@ -276,7 +276,7 @@ def _check_codes(codes: np.ndarray, sizes: Sequence[int]) -> None:
 
 
 def _ranks(rows: Int[np.ndarray, "n columns"]) -> Int[np.ndarray, " n"]:
-    """Return how many earlier rows are equal to each row."""
+    """Return the number of earlier rows that are equal to each row."""
     if not len(rows):
         return np.zeros(0, np.int64)
     _, group = np.unique(rows, axis=0, return_inverse=True)

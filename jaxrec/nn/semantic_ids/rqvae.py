@@ -87,7 +87,7 @@ class RQVAE(Quantizer):
         commitment: Weight of the commitment loss.
         batch_size: Vectors of a step; all, if there are fewer.
         num_steps: Steps.
-        learning_rate: Of Adam.
+        learning_rate: Learning rate of Adam.
         revive_after: Steps without a vector after which a code is dead.
         seed: Seed of first values and minibatches. Equal seeds and vectors give equal codes.
 

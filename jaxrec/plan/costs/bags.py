@@ -133,9 +133,9 @@ class PooledByHostCosts(ExchangeCosts):
         return Perf(forward_compute=copies, backward_compute=copies)
 
     def load(self, workload: TableWorkload, rows: np.ndarray, *, is_cache: bool = False) -> Load:
-        """Return the load, with positions for one device's ids and bags of each host.
+        """Return the load of a device that pools for one device of each host.
 
-        They are ``hosts * capacity`` and ``hosts * bags``.
+        It holds ``hosts * capacity`` positions for ids and ``hosts * bags`` bags.
         """
         load, hosts = super().load(workload, rows, is_cache=is_cache), self.topology.hosts
         # Positions, as in `BagsCosts.load`, with capacity for the features of the fullest host. Ids

@@ -68,8 +68,8 @@ class PooledCosts(ExchangeCosts):
     def empty_positions(self, demand: float, capacity: float) -> tuple[float, float]:
         """Return the positions moved without an id, forward and backward, if one round overflows.
 
-        The exchange then takes one round that holds any demand, of ``capacity / 1.25 * devices``
-        positions.
+        The exchange is then repeated with ``capacity / 1.25 * devices`` positions, which hold any
+        demand.
         """
         if demand <= capacity * (1 + 1e-9):
             return 0.0, 0.0

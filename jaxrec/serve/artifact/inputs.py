@@ -255,9 +255,10 @@ def _with_ids_per_sample(
     capacities: Sequence[dict[str, Capacity]],
     ids_per_sample: float | Mapping[str, float],
 ) -> tuple[list[Input], list[dict[str, Capacity]]]:
-    """Return the inputs and capacities with the user's mean number of ids of some or all features.
+    """Return the inputs and capacities, changed by the user's ``ids_per_sample``.
 
-    The named features get a capacity for that number, and are not fixed any more.
+    It is the mean number of ids in a sample, of all features or by feature. A feature that it
+    names gets a capacity for that number and may have any number of ids in a sample.
     """
     names = [key for of_keys in capacities for key in of_keys]
     if not isinstance(ids_per_sample, Mapping):

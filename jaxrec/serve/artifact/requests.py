@@ -322,7 +322,7 @@ def packed(
 # Cached, since every request of a batch size needs the same array.
 @functools.lru_cache(maxsize=64)
 def _limits(each: RaggedInput, capacities: tuple[int, ...]) -> np.ndarray:
-    """Return uint32 bounds ``[capacity of all features]``: the ids at each position are below."""
+    """Return the bound below which each position's id must be, uint32 ``[all capacities]``."""
     bounds = [feature.num_ids or INT32_BOUND for feature in each.features]
     return np.repeat(np.array(bounds, np.uint32), capacities)
 

@@ -324,7 +324,7 @@ class PrunedTables(WrappingStore):
 
 
 def _padded(rows: Float[Array, "rows dim"], count: int) -> LogicalTable:
-    """Return rows and zeros, ``count`` in all, as a checkpoint's table without state."""
+    """Pad rows with zeros to ``count`` rows, as a checkpoint's table without state."""
     return LogicalTable(jnp.pad(rows, ((0, count - rows.shape[0]), (0, 0))), {})
 
 

@@ -57,7 +57,7 @@ class Cache:
     """An encoded history.
 
     Attributes:
-        history: What it was encoded from.
+        history: The history that it was encoded from.
         events: History size of the arrays, the most events that fit.
         arrays: Keys, values, lengths, newest and request, as a ranker's programs take them.
     """

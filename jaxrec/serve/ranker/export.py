@@ -91,12 +91,12 @@ def export_ranker(
         >>> import tempfile
         >>> import jaxrec
         >>> from flax import nnx
-        >>> from jaxrec.nn import RankerFeatures, Task
+        >>> from jaxrec.nn import RankerFeatures, TargetTask
         >>> rngs = nnx.Rngs(0)
         >>> item = jaxrec.EmbeddingConfig("item", 100, 8, feature_names=("history", "candidate"))
         >>> model = HSTURanker(
         ...     jaxrec.EmbeddingCollection([item], rngs=rngs),
-        ...     RankerFeatures({"history": "candidate"}), [Task("click", bit=1)],
+        ...     RankerFeatures({"history": "candidate"}), [TargetTask("click", bit=1)],
         ...     dim=8, num_layers=1, num_heads=1, max_length=8, rngs=rngs)
         >>> path = pathlib.Path(tempfile.mkdtemp(), "ranker")
         >>> export_ranker(model, path, candidate_sizes=(4,), platforms=("cpu",))

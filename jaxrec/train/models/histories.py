@@ -111,7 +111,10 @@ class HistoryKind(RowModel):
     def make_ranker(
         self, items: EmbeddingCollection, pairs: Mapping[str, str], options: HistoryOptions
     ) -> nnx.Module:
-        """Make the model of a collection of items, and from each history to its item."""
+        """Make the model.
+
+        ``items`` are its tables, and ``pairs`` map each history feature to its item's feature.
+        """
 
 
 class DINKind(HistoryKind):

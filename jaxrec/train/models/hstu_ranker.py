@@ -27,7 +27,7 @@ from jaxrec.data.movielens import has_ratings
 from jaxrec.data.sequences.batches import SequenceGroups
 from jaxrec.data.split import DEFAULT_FRACTION
 from jaxrec.embed import EmbeddingCollection, EmbeddingConfig
-from jaxrec.nn import HSTURanker, RankerFeatures, Task
+from jaxrec.nn import HSTURanker, RankerFeatures, TargetTask
 from jaxrec.optim import RowOptimizer
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.features import convert_files, saved_encoder
@@ -194,7 +194,7 @@ class HSTURankerKind(RowModel):
         return HSTURanker(
             EmbeddingCollection(self.tables(), optimizer=self.row_optimizer(num_steps), rngs=rngs),
             self._features,
-            [Task("action", bit=1)],
+            [TargetTask("action", bit=1)],
             dim=options.dim,
             num_layers=options.layers,
             num_heads=options.heads,

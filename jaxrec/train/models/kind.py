@@ -154,7 +154,7 @@ class ModelKind(abc.ABC):
     @property
     @abc.abstractmethod
     def measures(self) -> tuple[Measure, ...]:
-        """What `evaluate` reports, in the order of the report.
+        """Measures that `evaluate` reports, in the order of the report.
 
         The first one says which checkpoint is the best, unless ``--checkpoint.best-by`` does. The
         first two are shown during training.

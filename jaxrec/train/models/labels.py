@@ -62,7 +62,7 @@ class LabelTask(abc.ABC):
 
     @abc.abstractmethod
     def predictions(self, outputs: Float[Array, " batch"]) -> dict[str, Array]:
-        """Return what the exported model returns, ``[batch]`` by name; first the prediction."""
+        """Return the exported model's outputs, ``[batch]`` by name; first the prediction."""
 
     def in_units(self, labels: Float[np.ndarray, " samples"]) -> Float[np.ndarray, " samples"]:
         """Return labels of batches in the units of the predictions."""

@@ -12,8 +12,8 @@ from jaxrec.train.models.rows import RowModel
 class WideDeepKind(RowModel):
     """`jaxrec.nn.WideDeep`, for rows of ids and numbers; tables may differ in width.
 
-    The wide part has a weight for each id, trained by the run's row optimizer. Crosses of columns
-    are columns of the data.
+    The wide part has a weight for each id, trained by the run's row optimizer. The data
+    must hold crosses of columns as columns of their own.
     """
 
     name = "wide_deep"

@@ -14,8 +14,8 @@ class WukongKind(RowModel):
     """`jaxrec.nn.Wukong`, for rows of ids and numbers.
 
     Attributes:
-        width: Vectors of a layer's factorization machine and of its linear compression, and rank of
-            the machine.
+        width: Number of vectors that a layer's factorization machine makes, the same number for its
+            linear compression, and the rank of the machine.
     """
 
     name = "wukong"

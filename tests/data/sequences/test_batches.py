@@ -180,7 +180,7 @@ def make_model():
     return jaxrec.nn.HSTURanker(
         jaxrec.EmbeddingCollection(tables, rngs=rngs),
         jaxrec.nn.RankerFeatures(**SCHEMA.features()),
-        [jaxrec.nn.Task("click", bit=1)],
+        [jaxrec.nn.TargetTask("click", bit=1)],
         dim=8,
         num_layers=1,
         num_heads=2,

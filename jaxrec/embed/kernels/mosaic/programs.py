@@ -37,9 +37,9 @@ def _program_on_gpu() -> Int32[Array, ""]:
 
 @contextlib.contextmanager
 def interpreted(number: Callable[[], Array] = _program_on_gpu) -> Iterator[None]:
-    """Trace a kernel for an interpreter: the functions of `indexing` are those of `stand_ins`.
+    """Trace a kernel for an interpreter, with `stand_ins` in place of `indexing`.
 
-    ``number`` returns the program's number; by default, that of Mosaic's own interpreter.
+    ``number`` returns the program's number. By default Mosaic's own interpreter does.
     """
     token = _stand_in.set(number)
     try:

@@ -123,7 +123,7 @@ def evaluate(function: Callable[..., Any], shape: RowShape, *arguments: Any) -> 
 
 
 def unsupported(function: Callable[..., Any], *arguments: Any) -> str | None:
-    """Return what of a function kernels cannot compute; None: they can compute it.
+    """Return an operation of a function that kernels cannot compute; None: they can compute all.
 
     ``arguments`` are trees of `jax.ShapeDtypeStruct`: scalars, ``[rows]`` or ``[rows, dim]``.
     """

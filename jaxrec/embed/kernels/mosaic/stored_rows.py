@@ -28,7 +28,7 @@ _FORMATS = (PlainRows, BFloat16Bits, TrainedInt8Rows, ScaledFloat8Rows)
 
 
 def refuse_format(row_format: RowFormat) -> str | None:
-    """Return why no kernel updates rows of a format; None: one does."""
+    """Return why the kernels do not update rows of a format; None: they do."""
     # Not `isinstance`: a format derived from one of these may store rows in another way.
     if type(row_format) in _FORMATS:
         return None
@@ -43,7 +43,7 @@ class StoredRows:
         array: A reference ``[rows]`` or ``[rows, dim]``, or packed rows with a reference.
         lanes: Lanes of the update's rows, ``[groups, columns]``.
         groups: Rows of its tile.
-        salt: Number of the array, of which the random bits of its rounding depend.
+        salt: Number of the array; it makes the random bits of its rounding differ from others'.
     """
 
     array: Any

@@ -33,7 +33,7 @@ ELEMENTS = 8
 
 
 def refuse_update(arguments: Mapping[str, Any]) -> str | None:
-    """Return why no kernel makes a call of `fused_update`; None: one does."""
+    """Return why the kernels do not take a call of `fused_update`; None: they do."""
     table, optimizer = arguments["table"], arguments["optimizer"]
     for array in (table, *arguments["state"].values()):
         if is_packed(array) and (reason := refuse_format(array.row_format)) is not None:

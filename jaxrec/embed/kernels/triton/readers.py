@@ -224,7 +224,7 @@ def reader_of(table: TableArray) -> tuple[Array, Reader]:
 
 
 def refuse_packed(table: PackedRows) -> str | None:
-    """Return why no kernel reads these packed rows; None: one does."""
+    """Return why the kernels do not read these packed rows; None: they do."""
     if PackedReader.of(table.row_format, table.dim) is None:
         return f"it does not unpack {table.row_format.name}"
     if 2**31 < table.stored.size <= 2**32:

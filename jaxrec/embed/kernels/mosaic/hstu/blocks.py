@@ -39,7 +39,7 @@ def meetings(
     """Return whether some query of a block may see some key of a block.
 
     Args:
-        ranges: Of whole blocks of queries.
+        ranges: Ranges of the queries, in whole blocks.
         num_keys: Number of keys, in whole blocks.
         queries: Queries of a block.
         keys: Keys of a block.
@@ -67,7 +67,7 @@ def stretches(meets: Bool[Array, "rows blocks"]) -> Int32[Array, "rows 7"]:
     between.
 
     Returns:
-        The number of stretches, then three pairs ``(begin, end)``, of which that many count.
+        The number of stretches ``n``, then three pairs ``(begin, end)``; the first ``n`` count.
     """
     count = meets.shape[1]
     block = jnp.arange(count, dtype=jnp.int32)[None]
@@ -100,7 +100,7 @@ def common(ranges: Ranges, queries: int) -> Int32[Array, "blocks 2"]:
 def edge(
     array: Shaped[Array, "n heads dim"], total: Int32[Array, ""], size: int
 ) -> Shaped[Array, "{size} heads dim"]:
-    """Return the block that is half padding, if there is one, with zeros at its padding."""
+    """Return the block with both elements and padding, if there is one, with zeros at padding."""
     # A product multiplies padding by zeros, and padding may be NaN. Clearing one block instead of
     # the array saves a pass over it.
     start = jnp.minimum(total // size * size, array.shape[0] - size)

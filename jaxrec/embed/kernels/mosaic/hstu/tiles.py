@@ -57,7 +57,7 @@ def each_block(
 
 
 def each_turn(index: Array, turn: Array) -> Array:
-    """Return the index of memory that is read in every turn."""
+    """Return ``index``, hidden from the compiler so that each turn computes its addresses anew."""
     # The shift is 0, which the compiler does not know. Otherwise it computes the address of each
     # product's operand before the loop, and holds some dozens of them in registers that are needed.
     return index + jax.lax.shift_right_logical(turn, 30)
@@ -69,8 +69,8 @@ class Source:
 
     Attributes:
         array: The array.
-        edge: Its block that is half padding, with zeros at the padding; see `blocks.edge`. None:
-            padding does not matter.
+        edge: Its block with both elements and padding, with zeros at the padding; see
+            `blocks.edge`. None: padding does not matter.
         edge_block: Index of that block.
     """
 
@@ -140,7 +140,7 @@ class Buffers:
 
 
 def buffers_that_fit(used: int, each: int) -> int:
-    """Return how many sets of buffers of ``each`` bytes fit beside ``used`` bytes, one to four."""
+    """Return the number of sets of ``each`` bytes that fit beside ``used`` bytes, 1 to 4."""
     return int(np.clip((SHARED_MEMORY - used) // each, 1, 4))
 
 
@@ -221,7 +221,7 @@ def unless(is_whole: Array, mask: Callable[..., Any], *arrays: Array) -> Any:
 
 
 def hidden(mask: Array, values: Array) -> Array:
-    """Return the values where the mask is true, and zeros, also for what is NaN."""
+    """Return the values where the mask is true, and zeros elsewhere, also in place of NaN."""
     return jnp.where(mask, values, jnp.zeros((), values.dtype))
 
 
