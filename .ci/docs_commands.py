@@ -46,7 +46,7 @@ CHOICES = (
     "--label liked loved --exclude rating timestamp history --model pepnet --user user "
     "--item movie --model.domain occupation --output pepnet",
     "--label rating --exclude liked timestamp loved history --model dcn_v2 --output stars",
-    f"{_LIKED} --model two_tower --item movie genres year --epochs 10 --patience 3 --output towers",
+    f"{_LIKED} --model two_tower --user user --item movie genres year --patience 3 --output towers",
     f"--model sasrec {_SEQUENCES} --output sasrec",
     f"--model bert4rec {_SEQUENCES} --output bert",
 )

@@ -180,10 +180,11 @@ class TwoTowerKind(RankingModel):
 
     name = "two_tower"
     needs_label = False
-    # The other items of a batch are the negatives, of which there must be enough.
+    # The other items of a batch are the negatives, of which there must be enough. So an epoch of a
+    # small file has few steps, too few for the rows of users: they end near popularity.
     defaults: ClassVar[Mapping[str, Any]] = {
         "data.batch_size": 2048,
-        "data.epochs": 1,
+        "data.epochs": 10,
         "optimizer.learning_rate": 0.004,
         "optimizer.table_learning_rate": 0.1,
     }
