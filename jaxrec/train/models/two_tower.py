@@ -184,7 +184,7 @@ class TwoTowerKind(RankingModel):
     # small file has few steps, too few for the rows of users: they end near popularity.
     defaults: ClassVar[Mapping[str, Any]] = {
         "data.batch_size": 2048,
-        "data.epochs": 10,
+        "data.epochs": 20,
         "optimizer.learning_rate": 0.004,
         "optimizer.table_learning_rate": 0.1,
     }
