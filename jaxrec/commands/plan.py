@@ -138,7 +138,7 @@ def _dry_run(options: PlanOptions) -> int:
     try:
         topologies = [parse_machines(text) for text in options.machines]
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"--machines: {error}") from None
     prices = _prices(options.prices, {topology.name for topology in topologies})
     planner = _planner(options, model, topologies[0])
     trials = []

@@ -42,9 +42,9 @@ class ServeOptions:
     """Folder or URL of versions that `jaxrec.tier.publish` writes; the server loads new ones."""
     poll_s: float = 10.0
     """Seconds between two checks for new versions."""
-    cache_mb: float = 1024.0
+    cache_mb: float | None = None
     """Largest total size of a ranker's encoded histories, of which those that were used last are
-    kept; 0: none are kept."""
+    kept, by default 1024; 0: none are kept. Other models keep nothing."""
     max_batch: int = 1024
     """Number of waiting samples that are predicted at once, without waiting for more. A ranker
     answers one request after the other."""
@@ -123,7 +123,14 @@ def run(options: Sequence[str]) -> int:
 def _load(options: ServeOptions) -> ServedModel | ServedRanker:
     """Read the model, which may be a ranker."""
     if read_manifest(options.model).ranker is None:
+        if options.cache_mb is not None:
+            raise ConfigError(
+                f"--cache-mb bounds the encoded histories of a ranker, and {options.model} is "
+                "another model, which keeps none; leave it out"
+            )
         return load(options.model)
+    if options.cache_mb is None:
+        return load_ranker(options.model)
     return load_ranker(options.model, cache_bytes=int(options.cache_mb * _MEGABYTE))
 
 
@@ -134,7 +141,8 @@ def _check(options: ServeOptions) -> None:
         "max_connections", "timeout_s", "read_timeout_s", "stop_s",
     )  # fmt: skip
     for name in (*above_zero, "cache_mb", "max_delay_ms", "drain_s"):
-        value = getattr(options, name)
+        if (value := getattr(options, name)) is None:
+            continue
         is_good = value > 0 if name in above_zero else value >= 0
         if not is_good or value == float("inf"):
             least = "above 0" if name in above_zero else "0 or more"

@@ -23,7 +23,7 @@ from jaxrec.data import (
     learn_encoder,
     read_schema,
 )
-from jaxrec.data.column_types import check_columns
+from jaxrec.data.column_types import check_columns, is_list, is_string, value_type
 from jaxrec.data.column_values import are_ids, number_labels, skewed_numbers, suspects, whole_floats
 from jaxrec.data.common_types import CommonTypes
 from jaxrec.data.criteo.conversion import SUMMARY_FILE, read_summary
@@ -134,17 +134,17 @@ def run_encoder(
 
 def convert_files(data: DataConfig, console: Console) -> None:
     """Convert files of other formats than Parquet, with a bar; later reads find the results."""
-    types = _types(data)
     for path in (data.path, data.eval_path):
         if path is None or (kind := format_of(path)) is None:
             continue
+        types = _types_of(path, data)
         started, size = time.perf_counter(), sum(x.stat().st_size for x in kind.files(path).paths)
         with counted(console, f"converting {kind.name}", size) as advance:
             as_parquet(path, types, advance, converted_group_bytes(data.memory, kind))
         if (seconds := time.perf_counter() - started) > 1:
             console.print(f"converted {path} to Parquet in {seconds:.1f} s; kept for the next run")
-    if types and data.path is not None:
-        _check_types(types, data, data.path)
+    if data.types and data.path is not None:
+        _check_types(_types(data), data, data.path)
 
 
 def _check_types(types: Iterable[str], data: DataConfig, path: pathlib.Path) -> None:
@@ -174,6 +174,23 @@ def _types(data: DataConfig) -> dict[str, pa.DataType]:
             )
         types[name] = COLUMN_TYPES[kind]
     return types
+
+
+def _types_of(path: pathlib.Path, data: DataConfig) -> dict[str, pa.DataType]:
+    """Return the types of columns of one of a run's paths, as far as they are not guessed."""
+    types = _types(data)
+    if path != data.eval_path or path == data.path:
+        return types
+    kind = format_of(path)
+    if kind is None or not kind.guesses_types:
+        return types
+    # A column of text may have numbers alone in the held-out rows: the vocabulary has "7", not 7.
+    columns = flat_schema(pq.read_schema(parquet_data(data.path, data).paths[0]))
+    return {
+        x.name: pa.string()
+        for x in columns
+        if not is_list(x.type) and is_string(value_type(x.type))
+    } | types
 
 
 def learn_features(
@@ -396,9 +413,10 @@ def parquet_data(path: pathlib.Path | None, data: DataConfig) -> DataFiles:
     """Find the Parquet files of a path, or those that its files are converted to."""
     if path is None:
         raise ConfigError("give the files with --data")
+    types = _types_of(path, data)
     if data.memory is None:
-        return table_files(path, _types(data))
-    return table_files(path, _types(data), converted_group_bytes(data.memory, format_of(path)))
+        return table_files(path, types)
+    return table_files(path, types, converted_group_bytes(data.memory, format_of(path)))
 
 
 def _all_rows(files: DataFiles, schema: Schema) -> GroupRange:

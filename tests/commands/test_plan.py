@@ -129,6 +129,7 @@ def test_several_clusters_in_one_table(capsys, model):
         (["m.yaml", "--machines", "8xh100", "--devices", "8"], "leave out --devices"),
         (["m.yaml", "--machines", "8xh100", "--output=x"], "leave out --output"),
         (["m.yaml", "--machines", "h100"], "such as 8xh100 or 2x8xh200, got 'h100'"),
+        (["m.yaml", "--machines", "0xh100"], "--machines: "),
         (["m.yaml", "--prices", "h100=2"], "--prices are those of --machines"),
         (["m.yaml", "--machines", "8xh100", "--prices", "h200=2"], "--machines has no 'h200'"),
         (["m.yaml", "--machines", "8xh100", "--prices", "h100"], "MACHINE=NUMBER above 0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import pathlib
+import uuid
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +14,7 @@ from jaxrec.data import DataError, ParquetGroups, Schema, learn_encoder
 from jaxrec.data.criteo.conversion import source_files
 from jaxrec.data.files import parquet_files
 from jaxrec.data.partitions import key_types, keys_of
+from jaxrec.data.views import without_views
 
 pytestmark = pytest.mark.every_case
 
@@ -152,6 +154,20 @@ def test_views_are_strings(tmp_path):
     (schema,) = groups.schemas.values()
     assert schema.types == [pa.string(), pa.list_(pa.string())] == groups.read(0).schema.types
     assert groups.read(0).to_pydict() == {"x": ["a", None], "y": [["b"], []]}
+
+
+def test_uuids_are_text(tmp_path):
+    """DuckDB has a type for them. A request has their text."""
+    values = [None, uuid.UUID(int=0), uuid.UUID(int=2**128 - 1), uuid.UUID(int=0xAB << 100)]
+    stored = pa.array([x and x.bytes for x in values], pa.uuid())
+    write(tmp_path / "a.parquet", {"x": stored[1:], "y": stored[:3]})
+    groups = ParquetGroups.of_directory(tmp_path)
+    (schema,) = groups.schemas.values()
+    assert schema.types == [pa.string()] * 2 == groups.read(0).schema.types
+    texts = [x and str(x) for x in values]
+    assert groups.read(0).to_pydict() == {"x": texts[1:], "y": texts[:3]}
+    sliced = without_views(pa.table({"x": stored}).slice(1, 2))
+    assert sliced["x"].to_pylist() == texts[1:3]
 
 
 DAY = datetime.date(2024, 3, 1)

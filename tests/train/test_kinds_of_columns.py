@@ -250,3 +250,16 @@ def test_trained_exported_and_served(file, tmp_path, monkeypatch, capsys):
         [JsonDecoder(predictor.columns, 9).decode(json.dumps(example).encode())]
     )
     np.testing.assert_allclose(scored.columns["buy_probability"], expected[:2], rtol=1e-5)
+
+
+def test_held_out_text_of_numbers_is_text(tmp_path):
+    """A CSV's columns are guessed from its values, those of held-out rows by training's types."""
+    (tmp_path / "train.csv").write_text("click,zip,n\n" + "0,7,1\n1,A8,2\n" * 2)
+    (tmp_path / "later.csv").write_text("n,zip,click\n1,7,0\n2,9,1\n")
+    data = DataConfig(path=tmp_path / "train.csv", eval_path=tmp_path / "later.csv")
+    encoder = learn_features(data)
+    _, held_out = split_datasets(TrainConfig(data=data), encoder=encoder)
+    rows = held_out.encoder.encode(held_out.groups.read(0))
+    known = encoder.vocabularies["zip"].values.to_pylist()
+    assert sorted(known) == ["7", "A8"]
+    assert rows["zip"].to_pylist() == [1 + known.index("7"), 0]

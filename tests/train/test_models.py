@@ -58,7 +58,7 @@ OPTIONS = {
        for name in ("mmoe", "ple")},
     "pepnet": [*SMALL, "--label", "click", "stars", "--exclude", "when", "buy", "history",
                "--user=user", "--item=item", "--model.domain=user"],
-    "two_tower": [*CLICKS, "history", "--item", "item", "price"],
+    "two_tower": [*CLICKS, "history", "--item", "item", "price", "--user=user"],
     **{name: SEQUENCES for name in ("sasrec", "bert4rec")},
     "hstu_ranker": REQUESTS,
 }  # fmt: skip
@@ -316,7 +316,16 @@ def test_two_towers_rank_all_items(runs):
     places = {item: place for place, item in enumerate(known.tolist())}
     asked = [row for row in range(64, ROWS) if whole["click"][row].as_py()]
     wanted = np.array([places.get(int(ids[row]), -1) for row in asked])
-    ranks = naive_ranks(queries[asked], vectors[first], wanted)
+    # A user's items of training are not ranked again.
+    users, ranks = np.asarray(encoded["user"]), []
+    for row, place in zip(asked, wanted, strict=True):
+        had = {*ids[:64][(users[:64] == users[row]) & (users[row] > 0)]} - {ids[row]}
+        kept = [n for n, item in enumerate(known) if item not in had]
+        own = kept.index(place) if place >= 0 else -1
+        rank = naive_ranks(queries[row][None], vectors[first[kept]], [own])[0]
+        ranks.append(rank if place >= 0 else len(first) + 1)
+    assert np.any(ranks != naive_ranks(queries[asked], vectors[first], wanted))
+    ranks = np.array(ranks)
     expected = rank_values(ranks, np.ones(len(ranks)))
     results = json.loads((run / "results.json").read_text())
     assert {name: results[name] for name in expected} == pytest.approx(expected, abs=1e-6)
@@ -363,6 +372,15 @@ def test_ranks_beside_numpy(monkeypatch):
     ranks = full_ranks(queries, items, wanted)
     np.testing.assert_array_equal(ranks, naive_ranks(queries, items, wanted))
     assert full_ranks(queries[:1] * np.nan, items, wanted[:1]).tolist() == [10]
+    # Each query leaves out other items, and still ranks the one that it wants.
+    left_out = [rng.choice(10, size, replace=False) for size in range(11)]
+    expected = [
+        naive_ranks(query[None], np.where(np.isin(range(10), np.setdiff1d(own, item))[:, None],
+                                          -1e3 * query, items), [item])[0]
+        for query, own, item in zip(queries[:-1], left_out, wanted, strict=False)
+    ]  # fmt: skip
+    ranks = full_ranks(queries, items, wanted, left_out)
+    np.testing.assert_array_equal(ranks, [*expected, 11])
     values = rank_values(np.array([1, 3, 20]), np.array([1.0, 2.0, 1.0]))
     assert values == pytest.approx(
         {"ndcg@10": (1 + 2 * 0.5) / 4, "recall@10": 0.75, "mrr": (1 + 2 / 3 + 0.05) / 4}

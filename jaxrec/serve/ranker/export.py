@@ -6,7 +6,7 @@ import dataclasses
 import importlib.metadata
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import msgspec
@@ -198,12 +198,12 @@ def _history_ladder(model: HSTURanker) -> tuple[int, ...]:
 
 
 def _ascending(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
-    given = sorted(set(sizes))
+    given = sorted(set(sizes)) if isinstance(sizes, Iterable) else []
     if not given or any(
         isinstance(size, bool) or not isinstance(size, int | np.integer) or not 1 <= size < 1 << 31
         for size in given
     ):
-        raise ValueError(f"{name} are whole numbers of 1 or more, got {sizes!r}")
+        raise ValueError(f"{name} are whole numbers of 1 or more, such as [64, 256], got {sizes!r}")
     return tuple(int(size) for size in given)
 
 

@@ -24,9 +24,9 @@ _VALUES = 1000
 class MLflowLogger(RunLogger):
     """Sends values to the server or the store that MLFLOW_TRACKING_URI names.
 
-    Values keep their names, but for ``@`` in ``ndcg@10``, which becomes ``ndcg_at_10``. Options
-    that a resumed run changes, such as its number of epochs, are tags, as MLflow's parameters
-    cannot change.
+    Values keep their names, but for ``@`` in ``ndcg@10``, which becomes ``ndcg_at_10``. Neither
+    parameters nor values of MLflow can change: options that a resumed run changes, such as its
+    number of epochs, are tags, and of steps that it makes again the first values stay.
     """
 
     name = "mlflow"
@@ -34,6 +34,7 @@ class MLflowLogger(RunLogger):
 
     def start(self, run: LoggedRun) -> str:
         self._mlflow = self.require()
+        self._written: set[tuple[str, int]] = set()
         # Not `mlflow.start_run`, whose active run is that of a thread.
         self._client = self._mlflow.MlflowClient()
         if run.identity is None:
@@ -41,6 +42,12 @@ class MLflowLogger(RunLogger):
         else:
             self._id = run.identity
             self._client.update_run(self._id, status="RUNNING")
+            self._written = {
+                (name, each.step)
+                for name in self._client.get_run(self._id).data.metrics
+                for each in self._client.get_metric_history(self._id, name)
+                if each.step > run.step
+            }
         self._is_finished = False
         self._set_options({name: str(value) for name, value in run.options.items()})
         return str(self._id)
@@ -63,11 +70,11 @@ class MLflowLogger(RunLogger):
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         milliseconds = int(1000 * time.time())
+        named = {_OTHER.sub("_", name.replace("@", "_at_")): x for name, x in values.items()}
         metrics: list[Any] = [
-            self._mlflow.entities.Metric(
-                _OTHER.sub("_", name.replace("@", "_at_")), float(value), milliseconds, step
-            )
-            for name, value in values.items()
+            self._mlflow.entities.Metric(name, float(value), milliseconds, step)
+            for name, value in named.items()
+            if (name, step) not in self._written
         ]
         for first in range(0, len(metrics), _VALUES):
             self._client.log_batch(self._id, metrics=metrics[first : first + _VALUES])

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxrec.arguments import ConfigError
-from jaxrec.data import ClickBatch, Schema, Shard, Vocabulary
+from jaxrec.data import ClickBatch, Schema, Shard, TableEncoder, Vocabulary
 from jaxrec.data.encoder import EncodedGroups
 from jaxrec.embed import EmbeddingBagCollection
 from jaxrec.embed.config import TableConfig
@@ -39,9 +39,13 @@ _NEVER = 1e4
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ItemBatch(ClickBatch):
-    """A batch of rows, and the row index of each one's item, ``[batch]`` int32; 0 for padding."""
+    """A batch of rows, and the row indices of each one's item and user.
+
+    The item of padding is 0; its user is -1, as all users are without a column of them.
+    """
 
     items: Int[Array | np.ndarray, " batch"]
+    users: Int[Array | np.ndarray, " batch"]
 
 
 class Tower(nnx.Module):
@@ -85,11 +89,35 @@ class Towers(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Catalog:
+    """One encoded row of each item, and the pairs of a user and an item that some rows have.
+
+    ``pairs`` are sorted, without repeats: ``user * table_rows + item``, with the row indices of
+    both and the number of rows of the table of items.
+    """
+
+    items: pa.Table
+    pairs: Int[np.ndarray, " pairs"]
+    table_rows: int
+
+    def items_of(self, users: Int[np.ndarray, " users"]) -> list[np.ndarray]:
+        """Return the row indices of each user's items."""
+        starts, ends = (
+            np.searchsorted(self.pairs, each * self.table_rows)
+            for each in (users.astype(np.int64), users.astype(np.int64) + 1)
+        )
+        return [
+            self.pairs[start:end] % self.table_rows for start, end in zip(starts, ends, strict=True)
+        ]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class ItemDataset:
-    """Rows of Parquet files, in batches that have the row index of each row's item."""
+    """Rows of Parquet files, in batches that have the row indices of each row's item and user."""
 
     rows: ParquetDataset
     item: str
+    user: str | None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -101,12 +129,22 @@ class ItemDataset:
         self, batch_size: int, first: int = 0, epoch: int = 0
     ) -> Generator[ItemBatch, None, None]:
         for batch in self.rows.batches(batch_size, first, epoch):
-            yield with_items(batch, self.item)
+            yield self.with_items(batch)
 
-    def catalog(self) -> pa.Table:
-        """Return one encoded row of each item that the rows have, of all processes' rows."""
+    def with_items(self, batch: ClickBatch) -> ItemBatch:
+        """Add the row indices of each sample's item and user to a host batch."""
+        items = _single_ids(batch, self.item, 0)
+        users = np.full_like(items, -1)
+        if self.user is not None:
+            users = _single_ids(batch, self.user, -1)
+        fields = {x.name: getattr(batch, x.name) for x in dataclasses.fields(batch)}
+        return ItemBatch(**fields, items=items, users=users)
+
+    def catalog(self) -> Catalog:
+        """Return the items that the rows have and each user's, of all processes' rows."""
         seen: set[int] = set()
-        parts = []
+        parts, pairs = [], [np.zeros(0, np.int64)]
+        table_rows = self.rows.encoder.table_rows[self.item]
         groups = EncodedGroups(self.rows.groups, self.rows.encoder)
         for group in range(len(groups.sizes)):
             table = groups.read(group)
@@ -115,17 +153,26 @@ class ItemDataset:
             is_new = [value not in seen for value in values.tolist()]
             seen.update(values.tolist())
             parts.append(table.take(pa.array(places[is_new])))
-        return pa.concat_tables(parts)
+            if self.user is not None:
+                users = np.asarray(table[self.user].fill_null(-1), np.int64)
+                # All unknown users have the same row.
+                is_known = users >= _num_unknown(self.rows.encoder, self.user)
+                pairs.append(np.unique((users * table_rows + ids)[is_known]))
+        return Catalog(pa.concat_tables(parts), np.unique(np.concatenate(pairs)), table_rows)
 
 
-def with_items(batch: ClickBatch, item: str) -> ItemBatch:
-    """Add the row index of each sample's item to a host batch."""
-    column = batch.features[item]
+def _num_unknown(encoder: TableEncoder, name: str) -> int:
+    """Return the number of a table's first rows that stand for unknown ids."""
+    return getattr(encoder.vocabularies.get(name), "num_unknown", 0)
+
+
+def _single_ids(batch: ClickBatch, name: str, missing: int) -> Int[np.ndarray, " batch"]:
+    """Return the row index of each sample in a column without lists."""
+    column = batch.features[name]
     lengths = np.asarray(column.lengths)
-    items = np.zeros(len(lengths), np.int32)
-    items[lengths > 0] = np.asarray(column.values)[: lengths.sum()]
-    fields = {x.name: getattr(batch, x.name) for x in dataclasses.fields(batch)}
-    return ItemBatch(**fields, items=items)
+    ids = np.full(len(lengths), missing, np.int32)
+    ids[lengths > 0] = np.asarray(column.values)[: lengths.sum()]
+    return ids
 
 
 class TwoTowerKind(RankingModel):
@@ -133,10 +180,11 @@ class TwoTowerKind(RankingModel):
 
     name = "two_tower"
     needs_label = False
-    # The other items of a batch are the negatives, of which there must be enough.
+    # The other items of a batch are the negatives, of which there must be enough. So an epoch of a
+    # small file has few steps, too few for the rows of users: they end near popularity.
     defaults: ClassVar[Mapping[str, Any]] = {
         "data.batch_size": 2048,
-        "data.epochs": 1,
+        "data.epochs": 20,
         "optimizer.learning_rate": 0.004,
         "optimizer.table_learning_rate": 0.1,
     }
@@ -181,6 +229,12 @@ class TwoTowerKind(RankingModel):
     def _item(self) -> str:
         return self.config.data.item[0]
 
+    @property
+    def _user(self) -> str | None:
+        """Column of users, whose items are not recommended again; None: there is none."""
+        user = self.config.data.user
+        return user if user in self.encoder.schema.categorical else None
+
     def _columns(self, *, of_items: bool) -> list[str]:
         """Return the categorical columns of one tower."""
         names = self.encoder.schema.categorical
@@ -194,8 +248,11 @@ class TwoTowerKind(RankingModel):
         ]
 
     def make(self, num_steps: int, rngs: nnx.Rngs) -> Towers:
-        if self._item in self.encoder.lengths:
-            raise ConfigError(f"column {self._item!r} has lists; the id of an item is one value")
+        for name in (self._item, self._user):
+            if name in self.encoder.lengths:
+                raise ConfigError(
+                    f"column {name!r} has lists; the id of an item or a user is one value"
+                )
 
         def tower(of_items: bool) -> Tower:
             schema = self.encoder.schema
@@ -222,7 +279,7 @@ class TwoTowerKind(RankingModel):
         training, held_out = split_datasets(self.config, shard, self.encoder)
         if not (isinstance(training, ParquetDataset) and isinstance(held_out, ParquetDataset)):
             raise ConfigError("model.name two_tower reads files of columns; give them with --data")
-        return ItemDataset(training, self._item), ItemDataset(held_out, self._item)
+        return tuple(ItemDataset(x, self._item, self._user) for x in (training, held_out))
 
     @functools.cached_property
     def _log_shares(self) -> Float[np.ndarray, " rows"] | None:
@@ -257,8 +314,8 @@ class TwoTowerKind(RankingModel):
 
     def _query(self, model: Any, batch: Any) -> tuple[Float[Array, ""], Mapping[str, Array]]:
         vectors = model.query(batch.dense, batch.features)
-        outputs = {"vectors": vectors, "items": batch.items, "weights": self._weights(batch)}
-        return jnp.zeros(()), outputs
+        ids = {"items": batch.items, "users": batch.users}
+        return jnp.zeros(()), {"vectors": vectors, **ids, "weights": self._weights(batch)}
 
     def _candidate(self, model: Any, batch: Any) -> tuple[Float[Array, ""], Mapping[str, Array]]:
         outputs = {"vectors": model.candidate(batch.dense, batch.features), "items": batch.items}
@@ -267,11 +324,14 @@ class TwoTowerKind(RankingModel):
     def evaluate(self, held_out: HeldOutBatches) -> dict[str, float]:
         """Rank the item of each held-out row whose label is 1 among all items of the training rows.
 
-        An item that the training rows do not have counts as not found.
+        An item that the training rows do not have counts as not found. With a column of users,
+        those that the user has in the training rows are left out, as a recommender leaves them out:
+        the model has learned that they fit.
         """
         dataset = held_out.dataset
         assert isinstance(dataset, ItemDataset)
-        return self._ranked(held_out, self._vectors(held_out, dataset))
+        queries = _gathered(held_out.outputs(self._query))
+        return self._ranked(queries, self._vectors(held_out, dataset), queries["users"])
 
     def _vectors(self, held_out: HeldOutBatches, dataset: ItemDataset) -> dict[str, np.ndarray]:
         """Return the vectors of all items, ``[items, dim]``, and their row indices."""
@@ -280,16 +340,17 @@ class TwoTowerKind(RankingModel):
 
     def _ranked(
         self,
-        held_out: HeldOutBatches,
+        queries: Mapping[str, np.ndarray],
         items: Mapping[str, np.ndarray],
-        batches: Iterator[Any] | None = None,
+        users: Int[np.ndarray, " queries"],
     ) -> dict[str, float]:
-        """Return the values of the ranks of some rows' items; None: of all held-out rows."""
-        queries = _gathered(held_out.outputs(self._query, batches))
+        """Return the values of the ranks of the items that queries want."""
         places = np.full(self.encoder.table_rows[self._item], -1)
         places[items["items"]] = np.arange(len(items["items"]))
+        own = [places[each] for each in self._catalog.items_of(users)]
+        left_out = [each[each >= 0] for each in own]
         wanted = places[queries["items"]]
-        ranks = full_ranks(queries["vectors"], items["vectors"], wanted)
+        ranks = full_ranks(queries["vectors"], items["vectors"], wanted, left_out)
         return rank_values(ranks, queries["weights"].astype(np.float64))
 
     def explain(self, held_out: HeldOutBatches, rows: int) -> dict[str, Any]:
@@ -303,9 +364,15 @@ class TwoTowerKind(RankingModel):
             return {}
         items = self._vectors(held_out, dataset)
 
+        def asked(rows: RowSample) -> dict[str, np.ndarray]:
+            batches = map(dataset.with_items, rows.batches(held_out.batch_size))
+            return _gathered(held_out.outputs(self._query, batches))
+
+        # A shuffled column of users is another query of the same user.
+        users = asked(sample)["users"]
+
         def evaluate(rows: RowSample) -> dict[str, float]:
-            batches = rows.batches(held_out.batch_size)
-            return self._ranked(held_out, items, (with_items(x, self._item) for x in batches))
+            return self._ranked(asked(rows), items, users)
 
         best = {x.name: x.best for x in self.measures if x.best is not None}
         importance = column_importance(
@@ -320,24 +387,21 @@ class TwoTowerKind(RankingModel):
         return as_results({}, importance)
 
     @functools.cached_property
-    def _catalog(self) -> pa.Table:
+    def _catalog(self) -> Catalog:
         training, _ = self.datasets(Shard())
         assert isinstance(training, ItemDataset)
-        table = training.catalog()
-        vocabulary = self.encoder.vocabularies.get(self._item)
-        if not isinstance(vocabulary, Vocabulary):
-            return table
+        catalog = training.catalog()
         # The rows of unknown items stand for no item.
-        is_known = np.asarray(table[self._item]) >= vocabulary.num_unknown
-        return table.filter(pa.array(is_known))
+        is_known = np.asarray(catalog.items[self._item]) >= _num_unknown(self.encoder, self._item)
+        return dataclasses.replace(catalog, items=catalog.items.filter(pa.array(is_known)))
 
     def _catalog_batches(self, dataset: ItemDataset, batch_size: int) -> Iterator[ItemBatch]:
-        shard = dataset.rows.shard
+        shard, items = dataset.rows.shard, self._catalog.items
         each = batch_size // shard.count
         # Each process computes the vectors of its part of the items, in equally many batches.
-        for start in range(0, len(self._catalog), batch_size):
-            part = self._catalog.slice(start + shard.index * each, each)
-            yield with_items(self.encoder.pack(part, each), self._item)
+        for start in range(0, len(items), batch_size):
+            part = items.slice(start + shard.index * each, each)
+            yield dataset.with_items(self.encoder.pack(part, each))
 
 
 def _gathered(batches: Iterator[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

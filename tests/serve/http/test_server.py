@@ -333,6 +333,8 @@ def test_wrong_commands(path, capsys, tmp_path):
             ((str(path), "--max-body-mb", "999"), 2, "--max-buffer-mb must be --max-body-mb or"),
             ((str(tmp_path),), 1, "exported model: manifest.json is missing"),
             ((str(path), "--port", taken), 1, "Address already in use"),
+            ((str(path), "--cache-mb", "-1"), 2, "--cache-mb must be 0 or more, got -1"),
+            ((str(path), "--cache-mb", "64"), 2, "is another model, which keeps none"),
             ((str(path), "--deltas", "nope://x"), 1, "no folder has the URL 'nope://x'"),
         ):
             assert main(["serve", *arguments]) == code, arguments
