@@ -3,6 +3,7 @@
 // whose heading has most of them.
 
 const HEADING = 10; // of each word in a heading, for a heading of these words alone; else less
+const TITLE = 1.5; // times as much for the title of the page
 const PAGE = 4; // of each word in any heading of the page
 const FOR_MAKERS = 0.7; // of pages for those who change jaxrec: others look for guides
 
@@ -30,19 +31,22 @@ var Scorer = {
     if (kind !== "text") return score;
     const query = stems(new URLSearchParams(window.location.search).get("q") ?? "");
     const covered = new Set();
-    let best = { score: 0 };
+    let best = 0;
+    let section = { score: 0 };
     for (const heading of headingsOf(page)) {
       const found = [...query].filter((word) => heading.stems.has(word));
       found.forEach((word) => covered.add(word));
-      const score = HEADING * found.length * (0.5 + found.length / (2 * heading.stems.size));
-      if (found.length && score > best.score) best = { ...heading, score };
+      const words = found.length;
+      const score = words && HEADING * words * (0.5 + words / (2 * heading.stems.size));
+      if (heading.text !== title && score > section.score) section = { ...heading, score };
+      best = Math.max(best, heading.text === title ? TITLE * score : score);
     }
-    if (best.anchor) {
-      result[1] = `${title} > ${best.text}`;
-      result[2] = `#${best.anchor}`;
+    if (section.anchor) {
+      result[1] = `${title} > ${section.text}`;
+      result[2] = `#${section.anchor}`;
     }
     const share = /^(internals|results)\/|^changelog$/.test(page) ? FOR_MAKERS : 1;
-    return share * (score + best.score + PAGE * covered.size);
+    return share * (score + best + PAGE * covered.size);
   },
 
   // As Sphinx has them.

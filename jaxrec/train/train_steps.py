@@ -131,7 +131,8 @@ class SynchronousSteps(_TrainSteps):
             outputs.append(batch_outputs)
             gradients.append(batch_gradients)
         optimizer.update(model, gradients[0] if len(batches) == 1 else mean_gradients(gradients))
-        return self.result(optimizer, metric_state, before, sum(losses) / len(losses), outputs)
+        mean = sum(losses[1:], losses[0]) / len(losses)
+        return self.result(optimizer, metric_state, before, mean, outputs)
 
 
 Pair: TypeAlias = tuple[Any, Any]
