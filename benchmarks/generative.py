@@ -69,7 +69,7 @@ def milliseconds(call: Callable[[], Any], users: int, repeats: int) -> float:
 
 
 def times_of(model: nnx.Module, data: Histories, options: Options) -> dict[str, float]:
-    """Return processor milliseconds a user of a beam search, and of SASRec's scores of all items."""
+    """Return processor milliseconds a user of a beam search, and of SASRec scoring all items."""
     model.eval()
     generate = generative_models.compile_generate(options.generative)
     ranker = sequence_baselines.make_model("SASRec", options.sequence, data.num_items, seed=0)
