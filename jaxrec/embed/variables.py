@@ -42,12 +42,15 @@ class VariableLeaf:
         self._variable.set_value(jax.tree.unflatten(structure, leaves))
 
 
-def dense_variables(model: nnx.Module) -> dict[str, nnx.Variable | VariableLeaf]:
+ArrayVariable = nnx.Variable | VariableLeaf
+
+
+def dense_variables(model: nnx.Module) -> dict[str, ArrayVariable]:
     """Return all variables of a model except its tables, each with one array.
 
     A variable that holds a pytree has an entry for each array, such as "trie/codes/0".
     """
-    named: dict[str, nnx.Variable | VariableLeaf] = {}
+    named: dict[str, ArrayVariable] = {}
     for name, variable in variables(model, nnx.Not(TableVariable)).items():
         for index, (path, _) in enumerate(jax.tree.leaves_with_path(variable.get_raw_value())):
             if not path:
