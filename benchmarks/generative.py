@@ -10,9 +10,9 @@ counts. All items but those that the user had before are ranked. The semantic id
 vectors of the SASRec of the same seed, kept in ``--vectors`` from one call to the next.
 
 Prints a JSON line for each model and seed: recall and NDCG at 5 and 10, the epoch, and seconds of
-all processors. The line of generation also has the milliseconds a user that a beam search takes,
-beside those of the scores of all items by SASRec. Progress goes to stderr. With --output it also
-writes the lines to NAME.json.
+all processors. The line of generation also has the processor milliseconds a user that a beam search
+takes, beside those of the scores of all items by SASRec. Progress goes to stderr. With --output it
+also writes the lines to NAME.json; lines of other models and seeds stay there.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ class Options:
 
 
 def milliseconds(call: Callable[[], Any], users: int, repeats: int) -> float:
-    """Return the median milliseconds a user of a call that was compiled before."""
+    """Return the median processor milliseconds a user of a call, all threads together."""
     jax.block_until_ready(call())
     times = []
     for _ in range(repeats):
-        begun = time.perf_counter()
+        begun = time.process_time()
         jax.block_until_ready(call())
-        times.append(1000 * (time.perf_counter() - begun) / users)
+        times.append(1000 * (time.process_time() - begun) / users)
     return float(np.median(times))
 
 
 def times_of(model: nnx.Module, data: Histories, options: Options) -> dict[str, float]:
-    """Return milliseconds a user of a beam search, and of SASRec's scores of all items."""
+    """Return processor milliseconds a user of a beam search, and of SASRec scoring all items."""
     model.eval()
     generate = generative_models.compile_generate(options.generative)
     ranker = sequence_baselines.make_model("SASRec", options.sequence, data.num_items, seed=0)
@@ -116,15 +116,17 @@ def run(kind: str, data: Histories, options: Options, seed: int) -> dict[str, An
 
 def main(options: Options) -> None:
     """Run all models and seeds, and print a JSON line for each."""
-    data, lines = Histories.read(options.data), []
+    data = Histories.read(options.data)
+    path = None if options.output is None else options.output.with_suffix(".json")
+    known = json.loads(path.read_text()) if path is not None and path.exists() else []
+    lines = {(x["model"], x["seed"]): x for x in known}
     for seed in options.seeds:
         for kind in options.models:
-            found = run(kind, data, options, seed)
-            lines.append({"model": kind, "seed": seed} | found)
-            print(json.dumps(lines[-1]), flush=True)
-            if options.output is not None:
-                text = json.dumps(lines, indent=1)
-                options.output.with_suffix(".json").write_text(text + "\n")
+            line = {"model": kind, "seed": seed} | run(kind, data, options, seed)
+            lines[kind, seed] = line
+            print(json.dumps(line), flush=True)
+            if path is not None:
+                path.write_text(json.dumps([*lines.values()], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -23,9 +23,42 @@ def variables(node: Any, wanted: Any = ...) -> dict[str, nnx.Variable]:
     return {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
 
-def dense_variables(model: nnx.Module) -> dict[str, nnx.Variable]:
-    """Return all variables of a model except its tables."""
-    return variables(model, nnx.Not(TableVariable))
+class VariableLeaf:
+    """One array of a variable that holds a pytree, with the methods of a variable."""
+
+    def __init__(self, variable: nnx.Variable, index: int) -> None:
+        self._variable, self._index = variable, index
+
+    def get_value(self) -> Array:
+        """Return the array."""
+        return jax.tree.leaves(self._variable.get_value())[self._index]
+
+    get_raw_value = get_value
+
+    def set_value(self, value: Array) -> None:
+        """Replace the array; the others of the pytree stay."""
+        leaves, structure = jax.tree.flatten(self._variable.get_value())
+        leaves[self._index] = value
+        self._variable.set_value(jax.tree.unflatten(structure, leaves))
+
+
+ArrayVariable = nnx.Variable | VariableLeaf
+
+
+def dense_variables(model: nnx.Module) -> dict[str, ArrayVariable]:
+    """Return all variables of a model except its tables, each with one array.
+
+    A variable that holds a pytree has an entry for each array, such as "trie/codes/0".
+    """
+    named: dict[str, ArrayVariable] = {}
+    for name, variable in variables(model, nnx.Not(TableVariable)).items():
+        for index, (path, _) in enumerate(jax.tree.leaves_with_path(variable.get_raw_value())):
+            if not path:
+                named[name] = variable
+                continue
+            leaf = jax.tree_util.keystr(path, simple=True, separator="/")
+            named[f"{name}/{leaf}"] = VariableLeaf(variable, index)
+    return named
 
 
 def plain(value: Array) -> Array:

@@ -192,9 +192,8 @@ class CodeBlock(nnx.Module):
         """
         query = self._query(states)[:, :, 0]
         attended = attend_beams(query, key, value, history_key, history_value, seen)
-        return self._dense(
-            states + self.dropout(self.attention.out(attended.reshape(states.shape)))
-        )
+        attended = attended.reshape(*attended.shape[:2], -1)[:, :, None]
+        return self._dense(states + self.dropout(self.attention.out(attended)))
 
     def cross_extend(
         self,

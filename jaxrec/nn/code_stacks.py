@@ -152,7 +152,7 @@ class EncoderDecoderStack(nnx.Module):
             embedding.of_codes(level, codes[..., level], place)
             for level in range(embedding.levels - 1)
         ]
-        first = jnp.broadcast_to(self.start[...], (*last.shape, self.start.shape[0]))
+        first = take(self.start[...][None], jnp.zeros_like(last))  # sharded as the rows
         states = jnp.stack([first.astype(context.keys[0].dtype), *given], axis=-2)
         levels = states.shape[-2]
         seen = _seen(context)[..., None, :]

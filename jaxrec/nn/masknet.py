@@ -83,7 +83,8 @@ class MaskNet(ClickModel):
     an MLP.
 
     Args:
-        embeddings: The tables, all of one width, ``dim``.
+        embeddings: The tables, all of one width, ``dim``. Each row goes through a layer norm, so
+            give the rows norms about 1 at first: one update would turn those near 0 around.
         num_dense: Number of dense features.
         bottom_layer_sizes: Layers of the MLP of the dense features; the last is a multiple of
             ``dim``. Not read without dense features.

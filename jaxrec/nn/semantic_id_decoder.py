@@ -27,36 +27,6 @@ class ItemVariable(nnx.Variable):
     """Codes and prefixes of the items, which are not trained."""
 
 
-class _Trie(nnx.Module):
-    """An `ItemTrie` with a variable for each array, as checkpoints and versions take them."""
-
-    def __init__(self, trie: ItemTrie):
-        self.codes, self.children, self.leaves = (
-            nnx.List([ItemVariable(array) for array in arrays])
-            for arrays in (trie.codes, trie.children, trie.leaves)
-        )
-        self.items, self.places = ItemVariable(trie.items), ItemVariable(trie.places)
-        self.widths = trie.widths
-
-    def variables(self) -> list[ItemVariable]:
-        """Return the variables in the order of the leaves of an `ItemTrie`."""
-        return [*self.codes, *self.children, *self.leaves, self.items, self.places]
-
-    def get(self) -> ItemTrie:
-        """Return the trie."""
-        codes, children, leaves = (
-            tuple(variable.get_value() for variable in of_levels)
-            for of_levels in (self.codes, self.children, self.leaves)
-        )
-        items, places = self.items.get_value(), self.places.get_value()
-        return ItemTrie(codes, children, leaves, items, places, self.widths)
-
-    def set(self, trie: ItemTrie) -> None:
-        """Replace the arrays by those of a trie of the same shapes."""
-        for variable, array in zip(self.variables(), jax.tree.leaves(trie), strict=True):
-            variable.set_value(array)
-
-
 class SemanticIdDecoder(nnx.Module):
     """Generates the semantic ids of the items that a user takes next.
 
@@ -166,7 +136,7 @@ class SemanticIdDecoder(nnx.Module):
         self.sizes = ids.sizes
         trie = ItemTrie.of(ids, capacity=capacity, widths=widths)
         self.codes = ItemVariable(_code_table(ids, trie))
-        self.trie = _Trie(trie)
+        self.trie = ItemVariable(trie)
 
     def set_items(self, ids: SemanticIds) -> None:
         """Replace the items, for example to add new ones after the old ones.
@@ -178,10 +148,10 @@ class SemanticIdDecoder(nnx.Module):
         """
         if ids.sizes != self.sizes:
             raise ValueError(f"the model has codes of sizes {self.sizes}, the items {ids.sizes}")
-        old = self.trie.get()
+        old = self.trie.get_value()
         trie = ItemTrie.of(ids, capacity=old.places.shape[0], widths=old.widths)
         self.codes.set_value(_code_table(ids, trie))
-        self.trie.set(trie)
+        self.trie.set_value(trie)
 
     def __call__(self, features: KeyedJaggedArray) -> Float[Array, "*devices rows"]:
         """Return the negative log-likelihood of each row's predicted items, ``[rows]``.
@@ -268,6 +238,7 @@ class SemanticIdDecoder(nnx.Module):
         context, suffix, first = self.stack.begin(self.embedding, histories, size)
         lengths = jnp.asarray(histories.items.lengths).reshape(-1)
         first = jnp.where((lengths <= size)[:, None], first, jnp.nan)
+
         positions = (lengths + 1)[:, None]
 
         def step(level: int, codes: Array, suffix: Any) -> tuple[Array, Any]:
@@ -279,7 +250,7 @@ class SemanticIdDecoder(nnx.Module):
             return self._log_probabilities(level, states), suffix
 
         beams = beam_search(
-            self.trie.get(),
+            self.trie.get_value(),
             step,
             suffix,
             rows=lengths.shape[0],

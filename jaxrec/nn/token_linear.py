@@ -32,4 +32,5 @@ class TokenLinear(nnx.Module):
     def __call__(self, x: Float[Array, "batch tokens _"]) -> Float[Array, "batch tokens out"]:
         """Map ``[batch, tokens, in_features]`` to ``[batch, tokens, out_features]``."""
         x, kernel, bias = promote(self.dtype, x, self.kernel[...], self.bias[...])
-        return jnp.einsum("bti,tio->bto", x, kernel) + bias[None]
+        # Tokens first: XLA's CPU products of a batch axis in the middle are half as fast.
+        return jnp.matmul(x.swapaxes(0, 1), kernel).swapaxes(0, 1) + bias[None]

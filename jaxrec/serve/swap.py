@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxrec.embed.collection import TableVariable
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.variables import dense_variables, plain, variables
 from jaxrec.serve.quantized import models, saved
@@ -218,9 +219,8 @@ def _staged_model(model: nnx.Module, source: nnx.Module) -> nnx.Module:
             )
         # A copy, since a source that goes on training donates its arrays.
         variable.set_value(_copy_beside(value, old))
-    for name, variable in variables(staged).items():
-        if name not in named:
-            variable.set_value(new_stores[name.rpartition("tables")[0].rstrip("/")])
+    for name, variable in variables(staged, TableVariable).items():
+        variable.set_value(new_stores[name.rpartition("tables")[0].rstrip("/")])
     return staged
 
 

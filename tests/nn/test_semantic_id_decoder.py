@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 import jaxrec
 from jaxrec.nn import SemanticIdDecoder
@@ -92,6 +93,23 @@ def test_unknown_items_and_long_histories_are_not_a_number(encoders):
     assert np.isfinite(np.asarray(found.scores)[[0, 3], 0]).all()
     loss = np.asarray(losses(model, batch_of([[1, 2], [ITEMS], [1, 99], [2, 3]])))
     assert np.isnan(loss).tolist() == [False, True, True, False]
+
+
+@FORMS
+@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
+@pytest.mark.every_case
+def test_eight_devices_generate_and_learn_what_one_does(encoders, axes):
+    rows = {"history": HISTORIES * 4, "user": USERS * 4}
+    model, batch = make(encoders), jaxrec.KeyedJaggedArray.from_lists(rows)
+    found, loss = without_seen(model, batch), losses(model, batch)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(getattr(AxisType, axes),))
+    placed = jaxrec.shard(nnx.clone(model), jaxrec.plan.ShardingPlan.from_dict({}), mesh)
+    batch = jaxrec.mesh.shard_batch(batch, mesh)
+    beams = without_seen(placed, batch)
+    assert len(beams.items.sharding.device_set) == 8
+    np.testing.assert_array_equal(beams.items.reshape(16, 14), found.items)
+    np.testing.assert_allclose(beams.scores.reshape(16, 14), found.scores, rtol=1e-5)
+    np.testing.assert_allclose(losses(placed, batch).reshape(16), loss, rtol=1e-5)
 
 
 def test_training_learns_what_follows():

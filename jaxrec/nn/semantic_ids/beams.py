@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxrec.nn.semantic_ids.item_trie import ItemTrie
+from jaxrec.ragged.arrays import on_auto_axes
 
 Step = Callable[[int, Int32[Array, "rows beams"], Any], tuple[Float[Array, "rows beams size"], Any]]
 """Maps a level, the codes chosen on the level before and a cache to log-probabilities and a cache.
@@ -68,47 +70,20 @@ def beam_search(
         ValueError: ``k`` or ``beam_size`` is out of range, or ``diversity`` negative.
     """
     check_beams(k, beam_size, diversity)
-    leaves = None if excluded is None else _excluded_leaves(trie, excluded)
-    nodes = jnp.zeros((rows, 1), jnp.int32)
-    scores = jnp.zeros((rows, 1), jnp.float32)
-    codes = jnp.zeros((rows, 1), jnp.int32)
-    levels, is_wrong = len(trie.codes), jnp.zeros(rows, bool)
+    leaves = None if excluded is None else on_auto_axes(_excluded_leaves, excluded, trie)
+    zeros = jnp.zeros((rows, 1), jnp.int32)
+    prefixes = _Prefixes(zeros, zeros, jnp.zeros((rows, 1)), zeros, jnp.zeros(rows, bool))
+    levels = len(trie.codes)
     for level in range(levels):
-        found, cache = step(level, codes, cache)
-        first = trie.children[level][nodes]
-        count = trie.children[level].at[nodes + 1].get(mode="clip") - first
-        child = jnp.arange(trie.widths[level], dtype=jnp.int32)[None, None]
-        children = first[..., None] + child
-        is_child = (child < count[..., None]) & (scores != -jnp.inf)[..., None]
-        if leaves is not None:
-            is_child &= _has_allowed(trie, level, children, leaves)
-        child_codes = trie.codes[level].at[children].get(mode="clip")
-        grown = jnp.take_along_axis(found.astype(jnp.float32), child_codes, axis=2)
-        is_wrong |= (is_child & jnp.isnan(grown)).any(axis=(1, 2))
-        grown = jnp.where(is_child, scores[..., None] + grown, -jnp.inf)
-        size = min(beam_size if level < levels - 1 else k, grown[0].size)
-        best = _best(grown, size, diversity)
-        parents = best // trie.widths[level]
-        flat = grown.reshape(rows, -1)
-        scores = jnp.take_along_axis(flat, best, axis=1)
-        nodes = jnp.take_along_axis(children.reshape(rows, -1), best, axis=1)
-        codes = jnp.take_along_axis(child_codes.reshape(rows, -1), best, axis=1)
-        # A beam without a prefix: its children are those past the last node, none.
-        nodes = jnp.where(scores == -jnp.inf, trie.items.shape[0], nodes)
-        if level < levels - 1:
-            cache = jax.tree.map(lambda x, parents=parents: _reordered(x, parents), cache)
-    # Diversity chose the items; their order is that of the scores.
-    order = jnp.argsort(-scores, axis=1, stable=True)
-    scores, nodes = (jnp.take_along_axis(x, order, axis=1) for x in (scores, nodes))
-    items = jnp.where(scores > -jnp.inf, trie.items.at[nodes].get(mode="fill", fill_value=-1), -1)
-    # A model whose numbers are not finite must not look like one without items.
-    items = jnp.where(is_wrong[:, None], -1, items)
-    scores = jnp.where(is_wrong[:, None], jnp.nan, scores)
-    missing = [(0, 0), (0, k - items.shape[1])]
-    return Beams(
-        jnp.pad(items, missing, constant_values=-1),
-        jnp.pad(scores, missing, constant_values=-jnp.inf),
-    )
+        found, cache = step(level, prefixes.codes, cache)
+        is_last = level == levels - 1
+        grow = functools.partial(
+            _grow, level=level, size=k if is_last else beam_size, diversity=diversity
+        )
+        prefixes = on_auto_axes(grow, found, prefixes, trie, leaves)
+        if not is_last:
+            cache = on_auto_axes(_reordered, prefixes.parents, cache)
+    return on_auto_axes(functools.partial(_beams, k=k), prefixes.nodes, prefixes, trie)
 
 
 def check_beams(k: int, beam_size: int, diversity: float) -> None:
@@ -117,6 +92,76 @@ def check_beams(k: int, beam_size: int, diversity: float) -> None:
         raise ValueError(f"k must be from 1 to beam_size={beam_size}, got {k}")
     if diversity < 0:
         raise ValueError(f"diversity is 0 or more, got {diversity}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Prefixes:
+    """Beams of one level.
+
+    Attributes:
+        nodes: Node of the trie.
+        codes: Last code.
+        scores: Log-probability; -inf for a beam without a prefix.
+        parents: Beam of the level above.
+        is_wrong: Whether the model gave a number that is NaN, ``[rows]``.
+    """
+
+    nodes: Int32[Array, "rows beams"]
+    codes: Int32[Array, "rows beams"]
+    scores: Float[Array, "rows beams"]
+    parents: Int32[Array, "rows beams"]
+    is_wrong: Bool[Array, " rows"]
+
+
+def _grow(
+    found: Float[Array, "rows beams size"],
+    prefixes: _Prefixes,
+    trie: ItemTrie,
+    leaves: Int32[Array, "rows n"] | None,
+    *,
+    level: int,
+    size: int,
+    diversity: float,
+) -> _Prefixes:
+    """Return the best ``size`` children of all prefixes, or all if they are fewer."""
+    nodes, scores, width = prefixes.nodes, prefixes.scores, trie.widths[level]
+    rows, beams = nodes.shape
+    first = trie.children[level][nodes]
+    count = trie.children[level].at[nodes + 1].get(mode="clip") - first
+    child = jnp.arange(width, dtype=jnp.int32)[None, None]
+    children = first[..., None] + child
+    is_child = (child < count[..., None]) & (scores != -jnp.inf)[..., None]
+    if leaves is not None:
+        is_child &= _has_allowed(trie, level, children, leaves)
+    codes = trie.codes[level].at[children].get(mode="clip")
+    grown = jnp.take_along_axis(found.astype(jnp.float32), codes, axis=2)
+    is_wrong = prefixes.is_wrong | (is_child & jnp.isnan(grown)).any(axis=(1, 2))
+    grown = jnp.where(is_child, scores[..., None] + grown, -jnp.inf)
+    best = _best(grown, min(size, beams * width), diversity)
+    nodes, codes, scores = (
+        jnp.take_along_axis(x.reshape(rows, -1), best, axis=1) for x in (children, codes, grown)
+    )
+    # A beam without a prefix: its children are those past the last node, none.
+    nodes = jnp.where(scores == -jnp.inf, trie.items.shape[0], nodes)
+    return _Prefixes(nodes, codes, scores, best // width, is_wrong)
+
+
+def _beams(_: Array, prefixes: _Prefixes, trie: ItemTrie, *, k: int) -> Beams:
+    """Return the items of the last level's prefixes."""
+    nodes, scores = prefixes.nodes, prefixes.scores
+    # Diversity chose the items; their order is that of the scores.
+    order = jnp.argsort(-scores, axis=1, stable=True)
+    scores, nodes = (jnp.take_along_axis(x, order, axis=1) for x in (scores, nodes))
+    items = jnp.where(scores > -jnp.inf, trie.items.at[nodes].get(mode="fill", fill_value=-1), -1)
+    # A model whose numbers are not finite must not look like one without items.
+    is_wrong = prefixes.is_wrong[:, None]
+    items, scores = jnp.where(is_wrong, -1, items), jnp.where(is_wrong, jnp.nan, scores)
+    missing = [(0, 0), (0, k - items.shape[1])]
+    return Beams(
+        jnp.pad(items, missing, constant_values=-1),
+        jnp.pad(scores, missing, constant_values=-jnp.inf),
+    )
 
 
 def _best(
@@ -132,13 +177,14 @@ def _best(
     return best
 
 
-def _reordered(cached: Array, parents: Int32[Array, "rows beams"]) -> Array:
+def _reordered(parents: Int32[Array, "rows beams"], cache: Any) -> Any:
     """Give each new beam the cache of the beam that it grew from."""
-    rows = jnp.arange(parents.shape[0], dtype=jnp.int32)[:, None]
-    return cached[rows, parents]
+    # Mapped over rows, so that a mesh gathers nothing from other devices.
+    of_row = jax.vmap(lambda parents, cached: cached[parents])
+    return jax.tree.map(lambda cached: of_row(parents, cached), cache)
 
 
-def _excluded_leaves(trie: ItemTrie, excluded: Int32[Array, "rows n"]) -> Int32[Array, "rows n"]:
+def _excluded_leaves(excluded: Int32[Array, "rows n"], trie: ItemTrie) -> Int32[Array, "rows n"]:
     """Return the leaves of excluded items, ascending and each once; others are at the end."""
     capacity = trie.places.shape[0]
     leaves = trie.places.at[excluded].get(mode="fill", fill_value=capacity)

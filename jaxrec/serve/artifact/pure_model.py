@@ -20,7 +20,7 @@ from jaxrec.embed.rows import rows_per_part
 from jaxrec.embed.store import TableStore
 from jaxrec.embed.tables import Tables
 from jaxrec.embed.taps import tapped_modules
-from jaxrec.embed.variables import PlacedVariable, dense_variables
+from jaxrec.embed.variables import PlacedVariable, dense_variables, is_variable
 from jaxrec.serve.artifact.manifest import StoredTable
 from jaxrec.serve.quantized.models import is_quantized, one_copy, shared_copy, stores_of
 
@@ -182,12 +182,16 @@ def _with_leaves(tree: Any, leaves: Sequence[Any]) -> Any:
 
 def _named_leaves(state: Any) -> list[tuple[str, Any]]:
     """Return pairs of the path of an array in a state, such as ``over/kernel``, and the array."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    return [
-        (name.removesuffix("/value").removesuffix("/stored"), leaf)
-        for name, (_, leaf) in zip(names, leaves, strict=True)
+    # A variable has its own name, and one that holds a pytree those of `dense_variables`.
+    nodes = jax.tree.leaves_with_path(state, is_leaf=is_variable)
+    named = [
+        (jax.tree_util.keystr((*path, *inner), simple=True, separator="/"), leaf)
+        for path, node in nodes
+        for inner, leaf in jax.tree.leaves_with_path(
+            node.get_raw_value() if is_variable(node) else node
+        )
     ]
+    return [(name.removesuffix("/stored"), leaf) for name, leaf in named]
 
 
 def _is_key(leaf: Any) -> bool:

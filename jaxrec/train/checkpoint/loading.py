@@ -161,8 +161,8 @@ def load(
         for link in links[1:]:
             _load_changes(named, read_changes(link), match.tables)
         for name, of_collection in match.tables.items():
-            variable = named[name].tables
-            variable.set_value(zero_padding_rows(variable.get_value(), of_collection))
+            stored = named[name].tables
+            stored.set_value(zero_padding_rows(stored.get_value(), of_collection))
         if tier is not None and vocabularies:
             _load_vocabularies(model, tier, vocabularies, links, match.tables)
     except BaseException as error:

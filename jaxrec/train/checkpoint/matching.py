@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxrec.embed.collection import Collection
 from jaxrec.embed.config import TableConfig
-from jaxrec.embed.variables import dense_variables, plain, variables
+from jaxrec.embed.variables import ArrayVariable, dense_variables, plain, variables
 from jaxrec.tier.planning.tier import RUN_STATE, Tier, tier_of
 from jaxrec.tier.saved_stores import vocabulary_difference
 from jaxrec.train.checkpoint.files import CheckpointError, Difference
@@ -36,8 +36,8 @@ class Match:
 
     tables: dict[str, dict[str, bool]] = dataclasses.field(default_factory=dict)
     vocabularies: list[str] = dataclasses.field(default_factory=list)
-    dense: list[tuple[nnx.Variable, np.ndarray]] = dataclasses.field(default_factory=list)
-    optimizer: list[tuple[nnx.Variable, np.ndarray]] = dataclasses.field(default_factory=list)
+    dense: list[tuple[ArrayVariable, np.ndarray]] = dataclasses.field(default_factory=list)
+    optimizer: list[tuple[ArrayVariable, np.ndarray]] = dataclasses.field(default_factory=list)
     differences: list[Difference] = dataclasses.field(default_factory=list)
 
     def common(
@@ -197,8 +197,8 @@ def _match_vocabularies(
 
 
 def _match_variables(
-    match: Match, kind: str, named: Mapping[str, nnx.Variable], saved: Mapping[str, np.ndarray]
-) -> list[tuple[nnx.Variable, np.ndarray]]:
+    match: Match, kind: str, named: Mapping[str, ArrayVariable], saved: Mapping[str, np.ndarray]
+) -> list[tuple[ArrayVariable, np.ndarray]]:
     """Return pairs of a variable and its saved value, for those of equal shape; note the others."""
     pairs = []
     for name in match.common(kind, named, saved):

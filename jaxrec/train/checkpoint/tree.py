@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from jaxrec.embed.collection import Collection, find_collections
 from jaxrec.embed.config import TableConfig
-from jaxrec.embed.variables import dense_variables, plain, variables
+from jaxrec.embed.variables import ArrayVariable, dense_variables, plain, variables
 from jaxrec.tier.changes.tracked_tables import ChangedIds
 from jaxrec.tier.planning.tier import Tier, tier_of
 from jaxrec.tier.saved_stores import snapshot_stores
@@ -104,7 +104,7 @@ def _saved_tree(
 ) -> dict[str, Any]:
     """Copy all arrays but those of vocabularies; ``changes`` None: the whole tables."""
 
-    def copies(named: Mapping[str, nnx.Variable]) -> dict[str, Any]:
+    def copies(named: Mapping[str, ArrayVariable]) -> dict[str, Any]:
         return {name: _copy(variable.get_raw_value()) for name, variable in named.items()}
 
     def table(path: str, collection: Collection, name: str) -> dict[str, Any]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 from flax import nnx
 
+from jaxrec.embed import EmbeddingBagConfig
 from jaxrec.nn import MaskNet
 from jaxrec.train.models.rows import RowModel
 
@@ -15,6 +19,15 @@ class MaskNetKind(RowModel):
     """`jaxrec.nn.MaskNet` with parallel blocks, for rows of ids and numbers."""
 
     name = "masknet"
+
+    def tables_of(self, columns: Sequence[str]) -> list[EmbeddingBagConfig]:
+        # A layer norm follows each row, so that only the ratio of an update to the row's norm
+        # counts. From rows near 0 the first sample of an id would turn its row around; these have
+        # norms about 1.
+        return [
+            dataclasses.replace(x, initializer=nnx.initializers.normal(x.embedding_dim**-0.5))
+            for x in super().tables_of(columns)
+        ]
 
     def make(self, num_steps: int, rngs: nnx.Rngs) -> MaskNet:
         options = self.config.model

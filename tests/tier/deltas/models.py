@@ -116,10 +116,10 @@ def dense(model):
     """All variables but the tables, by path, on the host."""
     arrays = {}
     for path, value in nnx.to_flat_state(nnx.state(model, nnx.Not(jaxrec.embed.TableVariable))):
-        value = value.get_value()
-        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-            value = jax.random.key_data(value)
-        arrays["/".join(map(str, path))] = np.asarray(value)
+        for inner, leaf in jax.tree.leaves_with_path(value.get_value()):
+            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                leaf = jax.random.key_data(leaf)
+            arrays["/".join(map(str, (*path, *inner)))] = np.asarray(leaf)
     return arrays
 
 

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the table .* thrashes")
 
 
 class Sequence(nnx.Module):
-    """A model with dropout, batch statistics, a bfloat16 table, a frozen one and a nested one."""
+    """A model with dropout, batch statistics, a bfloat16 table, a frozen one and a pytree."""
 
     def __init__(self, seed=0):
         rngs = nnx.Rngs(seed)
@@ -59,6 +59,7 @@ class Sequence(nnx.Module):
         self.norm = nnx.BatchNorm(12, rngs=rngs)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
         self.over = nnx.Linear(12, 1, rngs=rngs)
+        self.limits = nnx.Variable({"low": jnp.full(2, seed), "high": (jnp.float32(seed),)})
 
     def __call__(self, features):
         found = self.items(features)
@@ -146,7 +147,7 @@ def test_deltas_hold_changed_rows_and_tombstones(tmp_path, kind):
 
 
 def test_all_kinds_of_variables(tmp_path):
-    """bfloat16 rows, NaN, -0, batch statistics, random keys and a frozen table."""
+    """bfloat16 rows, NaN, -0, batch statistics, random keys, a pytree and a frozen table."""
     model, copy = Sequence(), Sequence(seed=1)
     optimizer = jaxrec.Optimizer(model, optax.adam(0.1))
     tracker = ChangeTracker(model, ["publisher"])
@@ -161,6 +162,7 @@ def test_all_kinds_of_variables(tmp_path):
         tracker.mark("item", [number])
         model.items.load_rows("fixed", [number], np.full((1, 4), 0.5 + number))
         tracker.mark("fixed", [number])
+        model.limits.set_value({"low": jnp.full(2, number), "high": (jnp.float32(number / 2),)})
         assert publish(model, tmp_path, tracker=tracker, with_state=True, full_every=9).rows == 5
         assert subscriber.update() == 1
         assert_same(copy, model, with_state=True)
