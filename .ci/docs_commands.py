@@ -328,6 +328,8 @@ LEFT_OUT = {
     "python -m benchmarks.backbones work --movielens ml-100k --generated-rows 0 --batch-size 512 "
     "--epochs 1": "takes minutes",
     "python -m benchmarks.kinds work --movielens ml-100k --beauty beauty.txt": "takes an hour",
+    "python -m benchmarks.interaction_baselines work/movielens.parquet "
+    "work/beauty.parquet": "needs data sets",
     "python -m benchmarks.generative amazon-beauty.txt --output generative": "takes hours",
     "python -m benchmarks.plan_scale hosts": "takes minutes",
     "pip install 'jaxrec[tpu]'": "takes 1.2 GB",

@@ -102,10 +102,8 @@ class Catalog:
 
     def items_of(self, users: Int[np.ndarray, " users"]) -> list[np.ndarray]:
         """Return the row indices of each user's items."""
-        starts, ends = (
-            np.searchsorted(self.pairs, each * self.table_rows)
-            for each in (users.astype(np.int64), users.astype(np.int64) + 1)
-        )
+        first = users.astype(np.int64) * self.table_rows
+        starts, ends = np.searchsorted(self.pairs, [first, first + self.table_rows])
         return [
             self.pairs[start:end] % self.table_rows for start, end in zip(starts, ends, strict=True)
         ]
@@ -163,7 +161,8 @@ class ItemDataset:
 
 def _num_unknown(encoder: TableEncoder, name: str) -> int:
     """Return the number of a table's first rows that stand for unknown ids."""
-    return getattr(encoder.vocabularies.get(name), "num_unknown", 0)
+    vocabulary = encoder.vocabularies.get(name)
+    return vocabulary.num_unknown if isinstance(vocabulary, Vocabulary) else 0
 
 
 def _single_ids(batch: ClickBatch, name: str, missing: int) -> Int[np.ndarray, " batch"]:
@@ -279,7 +278,8 @@ class TwoTowerKind(RankingModel):
         training, held_out = split_datasets(self.config, shard, self.encoder)
         if not (isinstance(training, ParquetDataset) and isinstance(held_out, ParquetDataset)):
             raise ConfigError("model.name two_tower reads files of columns; give them with --data")
-        return tuple(ItemDataset(x, self._item, self._user) for x in (training, held_out))
+        names = self._item, self._user
+        return ItemDataset(training, *names), ItemDataset(held_out, *names)
 
     @functools.cached_property
     def _log_shares(self) -> Float[np.ndarray, " rows"] | None:
