@@ -22,6 +22,8 @@ HloModule jit_train, is_scheduled=true
 
 ENTRY %main (param.44: f32[2000,128]) -> f32[] {
   %copy.2 = f32[4000]{0:T(1024)S(1)} copy(%param.60), backend_config={}
+  %copy-start.1 = (f32[4000]{0:T(1024)S(1)}, f32[4000]{0:T(1024)}, u32[]{:S(2)}) copy-start(%p)
+  %copy-start.2 = (f32[9]{0:T(1024)}, f32[9]{0:T(1024)}, u32[]{:S(2)}) copy-start(%q)
   %all_to_all.63 = s32[8,483,1]{1,2,0:T(1,128)S(1)} all-to-all(%all_to_all.62), channel_id=1
   %all-reduce.12 = (f32[]{:T(128)}, f32[256,1024]{1,0:T(8,128)S(1)}) all-reduce(%a, %b)
   %all-gather-start.3 = (f32[4,2]{1,0}, f32[32,2]{1,0}) all-gather-start(%c), dimensions={0}
@@ -41,5 +43,5 @@ def test_collectives_of_the_entry_have_their_bytes_and_the_work_under_them():
 
 
 def test_copies_of_tables_count_in_hbm_alone():
-    shapes = frozenset([(2000, 128), (4000,), (7, 7)])
-    assert list(copies(PROGRAM, shapes)) == ["[2000,128]"]
+    shapes = frozenset([(2000, 128), (4000,), (7, 7), (9,)])
+    assert list(copies(PROGRAM, shapes)) == ["[9]", "[2000,128]"]

@@ -100,12 +100,18 @@ def copies(program: str, tables: frozenset[tuple[int, ...]]) -> Iterator[str]:
 
     A small table may be copied into the chip's own memory, which is written as ``S(1)``.
     """
+    copied = set()
+    for line in program.splitlines():
+        found = re.search(r"= (.*?) copy(?:-start)?\(", line)
+        if found is None:
+            continue
+        # One shape, or of a copy that runs beside other work: target, source and a token.
+        shapes = re.findall(r"\w+\[([\d,]+)\](\{[^}]*\})?", found[1])[:2]
+        if shapes and not any("S(1)" in layout for _, layout in shapes):
+            copied.add(shapes[0][0])
     for shape in sorted(tables):
-        size = ",".join(map(str, shape))
-        for found in re.finditer(rf"= (\w+\[{size}\]\S*) copy\(", program):
-            if "S(1)" not in found[1]:
-                yield f"[{size}]"
-                break
+        if (size := ",".join(map(str, shape))) in copied:
+            yield f"[{size}]"
 
 
 def collectives(program: str) -> Iterator[Collective]:
