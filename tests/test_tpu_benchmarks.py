@@ -9,7 +9,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 # The benchmarks are no installed package. Behind the installed jaxrec, which stays what is tested.
 sys.path.append(str(ROOT))
 
-from benchmarks.tpu.findings import Collective, collectives, copies  # noqa: E402
+from benchmarks.gpu.roofline import instructions_of_entry  # noqa: E402
+from benchmarks.tpu.findings import (  # noqa: E402
+    Collective,
+    bytes_moved,
+    collectives,
+    copies,
+)
 
 # Lines as libtpu 0.0.50.1 writes them, attributes left out.
 PROGRAM = """\
@@ -45,3 +51,23 @@ def test_collectives_of_the_entry_have_their_bytes_and_the_work_under_them():
 def test_copies_of_tables_count_in_hbm_alone():
     shapes = frozenset([(2000, 128), (4000,), (7, 7), (9,)])
     assert list(copies(PROGRAM, shapes)) == ["[9]", "[2000,128]"]
+
+
+def test_rows_that_are_reached_by_number_are_the_bytes_moved():
+    program = """\
+ENTRY %main (a: f32[9000,128]) -> f32[9000,128] {
+  %table = f32[9000,128]{1,0:T(8,128)} parameter(0)
+  %rows = s32[640]{0:T(1024)S(1)} parameter(1)
+  %gather_fusion.1 = f32[640,128]{1,0:T(8,128)S(1)} fusion(%table, %rows), kind=kCustom
+  %scatter_custom_fusion.2 = f32[9000,128]{1,0:T(8,128)} fusion(%table, %rows, %gather_fusion.1)
+  %add.3 = f32[640,128]{1,0:T(8,128)} fusion(%gather_fusion.1, %gather_fusion.1), kind=kLoop
+}
+"""
+    entry = instructions_of_entry(program)
+    moved = {}
+    for name, each in entry.items():
+        moved[name] = bytes_moved(each, [entry[operand].shape for operand in each.operands])
+    row, numbers = 4 * 128, 4 * 640
+    assert moved["gather_fusion.1"] == 2 * 640 * row + numbers
+    assert moved["scatter_custom_fusion.2"] == 3 * 640 * row + numbers  # reads, writes, new rows
+    assert moved["add.3"] == 3 * 640 * row
