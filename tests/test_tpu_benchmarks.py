@@ -9,7 +9,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 # The benchmarks are no installed package. Behind the installed jaxrec, which stays what is tested.
 sys.path.append(str(ROOT))
 
-from benchmarks.tpu.findings import Collective, collectives, copies  # noqa: E402
+from benchmarks.gpu.roofline import instructions_of_entry  # noqa: E402
+from benchmarks.tpu.findings import (  # noqa: E402
+    Collective,
+    bytes_moved,
+    collectives,
+    copies,
+)
 
 # Lines as libtpu 0.0.50.1 writes them, attributes left out.
 PROGRAM = """\
@@ -22,6 +28,8 @@ HloModule jit_train, is_scheduled=true
 
 ENTRY %main (param.44: f32[2000,128]) -> f32[] {
   %copy.2 = f32[4000]{0:T(1024)S(1)} copy(%param.60), backend_config={}
+  %copy-start.1 = (f32[4000]{0:T(1024)S(1)}, f32[4000]{0:T(1024)}, u32[]{:S(2)}) copy-start(%p)
+  %copy-start.2 = (f32[9]{0:T(1024)}, f32[9]{0:T(1024)}, u32[]{:S(2)}) copy-start(%q)
   %all_to_all.63 = s32[8,483,1]{1,2,0:T(1,128)S(1)} all-to-all(%all_to_all.62), channel_id=1
   %all-reduce.12 = (f32[]{:T(128)}, f32[256,1024]{1,0:T(8,128)S(1)}) all-reduce(%a, %b)
   %all-gather-start.3 = (f32[4,2]{1,0}, f32[32,2]{1,0}) all-gather-start(%c), dimensions={0}
@@ -41,5 +49,25 @@ def test_collectives_of_the_entry_have_their_bytes_and_the_work_under_them():
 
 
 def test_copies_of_tables_count_in_hbm_alone():
-    shapes = frozenset([(2000, 128), (4000,), (7, 7)])
-    assert list(copies(PROGRAM, shapes)) == ["[2000,128]"]
+    shapes = frozenset([(2000, 128), (4000,), (7, 7), (9,)])
+    assert list(copies(PROGRAM, shapes)) == ["[9]", "[2000,128]"]
+
+
+def test_rows_that_are_reached_by_number_are_the_bytes_moved():
+    program = """\
+ENTRY %main (a: f32[9000,128]) -> f32[9000,128] {
+  %table = f32[9000,128]{1,0:T(8,128)} parameter(0)
+  %rows = s32[640]{0:T(1024)S(1)} parameter(1)
+  %gather_fusion.1 = f32[640,128]{1,0:T(8,128)S(1)} fusion(%table, %rows), kind=kCustom
+  %scatter_custom_fusion.2 = f32[9000,128]{1,0:T(8,128)} fusion(%table, %rows, %gather_fusion.1)
+  %add.3 = f32[640,128]{1,0:T(8,128)} fusion(%gather_fusion.1, %gather_fusion.1), kind=kLoop
+}
+"""
+    entry = instructions_of_entry(program)
+    moved = {}
+    for name, each in entry.items():
+        moved[name] = bytes_moved(each, [entry[operand].shape for operand in each.operands])
+    row, numbers = 4 * 128, 4 * 640
+    assert moved["gather_fusion.1"] == 2 * 640 * row + numbers
+    assert moved["scatter_custom_fusion.2"] == 3 * 640 * row + numbers  # reads, writes, new rows
+    assert moved["add.3"] == 3 * 640 * row

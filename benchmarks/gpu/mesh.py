@@ -28,7 +28,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -107,6 +107,7 @@ class Step:
         optimizer: Row optimizer, of `OPTIMIZERS`.
         dtype: Type of the tables.
         ragged: Whether exchanges send lists without padding.
+        samples: Samples of a device.
     """
 
     exchange: str
@@ -115,6 +116,7 @@ class Step:
     optimizer: str = "rowwise_adagrad"
     dtype: str = "float32"
     ragged: bool = False
+    samples: int = SAMPLES
 
     @property
     def name(self) -> str:
@@ -183,7 +185,10 @@ def main(options: Options) -> None:
         for routed in ((False, True) if options.routed is None else (options.routed,))
     ]
     for step in [*steps, *OTHERS] if options == Options() else steps:
-        compiled, num_lookups = compile_step(step, options.kernels)
+        lowered, num_lookups = lower_step(
+            step, CARDS["h200"].topology(step.topology), options.kernels, "cuda"
+        )
+        compiled = lowered.compile()
         for line in report(step.name, compiled):
             lines.append(line)
             print(line, flush=True)
@@ -219,7 +224,7 @@ def check(step: Step, every: list[Collective], num_lookups: int) -> Iterator[str
         found[each.kind] += parts * each.num_bytes
     del found["all-reduce"]  # of dense parameters, and of single numbers
     capacity = math.ceil(1.25 * num_lookups / devices)
-    bags = TABLES * SAMPLES
+    bags = TABLES * step.samples
     work = Workload(
         devices, DIM, num_lookups, bags, capacity, num_lookups // TABLES, bags // TABLES
     )
@@ -253,7 +258,7 @@ def estimate(step: Step, program: str) -> str:
     ideal = data_sheet(h200s)
     work = work_on_tables(program, ideal)
     ids = {f"t{i}": jaxrec.plan.ParameterConstraints(pooling_factors=IDS) for i in range(TABLES)}
-    batch = h200s.num_devices * SAMPLES
+    batch = h200s.num_devices * step.samples
 
     def planned(machine: jaxrec.plan.Topology) -> float:
         placed, planner = plan(step), jaxrec.plan.Planner(machine, ids)
@@ -280,15 +285,17 @@ class Model(nnx.Module):
         return self.out(jax.nn.relu(self.hidden(self.tables(features).values)))[:, 0]
 
 
-def compile_step(step: Step, kernels: tuple[str, ...]) -> tuple[Any, int]:
-    """Return the compiled step, and the space for the ids of a device's samples."""
-    gpus, routed = CARDS["h200"].topology(step.topology), step.routed
+def lower_step(
+    step: Step, devices: Sequence[Any], kernels: tuple[str, ...], platform: str
+) -> tuple[Any, int]:
+    """Return the step, lowered for described devices, and the space for a device's ids."""
+    routed = step.routed
     # The model is made on as many CPU devices; then arrays become shapes on the described ones.
-    mesh = Mesh(np.array(jax.devices()[: len(gpus)]), ("data",), axis_types=(AxisType.Auto,))
-    gpu_mesh = Mesh(np.array(gpus), ("data",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(jax.devices()[: len(devices)]), ("data",), axis_types=(AxisType.Auto,))
+    described_mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
     model = jaxrec.shard(Model(step.configs(), nnx.Rngs(0)), plan(step), mesh)
     optimizer = jaxrec.Optimizer(model, optax.adam(1e-3))
-    batch = len(gpus) * SAMPLES
+    batch = len(devices) * step.samples
     lengths = np.full(TABLES * batch, IDS, np.int32)
     ids = np.random.default_rng(0).integers(0, ROWS, lengths.sum())
     names = [f"f{i}" for i in range(TABLES)]
@@ -296,13 +303,13 @@ def compile_step(step: Step, kernels: tuple[str, ...]) -> tuple[Any, int]:
     features, labels = jaxrec.mesh.shard_batch((features, np.zeros(batch, np.float32)), mesh)
     store = model.tables.tables.get_value()
     # CPU devices have no ragged all-to-all.
-    placed = dataclasses.replace(store, mesh=gpu_mesh, is_ragged=step.ragged)
+    placed = dataclasses.replace(store, mesh=described_mesh, is_ragged=step.ragged)
     model.tables.tables.set_value(placed)
     graph, state = nnx.split((model, optimizer))
 
     def described(x: Any) -> Any:
         spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(gpu_mesh, spec))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(described_mesh, spec))
 
     def routes(state: Any, features: Any) -> Any:
         return route_ahead(lambda model: model(features), nnx.merge(graph, state)[0])
@@ -322,7 +329,7 @@ def compile_step(step: Step, kernels: tuple[str, ...]) -> tuple[Any, int]:
 
     with use_kernels(*kernels):
         state, features, labels = jax.tree.map(described, (state, features, labels))
-        over_batch = NamedSharding(gpu_mesh, PartitionSpec("data"))
+        over_batch = NamedSharding(described_mesh, PartitionSpec("data"))
         ahead: Any = {"tables": []}
         if routed:
             ahead = jax.tree.map(
@@ -332,8 +339,7 @@ def compile_step(step: Step, kernels: tuple[str, ...]) -> tuple[Any, int]:
         traced = jax.jit(train, donate_argnums=(0, 1)).trace(
             state, ahead, features, labels, features
         )
-        compiled = traced.lower(lowering_platforms=("cuda",)).compile()
-        return compiled, features.values.size // len(gpus)
+        return traced.lower(lowering_platforms=(platform,)), features.values.size // len(devices)
 
 
 def plan(step: Step) -> Any:

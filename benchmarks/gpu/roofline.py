@@ -91,15 +91,8 @@ def work_on_tables(program: str, topology: Topology) -> Work:
         program: The optimized program of a device.
         topology: The devices, of `data_sheet`.
     """
-    computations = {
-        name: dict(_instructions(text))
-        for name, text in re.findall(
-            r"^(?:ENTRY )?%([\w.-]+) \([^\n]*\{\n(.*?)^\}", program, re.S | re.M
-        )
-    }
-    entry = re.search(r"^ENTRY %([\w.-]+)", program, re.M)
-    assert entry is not None
-    instructions = computations[entry[1]]
+    computations = _computations(program)
+    instructions = instructions_of_entry(program)
     # The dense part of the step is outside of every `shard_map`.
     total = _work(instructions, computations, topology, within="shard_map")
     if any("/update/pallas_call" in each.line for each in instructions.values()):
@@ -201,6 +194,22 @@ def _bytes_moved(each: Instruction, operands: list[str], is_sort: bool) -> float
             changed = min(lookups, _length(table[0]))
             return others + lookups * row + 2 * changed * sum(map(_row_bytes, table))
     return others  # Sums of hot rows, of which these batches have none.
+
+
+def instructions_of_entry(program: str) -> dict[str, Instruction]:
+    """Return the instructions of an optimized program's entry, by name."""
+    entry = re.search(r"^ENTRY %([\w.-]+)", program, re.M)
+    assert entry is not None
+    return _computations(program)[entry[1]]
+
+
+def _computations(program: str) -> dict[str, dict[str, Instruction]]:
+    return {
+        name: dict(_instructions(text))
+        for name, text in re.findall(
+            r"^(?:ENTRY )?%([\w.-]+) \([^\n]*\{\n(.*?)^\}", program, re.S | re.M
+        )
+    }
 
 
 def _instructions(text: str) -> Iterator[tuple[str, Instruction]]:

@@ -21,11 +21,15 @@ class Chip:
         name: Name, as libtpu's topologies begin.
         one: Shape of one chip's topology.
         eight: Shape of the topology of eight chips, on two hosts.
+        memory_rate: Bytes a second of the memory, by data sheet; see `jaxrec.plan.machines`.
+        link_rate: Bytes a second from a chip to others, by data sheet.
     """
 
     name: str
     one: str
     eight: str
+    memory_rate: float
+    link_rate: float
 
     def devices(self, count: int) -> tuple[Any, ...]:
         """Return 1 or 8 described devices."""
@@ -70,8 +74,8 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", "1x1", "2x4"),
-        Chip("v6e", "1x1", "2x4"),
-        Chip("v5p", "1x1x1", "2x2x2"),
+        Chip("v5e", "1x1", "2x4", 0.819e12, 200e9),
+        Chip("v6e", "1x1", "2x4", 1.638e12, 400e9),
+        Chip("v5p", "1x1x1", "2x2x2", 2.765e12, 600e9),
     )
 }

@@ -3,9 +3,8 @@
     python -m benchmarks.tpu.compile [--chip v5e v6e v5p] [--quick] [--only REGEX]
 
 Prints a line for each program and chip, then a sentence for each failure; the exit status is 1 if
-there is one. A run for all chips, of all programs or with ``--quick``, writes
-``benchmarks/results/compiled.tpu.jax-<version>.md``. docs/tpu.md says how to set this up and what
-the figures mean.
+there is one. A run of all programs writes ``compiled.tpu-<chip>.jax-<version>.md`` for each chip to
+``benchmarks/results``. docs/tpu.md says how to set this up and what the figures mean.
 
 A failure is: a program that does not compile; a copy of a table or of its state; tables that are
 not changed in place; or temporaries as large as the chip's memory.
@@ -58,7 +57,7 @@ class Options:
     Attributes:
         chip: Chips to compile for.
         quick: Compile the few programs that CI compiles.
-        write: Whether to write the page of results.
+        write: Whether a run of all programs writes the pages of results.
         only: Regular expression found in the names of the programs to compile; None: all.
     """
 
@@ -72,25 +71,27 @@ def main(options: Options) -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     if (reason := missing()) is not None:
         sys.exit(reason)
-    lines: list[str] = []
-    failures: list[str] = []
+    failed = False
     print(*HEADER, sep="\n")
-    for program in programs.every():
-        if options.quick and not program.is_quick:
-            continue
-        if options.only is not None and not re.search(options.only, program.name):
-            continue
-        for name in options.chip:
-            line, reasons = compiled(program, CHIPS[name])
+    for chip in options.chip:
+        lines: list[str] = []
+        failures: list[str] = []
+        for program in programs.every():
+            if options.quick and not program.is_quick:
+                continue
+            if options.only is not None and not re.search(options.only, program.name):
+                continue
+            line, reasons = compiled(program, CHIPS[chip])
             lines.append(line)
             failures += reasons
             print(line, flush=True)
-    print(*failures or ["No failure."], sep="\n")
-    if options.write and options == Options(quick=options.quick):
-        path = RESULTS / f"compiled.tpu.jax-{jax.__version__}.md"
-        path.write_text(page(" --quick" * options.quick, lines, failures))
-        print(path)
-    sys.exit(bool(failures))
+        print(*failures or ["No failure."], sep="\n", flush=True)
+        failed |= bool(failures)
+        if options.write and not options.quick and options.only is None:
+            path = RESULTS / f"compiled.tpu-{chip}.jax-{jax.__version__}.md"
+            path.write_text(page(chip, lines, failures))
+            print(path)
+    sys.exit(failed)
 
 
 def missing() -> str | None:
@@ -134,15 +135,16 @@ def check(name: str, found: Findings, lowered: Lowered, chip: Chip) -> Iterator[
         yield f"{name} needs {needed / 1e9:.1f} GB of the chip's {memory / 1e9:.1f} GB."
 
 
-def page(options: str, lines: list[str], failures: list[str]) -> str:
-    """Return the results, made with options of the command line, in Markdown."""
+def page(chip: str, lines: list[str], failures: list[str]) -> str:
+    """Return the results for a chip in Markdown."""
     import libtpu
 
     reasons: list[Any] = [f"- {each}" for each in failures] or ["None."]
     return "\n".join(
         [
-            f"# Programs compiled for TPUs by JAX {jax.__version__}, libtpu {libtpu.__version__}\n",
-            f"Made by `python -m benchmarks.tpu.compile{options}` without a TPU. Nothing was "
+            f"# Programs compiled for a TPU {chip} by JAX {jax.__version__}, "
+            f"libtpu {libtpu.__version__}\n",
+            f"Made by `python -m benchmarks.tpu.compile --chip {chip}` without a TPU. Nothing was "
             "timed; docs/tpu.md says what the figures mean.\n",
             *HEADER,
             *lines,

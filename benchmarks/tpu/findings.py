@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.gpu.roofline import shape_bytes
+from benchmarks.gpu.roofline import Instruction, shape_bytes
 
 _KINDS = "all-to-all|all-gather|reduce-scatter|all-reduce|ragged-all-to-all|collective-permute"
 
@@ -100,12 +101,18 @@ def copies(program: str, tables: frozenset[tuple[int, ...]]) -> Iterator[str]:
 
     A small table may be copied into the chip's own memory, which is written as ``S(1)``.
     """
+    copied = set()
+    for line in program.splitlines():
+        found = re.search(r"= (.*?) copy(?:-start)?\(", line)
+        if found is None:
+            continue
+        # One shape, or of a copy that runs beside other work: target, source and a token.
+        shapes = re.findall(r"\w+\[([\d,]+)\](\{[^}]*\})?", found[1])[:2]
+        if shapes and not any("S(1)" in layout for _, layout in shapes):
+            copied.add(shapes[0][0])
     for shape in sorted(tables):
-        size = ",".join(map(str, shape))
-        for found in re.finditer(rf"= (\w+\[{size}\]\S*) copy\(", program):
-            if "S(1)" not in found[1]:
-                yield f"[{size}]"
-                break
+        if (size := ",".join(map(str, shape))) in copied:
+            yield f"[{size}]"
 
 
 def collectives(program: str) -> Iterator[Collective]:
@@ -123,6 +130,30 @@ def collectives(program: str) -> Iterator[Collective]:
         work = sum(bool(re.search(r" (fusion|custom-call|sort|while)\(", x)) for x in lines[i:end])
         result = lines[end].partition(" = ")[2].partition(f" {kind}-done(")[0]
         yield Collective(kind, shape_bytes(_without_layouts(result)), work)
+
+
+def bytes_moved(each: Instruction, operands: list[str]) -> float:
+    """Return the bytes that an instruction reads and writes."""
+    numbers = [math.prod(_sizes(shape)) for shape in operands if shape.startswith("s32[")]
+    is_by_row = re.search(r"gather|scatter", each.line.partition(" = ")[0])
+    if not numbers or not is_by_row:
+        return shape_bytes(each.shape) + sum(map(shape_bytes, operands))
+    count, result = max(numbers), _sizes(each.shape)
+
+    def reached(shape: str) -> float:
+        if not shape.startswith("f32["):
+            return shape_bytes(shape)
+        # A gather may read a row many times. Each row of a result is written once.
+        sizes = _sizes(shape)
+        rows = min(count, sizes[0]) if sizes == result else count
+        return 4 * rows * math.prod(sizes[1:]) if sizes else 4
+
+    return reached(each.shape) + sum(map(reached, operands))
+
+
+def _sizes(shape: str) -> tuple[int, ...]:
+    found = re.search(r"\[([\d,]*)\]", shape)
+    return tuple(int(n) for n in found[1].split(",") if n) if found else ()
 
 
 def _without_layouts(shape: str) -> str:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import pathlib
+import runpy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
 
-from benchmarks.gpu import programs
+import jaxrec
+from benchmarks.gpu import mesh, programs
 from benchmarks.gpu.batches import Shape
+from benchmarks.gpu.step_shapes import STEPS
 from benchmarks.tpu.chips import Chip
 from jaxrec.embed.kernels import reference, use_kernels
+from jaxrec.embed.tables import read_slots, write_slots
+
+EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "hstu_ranker.py"
+# Samples of a device: XLA compiles sorts of more than 8,192 numbers for seconds each.
+SAMPLES = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,19 +75,100 @@ def on_one_chip(program: programs.Program, *, is_quick: bool = False) -> Program
     return Program(program.name.replace("reference ", ""), lower, is_quick)
 
 
+def sharded_step(exchange: str, *, ragged: bool = False) -> mesh.Step:
+    """Return the step of tables over eight chips, whose rows travel by an exchange."""
+    return mesh.Step(exchange, "1x8x1", ragged=ragged, samples=SAMPLES)
+
+
+def over_eight_chips(step: mesh.Step) -> Program:
+    """Return a sharded step, for eight chips."""
+
+    def lower(chip: Chip) -> Lowered:
+        lowered, _ = mesh.lower_step(step, chip.devices(8), ("reference",), "tpu")
+        rows = mesh.TABLES * mesh.ROWS // 8
+        return Lowered(lowered, frozenset([(rows, mesh.DIM), (rows,)]), 4 * rows * (mesh.DIM + 1))
+
+    return Program(f"step 8 chips {step.exchange}{' ragged' * step.ragged}", lower)
+
+
 def every() -> Iterator[Program]:
     """Yield the programs, small ones first."""
     yield from calls()
     yield from steps()
+    yield from sharded_steps()
 
 
 def calls() -> Iterator[Program]:
-    """Yield lookups and updates of one device."""
-    shape = Shape("D128 float32 L20", 4, 100_000, 128, 512, 20)
-    yield on_one_chip(programs.pooled_lookup(reference, shape))
+    """Yield lookups and moves of rows of one device."""
+    for packed in (None, "int8", "int4"):
+        name = f"D128 {packed or 'float32'} L20"
+        shape = Shape(name, 4, 100_000, 128, 512, 20, packed=packed)
+        yield on_one_chip(programs.pooled_lookup(reference, shape))
+    yield on_one_chip(read_rows(400_000, 128, 4096))
+    yield on_one_chip(write_rows(400_000, 128, 4096))
+
+
+def read_rows(rows: int, dim: int, count: int) -> programs.Program:
+    """Return the reads of rows with their state, as open vocabularies and caches evict rows."""
+    table, state, slots = _rows(rows, dim), {"sum": _rows(rows)}, _slots(count)
+    tables = frozenset([table.shape, (rows,)])
+    return programs.Program(f"read rows D{dim}", read_slots, (table, state, slots), tables)
+
+
+def write_rows(rows: int, dim: int, count: int) -> programs.Program:
+    """Return the writes of rows with their state, as open vocabularies and caches admit rows."""
+    table, state = _rows(rows, dim), {"sum": _rows(rows)}
+    new = _slots(count), _rows(count, dim), {"sum": _rows(count)}
+    tables = frozenset([table.shape, (rows,)])
+    name = f"write rows D{dim}"
+    return programs.Program(name, write_slots, (table, state, *new), tables, donate=(0, 1))
 
 
 def steps() -> Iterator[Program]:
     """Yield training steps of one device."""
     tables = programs.tables_step("reference", tables=4, rows=100_000, batch=512)
     yield on_one_chip(tables, is_quick=True)
+    for name in ("dlrm_kaggle_8192", "dlrm_dcnv2_8192", "sasrec_512x200"):
+        step = dataclasses.replace(STEPS[name].cut(1_000_000_000), batch=SAMPLES)
+        step = dataclasses.replace(step, name=f"{name.rpartition('_')[0]}_{SAMPLES}")
+        yield on_one_chip(programs.timed_step(step, "reference"))
+    yield on_one_chip(ranker_step())
+
+
+def ranker_step() -> programs.Program:
+    """Return a step of the HSTU ranker of examples/hstu_ranker.py."""
+    example: Any = runpy.run_path(str(EXAMPLE))
+    settings = example["Settings"](steps=1, num_items=10_000, dim=128)
+    log = example["make_log"](settings)
+
+    def make() -> Any:
+        model = example["make_model"](settings, log, 0.01)
+        return model, jaxrec.Optimizer(model, optax.adam(0.01))
+
+    def function(state: Any, batch: Any) -> Any:
+        model, optimizer = nnx.merge(graph, state)
+        with use_kernels("reference"):
+            loss = example["train_step"](model, optimizer, batch)
+        return loss, nnx.state((model, optimizer))
+
+    graph, state = nnx.split(nnx.eval_shape(make))
+    draw = functools.partial(example["draw_batch"], settings, log, 0)
+    batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, draw()))
+    tables = frozenset([(settings.num_items, settings.dim)])
+    return programs.Program("step HSTU ranker", function, (state, batch), tables, donate=(0,))
+
+
+def sharded_steps() -> Iterator[Program]:
+    """Yield training steps of eight devices."""
+    for exchange in ("rows", "pooled", "bags"):
+        yield over_eight_chips(sharded_step(exchange))
+    for exchange in ("rows", "pooled"):
+        yield over_eight_chips(sharded_step(exchange, ragged=True))
+
+
+def _rows(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _slots(count: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((count,), jnp.int32)

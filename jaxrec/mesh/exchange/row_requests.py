@@ -99,10 +99,26 @@ class RowRequests:
 
         It is `ABSENT` if the round does not have the lookup's row.
         """
-        begin = begins[self.owners]
-        end = jnp.minimum(begins + capacity, self.ends)[self.owners]
-        is_inside = (self.index >= begin) & (self.index < end)
-        return jnp.where(is_inside, self.owners * capacity + self.index - begin, ABSENT)
+        return self._places(self.index, self.owners, begins, capacity)
+
+    def slots_in_round(self, begins: Int32[Array, " devices"], capacity: int) -> Int32[Array, " n"]:
+        """Return the index of each of `slots` in a round's array, as `index_in_round`."""
+        positions = jnp.arange(self.slots.size, dtype=jnp.int32)
+        owners = jnp.sum(positions[:, None] >= self.ends[None, :-1], axis=1, dtype=jnp.int32)
+        return self._places(positions, owners, begins, capacity)
+
+    def _places(
+        self,
+        positions: Int32[Array, " n"],
+        owners: Int32[Array, " n"],
+        begins: Int32[Array, " devices"],
+        capacity: int,
+    ) -> Int32[Array, " n"]:
+        """Return the index of positions of `slots`, with their owners, in a round's array."""
+        begin = begins[owners]
+        end = jnp.minimum(begins + capacity, self.ends)[owners]
+        is_inside = (positions >= begin) & (positions < end)
+        return jnp.where(is_inside, owners * capacity + positions - begin, ABSENT)
 
 
 def _lower_bounds(

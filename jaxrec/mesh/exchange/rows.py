@@ -205,7 +205,12 @@ def fetch_rows(
         return channel.send_rows(rows.reshape(*asked.rows.shape, -1), asked.lengths.reversed)
 
     def one_round(asked, rows):
-        return rows.at[requests.positions(asked.begins, capacity)].set(answer(asked), mode="drop")
+        # A gather: XLA sorts the indices of a scatter of rows on TPUs.
+        answers = answer(asked)
+        index = requests.slots_in_round(asked.begins, capacity)
+        index = jnp.pad(index, (0, len(rows) - index.size), constant_values=ABSENT)
+        new = answers.reshape(-1, answers.shape[-1]).at[index].get(mode="clip")
+        return jnp.where((index == ABSENT)[:, None], rows, new)
 
     def next_round(asked):
         begins = jnp.minimum(asked.begins + capacity, requests.ends)

@@ -47,11 +47,17 @@ def test_rounds_of_two_rows(requests):
     np.testing.assert_array_equal(
         requests.index_in_round(requests.begins, 2), [3, 0, 3, -1, -1, -1, 2]
     )
+    np.testing.assert_array_equal(
+        requests.slots_in_round(requests.begins, 2), [0, 2, 3, -1, -1, -1, -1]
+    )
     second = requests.positions(jnp.array([1, 3]), 2)
     np.testing.assert_array_equal(second, [[7, 7], [3, 7]])
     np.testing.assert_array_equal(requests.local_rows(PLACED, second), [[4, 4], [3, 4]])
     np.testing.assert_array_equal(
         requests.index_in_round(jnp.array([1, 3]), 2), [-1, -1, -1, -1, 2, -1, -1]
+    )
+    np.testing.assert_array_equal(
+        requests.slots_in_round(jnp.array([1, 3]), 2), [-1, -1, -1, 2, -1, -1, -1]
     )
 
 
