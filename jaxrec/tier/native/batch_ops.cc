@@ -101,9 +101,11 @@ int64_t distinct(const int64_t* ids, int64_t count, uint64_t seed, int64_t* uniq
   auto map = std::make_unique<HashMap>(std::min(count, 4 * kBlock), seed);
   for (int64_t begin = 0; begin < count; begin += kBlock) {
     const int64_t size = std::min(kBlock, count - begin);
-    // A small map stays in the cache, and most batches have many repeats: it grows when it must.
+    // A small map stays in the cache, and most batches have many repeats: it grows when it must, and
+    // at once to its largest size where most ids so far came once.
     if (num_unique + size > map->capacity()) {
-      map = std::make_unique<HashMap>(std::min(count, 4 * map->capacity()), seed);
+      const int64_t room = 2 * num_unique > begin ? count : 4 * map->capacity();
+      map = std::make_unique<HashMap>(std::min(count, room), seed);
       int32_t slots[kBlock];
       for (int32_t first = 0; first < num_unique;) {
         const int64_t some = std::min<int64_t>(kBlock, num_unique - first);
