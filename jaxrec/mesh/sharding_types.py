@@ -113,7 +113,9 @@ class RowWise(Placement):
     @classmethod
     def options(cls, table):
         count = len(table.devices)
-        if table.rows < count and not table.is_asked:
+        # Over many hosts a table of fewer rows than devices still goes with larger ones: their
+        # exchange takes its rows, too, and one of its own would cost more.
+        if table.rows < min(count, table.mesh.devices_per_host) and not table.is_asked:
             return f"{table.rows} rows are fewer than the {count} devices"
         if count == 1 and not table.is_asked:
             return "one device: the same as table_wise"

@@ -110,6 +110,11 @@ def test_a_table_of_fewer_rows_than_devices_is_cut_where_asked(kind):
         assert np.isfinite(option.load.stacked).all()
 
 
+def test_a_table_of_fewer_rows_than_all_devices_goes_with_larger_ones_on_several_hosts():
+    assert ("row_wise", "rows", 1) in kinds(BAG("a", 6, 128))
+    assert ("row_wise", "rows", 1) not in kinds(BAG("a", 6, 128), hosts=1, devices_per_host=8)
+
+
 def test_gradients_of_clipped_norm_are_summed_anywhere():
     found = kinds(BAG("a", 1000, 128, optimizer=optim.adam(clip_norm=1.0)))
     assert {("grid", "pooled", 2), ("column_wise", "pooled", 4), ("row_wise", "pooled", 1)} <= found

@@ -17,6 +17,7 @@ from jaxrec.plan.proposers import (
     propose_grid,
     propose_smallest,
     propose_uniformly,
+    rate_alone,
     rate_spread,
     total_bytes,
 )
@@ -78,14 +79,22 @@ def test_dynamic_programming_fills_memory_as_well_as_any(seed):
     assert seconds(first) == pytest.approx(min(fitting))
 
 
-def test_uniform_proposals_have_one_type():
+def test_uniform_proposals_have_one_type_and_the_fastest_comes_first():
     problem = problem_of([(1000, 64, 2), (100_000, 64, 2)], hosts=2, each=2)
+
+    def seconds(proposal):
+        return sum(
+            rate_alone(problem, o[i]) for o, i in zip(problem.options, proposal, strict=True)
+        )
+
+    proposals = list(propose_uniformly(problem))
+    assert seconds(proposals[0]) == min(map(seconds, proposals))
     kinds = [
         {
             (o[i].sharding_type, o[i].exchange)
             for o, i in zip(problem.options, proposal, strict=True)
         }
-        for proposal in propose_uniformly(problem)
+        for proposal in proposals
     ]
     assert all(len(kind) == 1 for kind in kinds)
     assert {next(iter(kind))[0] for kind in kinds} == {

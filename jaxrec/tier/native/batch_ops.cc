@@ -12,6 +12,15 @@
 
 #include "hash_map.h"
 
+// Compiles a function for several instruction sets, of which the loader takes the machine's widest.
+// Sanitizers start too late for the function that chooses.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define JAXREC_WIDEST __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define JAXREC_WIDEST
+#endif
+
 namespace jaxrec {
 namespace {
 
@@ -49,15 +58,16 @@ void sort_by_key(std::vector<Keyed>& entries, std::vector<Keyed>& spare) {
 
 // A key that about k of the keys do not exceed, rather more than fewer, from a sample of them.
 uint64_t likely_bound(const uint64_t* keys, const uint8_t* eligible, int64_t count, int64_t k) {
-  constexpr int64_t kSample = 16384;
-  if (count < 8 * kSample) return kLargest;
+  constexpr int64_t kLeast = 1024, kMost = 16384;
+  const int64_t size = std::min(count / 16, kMost);
+  if (size < kLeast) return kLargest;
   std::vector<uint64_t> sample;
-  sample.reserve(kSample);
-  for (uint64_t i = 1; i <= kSample; ++i) {
+  sample.reserve(size);
+  for (uint64_t i = 1; i <= static_cast<uint64_t>(size); ++i) {
     const uint64_t at = (i * 0x9E3779B97F4A7C15ull >> 32) * static_cast<uint64_t>(count) >> 32;
     if (eligible == nullptr || eligible[at] != 0) sample.push_back(keys[at]);
   }
-  const double share = static_cast<double>(kSample) * k / count;
+  const double share = static_cast<double>(size) * k / count;
   const size_t rank = static_cast<size_t>(share + 4 * std::sqrt(share) + 4);
   if (rank >= sample.size()) return kLargest;
   std::nth_element(sample.begin(), sample.begin() + rank, sample.end());
@@ -101,9 +111,11 @@ int64_t distinct(const int64_t* ids, int64_t count, uint64_t seed, int64_t* uniq
   auto map = std::make_unique<HashMap>(std::min(count, 4 * kBlock), seed);
   for (int64_t begin = 0; begin < count; begin += kBlock) {
     const int64_t size = std::min(kBlock, count - begin);
-    // A small map stays in the cache, and most batches have many repeats: it grows when it must.
+    // A small map stays in the cache, and most batches have many repeats: it grows when it must, and
+    // at once to its largest size where most ids so far came once.
     if (num_unique + size > map->capacity()) {
-      map = std::make_unique<HashMap>(std::min(count, 4 * map->capacity()), seed);
+      const int64_t room = 2 * num_unique > begin ? count : 4 * map->capacity();
+      map = std::make_unique<HashMap>(std::min(count, room), seed);
       int32_t slots[kBlock];
       for (int32_t first = 0; first < num_unique;) {
         const int64_t some = std::min<int64_t>(kBlock, num_unique - first);
@@ -157,6 +169,10 @@ int64_t record_uses(const int32_t* slots, int64_t count, int64_t batch, uint32_t
            slots;
   }
   for (int64_t i = 0; i < count; ++i) {
+    if (i + kAhead < count && slots[i + kAhead] >= 0) {
+      __builtin_prefetch(counts + slots[i + kAhead], 1);
+      __builtin_prefetch(last_use + slots[i + kAhead], 1);
+    }
     const int32_t slot = slots[i];
     if (slot < 0) continue;
     counts[slot] += counts[slot] != std::numeric_limits<uint32_t>::max();
@@ -165,6 +181,7 @@ int64_t record_uses(const int32_t* slots, int64_t count, int64_t batch, uint32_t
   return count;
 }
 
+JAXREC_WIDEST
 int64_t mark_eligible(const int64_t* born, const int64_t* last_use, int64_t num_rows, int64_t bound,
                       const int32_t* hits, int64_t num_hits, uint8_t* eligible) {
   for (int64_t row = 0; row < num_rows; ++row) {
@@ -200,6 +217,12 @@ int64_t commit(const Change* changes, int64_t count, int64_t batch, uint8_t powe
     }
     writing.unlock();
     for (int64_t i = 0; i < change.num_new; ++i) {
+      if (i + kAhead < change.num_new) {
+        const int32_t coming = change.new_rows[i + kAhead];
+        __builtin_prefetch(change.ids + coming, 1);
+        __builtin_prefetch(change.born + coming, 1);
+        __builtin_prefetch(change.counts + coming, 1);
+      }
       const int32_t row = change.new_rows[i];
       change.ids[row] = change.new_ids[i];
       change.born[row] = batch;

@@ -13,8 +13,11 @@ namespace {
 // Buckets are this full when the map is. At 0.6, 0.7 and 0.8 an id takes 21, 18 and 16 bytes, and
 // with 10 million ids a hit 17, 20 and 22 ns, a removal 45, 67 and 136 ns.
 constexpr double kFullness = 0.7;
-// Buckets that are asked for before they are needed. A core waits for about this many at a time.
-constexpr int64_t kAhead = 32;
+// Homes are asked for this many ids before they are needed: more than a core waits for at a time.
+constexpr int64_t kAhead = 64;
+// By so many ids before, the home has come and tells whether the bucket after it is needed, too.
+// Without this a removal among 10 million ids takes 74 ns, not 46, and an absent id 34 ns, not 26.
+constexpr int64_t kNear = 16;
 constexpr size_t kHugePage = size_t{2} << 20;
 
 // The finalizer of MurmurHash3: each bit of an id changes each bit of its hash.
@@ -85,6 +88,11 @@ int64_t HashMap::for_each_home(const int64_t* ids, int64_t count, const Work& wo
   for (int64_t i = 0; i < count; ++i) {
     Bucket* bucket = homes[i % kAhead];
     if (i + kAhead < count) ask(i + kAhead);
+    if (i + kNear < count) {
+      // Without a branch, which would be mispredicted; the home itself is there already.
+      const Bucket* near = homes[(i + kNear) % kAhead];
+      __builtin_prefetch(near + (near->passed != 0), kWrite);
+    }
     if (!work(i, bucket)) return i;
   }
   return count;
