@@ -84,6 +84,8 @@ class TappedModule(nnx.Module):
         self.residuals: nnx.List[TapResiduals] = nnx.List([])
         self.table_taps: nnx.Dict[Tap] = nnx.Dict({})
         self.ahead: nnx.List[AheadVariable] = nnx.List([])
+        # True, once rows that were fetched ahead have been read. An update must not come before.
+        self.is_read: AheadVariable | None = None
         self.probe: Probe | None = None
         # `nnx.Module.eval` and `train` set attributes of this name. In training mode, `jax.grad` of
         # a lookup is an error, since the tables would not be trained.
@@ -100,8 +102,16 @@ class TappedModule(nnx.Module):
     ) -> None:
         """Update each row once by the gradients of all calls, ``Gradients.tables[path]``."""
         opened = [{name: each.open() for name, each in call.items()} for call in gradients]
+        if self.is_read is not None:
+            is_read = self.is_read.get_value()
+            is_applied = is_read if is_applied is None else is_applied & is_read
         tables = self.tables.get_value()
         self.tables.set_value(tables.update(opened, step, is_applied))
+        if self.is_read is not None:
+            # Rows that came ahead of this update are stale now. A later call of the step, if there
+            # is one, starts anew.
+            for variable in self.ahead:
+                variable.set_value(None)
 
     def lookup(self, features: KeyedJaggedArray, **options: Any) -> Activations:
         """Look up a batch, and add the call's tap if the model is differentiated."""

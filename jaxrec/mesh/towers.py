@@ -159,6 +159,9 @@ class TowerTables(ShardedTables):
             )
         return super().lookup(features, is_weighted=is_weighted, dtype=dtype, routes=routes)
 
+    def fetch(self, features, routes, waiting, **options):
+        return TableStore.fetch(self, features, routes, waiting, **options)
+
     def row_gradients(
         self, residuals: Residuals, cotangents: Activations
     ) -> dict[str, RowGradients]:
