@@ -213,12 +213,12 @@ def use_ahead(
     before = {path: module.ahead for path, module in tapped_modules(model).items()}
     for path, module in tapped_modules(model).items():
         module.ahead = nnx.List([AheadVariable(call) for call in ahead[path]])
-        module.is_read = None if is_read is None else AheadVariable(is_read[path])
+        module.is_read = nnx.List([AheadVariable(is_read[path])] if is_read else [])
     try:
         yield
     finally:
         for path, module in tapped_modules(model).items():
-            module.ahead, module.is_read = before[path], None
+            module.ahead, module.is_read = before[path], nnx.List([])
 
 
 @contextlib.contextmanager
