@@ -1,4 +1,4 @@
-"""Routes, embeddings and capacities of batches, computed ahead of their steps.
+"""Routes, rows, embeddings and capacities of batches, computed ahead of their steps.
 
 A message between two devices holds `DEFAULT_CAPACITY_FACTOR` = 1.25 even shares of a device's
 lookups at first. A batch with many repeated ids needs less, since each row travels once. A batch
@@ -247,14 +247,17 @@ _MARGIN = 1.05
 WINDOW = 32
 
 GroupPath: TypeAlias = tuple[str, str]
-"""Path of a collection in its model, and the name of a group of its tables."""
+"""Path of a collection in its model, and the name of a group of its tables.
+
+For the capacity of lines that are sent again, the name is `stale_lines` of the group's.
+"""
 
 
 def measure_demand(ahead: Mapping[str, list[Ahead]]) -> dict[GroupPath, Float[Array, ""]]:
     """Return the capacity factor that each group needs, the largest over all calls.
 
-    ``ahead`` is the result of `route_ahead`. Groups whose exchange has no capacity are missing. All
-    devices get equal numbers.
+    ``ahead`` is the result of `route_ahead` or `refetch_ahead`. Groups whose exchange has no
+    capacity are missing. All devices get equal numbers.
     """
     demands: dict[GroupPath, Array] = {}
     for path, calls in ahead.items():
@@ -340,14 +343,15 @@ def describe_capacities(model: nnx.Module) -> list[dict[str, Any]]:
     return [
         {
             "collection": path,
-            "group": placed.name,
+            "group": name,
             "devices": placed.num_devices,
             "exchange": exchange.name,
-            "factor": dict(tables.capacity_factors)[placed.name],
+            "factor": dict(tables.capacity_factors)[name],
         }
         for path, tables in mesh_stores(model).items()
         for placed, exchange in tables.layout
-        if placed.name in dict(tables.capacity_factors)
+        for name in (placed.name, stale_lines(placed.name))
+        if name in dict(tables.capacity_factors)
     ]
 
 
@@ -363,7 +367,8 @@ def restore_capacities(model: nnx.Module, described: Iterable[Mapping[str, Any]]
     factors = {}
     for path, tables in mesh_stores(model).items():
         for placed, exchange in tables.layout:
-            factor = known.get((path, placed.name, placed.num_devices, exchange.name))
-            if factor is not None:
-                factors[path, placed.name] = float(factor)
+            for name in (placed.name, stale_lines(placed.name)):
+                factor = known.get((path, name, placed.num_devices, exchange.name))
+                if factor is not None:
+                    factors[path, name] = float(factor)
     set_capacity_factors(model, factors)

@@ -43,7 +43,8 @@ from jaxrec.embed.row_gradients import (
 from jaxrec.mesh.call_checks import batch_facts, check_call
 from jaxrec.mesh.channel import Turns, is_known
 from jaxrec.mesh.exchange import Exchange, Request
-from jaxrec.mesh.exchange.lines import Lines, WrittenRows
+from jaxrec.mesh.exchange.lines import WrittenRows
+from jaxrec.mesh.group_route import Fetched, GroupRoute
 from jaxrec.mesh.placed_group import PlacedGroup, flatten_large
 from jaxrec.mesh.shard_access import first, stack
 from jaxrec.mesh.store import MeshStore
@@ -51,36 +52,6 @@ from jaxrec.optim.hyperparameters import Step, as_step
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 from jaxrec.ragged.shared_bags import with_known_capacities
 from jaxrec.ragged.wide_ids import WideIds
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class GroupRoute:
-    """Flat lookups of one group in this device's batch, without weights, and their route.
-
-    Attributes:
-        lookups: The lookups.
-        route: Result of `Exchange.route` for them.
-        fetched: Lines that came ahead; None: the lookup fetches them.
-    """
-
-    lookups: Lookups
-    route: Any
-    fetched: Fetched | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Fetched:
-    """Lines of a group's lookups, which came ahead of their step.
-
-    Attributes:
-        lines: Result of `Exchange.fetch`.
-        demand: Share of the lines that the last update made stale, the largest of all devices.
-    """
-
-    lines: Lines
-    demand: Float[Array, ""]
 
 
 @jax.tree_util.register_dataclass
@@ -136,7 +107,15 @@ class ShardedTables(MeshStore):
             outputs = KeyedArray(outputs, *self._output_names())
         return outputs, residuals
 
-    def fetch(self, features, routes, waiting, *, is_weighted=False, dtype="float32"):
+    def fetch(
+        self,
+        features: KeyedJaggedArray,
+        routes: Routes,
+        waiting: Any,
+        *,
+        is_weighted: bool = False,
+        dtype: DTypeLike = "float32",
+    ) -> tuple[Routes, Any, Bool[Array, ""]]:
         features = with_known_capacities(features)
 
         def on_device(rows, features, routes, waiting):
@@ -174,7 +153,15 @@ class ShardedTables(MeshStore):
             (over_batch, over_batch, PartitionSpec()),
         )(self.rows, features, routes, waiting)
 
-    def refetch(self, features, routes, updated, *, is_weighted=False, dtype="float32"):
+    def refetch(
+        self,
+        features: KeyedJaggedArray,
+        routes: Routes,
+        updated: Sequence[Routes],
+        *,
+        is_weighted: bool = False,
+        dtype: DTypeLike = "float32",
+    ) -> Routes:
         features = with_known_capacities(features)
 
         def on_device(rows, features, routes, updated):

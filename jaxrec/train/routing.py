@@ -85,7 +85,8 @@ class RoutedSteps:
             are donated.
         fetch_ahead: Whether a step also fetches the next batch's rows from other devices before its
             update, so that the compiler can overlap this exchange, too. Rows that the update writes
-            are fetched again after it. (TorchRec's PEC pipeline.)
+            are fetched again after it. (TorchRec calls this PEC.) The step may change tables by
+            `jaxrec.Optimizer` alone. Steps then run two batches behind ``batches``.
 
     Raises:
         TypeError: An argument has another type.

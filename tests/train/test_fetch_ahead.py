@@ -106,12 +106,12 @@ def fetched_groups(steps):
 
 
 @pytest.mark.parametrize(
-    "exchange, optimizer, axes",
+    ("exchange", "optimizer", "axes"),
     [("rows", ADAGRAD, AxisType.Explicit), ("bags", SGD, AxisType.Auto)],
     ids=["rows", "bags"],
 )
 def test_the_same_bits_as_plain_steps(exchange, optimizer, axes, monkeypatch):
-    """Also with rows of several rounds, more stale rows than a message holds, and a loaded table."""
+    """Also with several rounds, more stale rows than a message holds, and a loaded table."""
     monkeypatch.setattr(ahead, "WINDOW", 2)
     model, dense, mesh = make(exchange, optimizer, axes)
     plain, expected = compile_step(train_step, model, dense), []
