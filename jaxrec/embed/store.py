@@ -144,6 +144,53 @@ class TableStore(abc.ABC):
         """
         return {}
 
+    def fetch(
+        self,
+        features: KeyedJaggedArray,
+        routes: Routes,
+        waiting: Any,
+        *,
+        is_weighted: bool = False,
+        dtype: DTypeLike = "float32",
+    ) -> tuple[Routes, Any, Bool[Array, ""]]:
+        """Fetch rows for a batch's lookup from other devices, ahead of an update.
+
+        By default nothing is fetched: the lookup reads all rows.
+
+        Args:
+            features: The batch.
+            routes: Result of `route` for the batch.
+            waiting: A pytree of arrays that must not be used before the rows have arrived, where
+                exchanges take turns. Its values do not change.
+            is_weighted: As for `lookup`.
+            dtype: As for `lookup`.
+
+        Returns:
+            The routes with the rows; ``waiting``; and True, which an update of the tables must
+            depend on, so that it does not write rows before they were read.
+        """
+        return routes, waiting, jnp.array(True)
+
+    def refetch(
+        self,
+        features: KeyedJaggedArray,
+        routes: Routes,
+        updated: Sequence[Routes],
+        *,
+        is_weighted: bool = False,
+        dtype: DTypeLike = "float32",
+    ) -> Routes:
+        """Fetch those rows again that an update changed; return the routes with all rows.
+
+        Args:
+            features: The batch.
+            routes: Result of `fetch`, from before the update.
+            updated: Routes of the lookups whose rows the update wrote.
+            is_weighted: As for `lookup`.
+            dtype: As for `lookup`.
+        """
+        return routes
+
     @abc.abstractmethod
     def lookup(
         self,

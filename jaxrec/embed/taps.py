@@ -16,6 +16,7 @@ carry no variables out, `require_jaxrec_gradient` finds lookups that `jax.grad` 
 #     taps       zeros, added to the output of a call    in: its gradient is asked for
 #     residuals  None, then the rows that a call read    out
 #     ahead      routes or embeddings computed before    in: taken by the first call that comes
+#     is_read    True, once the next step's rows are read  in: no update comes before
 
 from __future__ import annotations
 
@@ -78,12 +79,13 @@ class TappedModule(nnx.Module):
     tables: nnx.Variable
 
     def __init__(self) -> None:
-        # The five below are empty except while a training step works on the model: a tap and its
+        # The six below are empty except while a training step works on the model: a tap and its
         # residuals for each call, and a tap for each table that the loss reads whole.
         self.taps: nnx.List[Tap] = nnx.List([])
         self.residuals: nnx.List[TapResiduals] = nnx.List([])
         self.table_taps: nnx.Dict[Tap] = nnx.Dict({})
         self.ahead: nnx.List[AheadVariable] = nnx.List([])
+        self.is_read: nnx.List[AheadVariable] = nnx.List([])
         self.probe: Probe | None = None
         # `nnx.Module.eval` and `train` set attributes of this name. In training mode, `jax.grad` of
         # a lookup is an error, since the tables would not be trained.
@@ -100,8 +102,16 @@ class TappedModule(nnx.Module):
     ) -> None:
         """Update each row once by the gradients of all calls, ``Gradients.tables[path]``."""
         opened = [{name: each.open() for name, each in call.items()} for call in gradients]
+        for variable in self.is_read:
+            is_read = variable.get_value()
+            is_applied = is_read if is_applied is None else is_applied & is_read
         tables = self.tables.get_value()
         self.tables.set_value(tables.update(opened, step, is_applied))
+        if len(self.is_read):
+            # Rows that came ahead of this update are stale now. A later call of the step, if there
+            # is one, starts anew.
+            for variable in self.ahead:
+                variable.set_value(None)
 
     def lookup(self, features: KeyedJaggedArray, **options: Any) -> Activations:
         """Look up a batch, and add the call's tap if the model is differentiated."""

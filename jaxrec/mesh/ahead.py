@@ -1,4 +1,4 @@
-"""Routes, embeddings and capacities of batches, computed ahead of their steps.
+"""Routes, rows, embeddings and capacities of batches, computed ahead of their steps.
 
 A message between two devices holds `DEFAULT_CAPACITY_FACTOR` = 1.25 even shares of a device's
 lookups at first. A batch with many repeated ids needs less, since each row travels once. A batch
@@ -20,8 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
+from jaxrec.embed.row_gradients import Routes
+from jaxrec.embed.store import TableStore
 from jaxrec.embed.taps import (
     Ahead,
     AheadVariable,
@@ -31,7 +33,11 @@ from jaxrec.embed.taps import (
     zeros_like,
 )
 from jaxrec.mesh.exchange import DEFAULT_CAPACITY_FACTOR
-from jaxrec.mesh.store import mesh_stores
+from jaxrec.mesh.store import mesh_stores, stale_lines
+from jaxrec.ragged import KeyedJaggedArray
+
+AheadCalls: TypeAlias = dict[str, list[Ahead]]
+"""Routes, and maybe rows or embeddings, of each collection's calls, by collection path."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,34 +62,108 @@ class LookupProbe(Probe):
 
 @dataclasses.dataclass(eq=False)
 class RouteProbe(Probe):
-    """Probe that records the route of each call in ``calls``; the calls return zeros."""
+    """Probe that makes routes without a lookup; the calls return zeros.
 
+    Attributes:
+        make: Function ``make(call, tables, features, **options)`` that returns the routes of a
+            call, by its number.
+        calls: Routes of the calls so far.
+    """
+
+    make: Callable[..., Routes]
     calls: list[Ahead] = dataclasses.field(default_factory=list)
 
     def lookup(self, tables, features, **options):
-        self.calls.append(Ahead(tables.route(features)))
+        self.calls.append(Ahead(self.make(len(self.calls), tables, features, **options)))
         shapes = jax.eval_shape(lambda: tables.lookup(features, **options)[0])
         return jax.tree.map(zeros_like, shapes)
 
 
-def lookup_ahead(
-    evaluate: Callable[[nnx.Module], Any], model: nnx.Module
-) -> dict[str, list[Ahead]]:
+def lookup_ahead(evaluate: Callable[[nnx.Module], Any], model: nnx.Module) -> AheadCalls:
     """Evaluate the model once; return the embeddings of each collection's calls, by its path.
 
     The calls take the routes that `use_ahead` gave the model. The model does not change.
     """
     # XLA removes the rest of the evaluation as dead code.
-    return _probe(evaluate, model, lambda module: LookupProbe(_contents(module)))
+    return _probe(evaluate, model, lambda path, module: LookupProbe(_contents(module)))
 
 
-def route_ahead(evaluate: Callable[[nnx.Module], Any], model: nnx.Module) -> dict[str, list[Ahead]]:
+def route_ahead(evaluate: Callable[[nnx.Module], Any], model: nnx.Module) -> AheadCalls:
     """Evaluate the model once; return the routes of each collection's calls, by its path.
 
     The model does not change.
     """
+
     # Routes follow from the batch alone, so XLA removes all of the model's own computation.
-    return _probe(evaluate, model, lambda module: RouteProbe())
+    def route(call: int, tables: TableStore, features: KeyedJaggedArray, **options: Any) -> Routes:
+        return tables.route(features)
+
+    return _probe(evaluate, model, lambda path, module: RouteProbe(route))
+
+
+def fetch_ahead(
+    evaluate: Callable[[nnx.Module], Any],
+    model: nnx.Module,
+    routes: AheadCalls,
+    waiting: AheadCalls,
+) -> tuple[AheadCalls, AheadCalls, dict[str, Bool[Array, ""]]]:
+    """Fetch the rows of each collection's calls for a batch, before an update of the model.
+
+    The model does not change.
+
+    Args:
+        evaluate: Function of the model that makes all lookups of the batch.
+        model: The model.
+        routes: Routes of these lookups.
+        waiting: Routes and rows of the batch before; see `TableStore.fetch`.
+
+    Returns:
+        ``routes`` with rows; ``waiting``; and True for each collection, for `use_ahead`.
+    """
+    waiting, is_read = dict(waiting), {path: jnp.array(True) for path in waiting}
+
+    def probe(path: str, module: TappedModule) -> RouteProbe:
+        def fetch(
+            call: int, tables: TableStore, features: KeyedJaggedArray, **options: Any
+        ) -> Routes:
+            fetched, waiting[path], is_known = tables.fetch(
+                features, routes[path][call].routes, waiting[path], **options
+            )
+            is_read[path] &= is_known
+            return fetched
+
+        return RouteProbe(fetch)
+
+    fetched = _probe(evaluate, model, probe)
+    return fetched, waiting, is_read
+
+
+def refetch_ahead(
+    evaluate: Callable[[nnx.Module], Any],
+    model: nnx.Module,
+    fetched: AheadCalls,
+    updated: AheadCalls,
+) -> AheadCalls:
+    """Fetch those rows of `fetch_ahead` again that an update of the model wrote.
+
+    Args:
+        evaluate: As for `fetch_ahead`.
+        model: The model, after the update.
+        fetched: Result of `fetch_ahead`, from before the update.
+        updated: Routes of the calls whose rows the update wrote.
+    """
+
+    def probe(path: str, module: TappedModule) -> RouteProbe:
+        written = [call.routes for call in updated[path]]
+
+        def refetch(
+            call: int, tables: TableStore, features: KeyedJaggedArray, **options: Any
+        ) -> Routes:
+            return tables.refetch(features, fetched[path][call].routes, written, **options)
+
+        return RouteProbe(refetch)
+
+    return _probe(evaluate, model, probe)
 
 
 def changes_ids(model: nnx.Module) -> bool:
@@ -99,12 +179,12 @@ def changes_ids(model: nnx.Module) -> bool:
 def _probe(
     evaluate: Callable[[nnx.Module], Any],
     model: nnx.Module,
-    make_probe: Callable[[TappedModule], LookupProbe | RouteProbe],
-) -> dict[str, list[Ahead]]:
+    make_probe: Callable[[str, TappedModule], LookupProbe | RouteProbe],
+) -> AheadCalls:
     # The copy has its own variables. With the model's, batch normalization would update its
     # statistics once here and again in the step.
     copy = nnx.merge(*nnx.split(model), copy=True)
-    probes = {path: make_probe(module) for path, module in tapped_modules(copy).items()}
+    probes = {path: make_probe(path, module) for path, module in tapped_modules(copy).items()}
     for path, module in tapped_modules(copy).items():
         module.probe = probes[path]
     evaluate(copy)
@@ -117,20 +197,28 @@ def _contents(module: TappedModule) -> list[Ahead]:
 
 
 @contextlib.contextmanager
-def use_ahead(model: nnx.Module, ahead: Mapping[str, Sequence[Ahead]]) -> Iterator[None]:
+def use_ahead(
+    model: nnx.Module,
+    ahead: Mapping[str, Sequence[Ahead]],
+    is_read: Mapping[str, Bool[Array, ""]] | None = None,
+) -> Iterator[None]:
     """Within this context, a differentiated loss uses these routes and embeddings.
 
-    ``ahead`` maps each collection's path to one `Ahead` for each of its calls, in order.
+    Args:
+        model: The model.
+        ahead: One `Ahead` for each call of a collection, in order, by the collection's path.
+        is_read: Result of `fetch_ahead`, which updates of the tables depend on.
     """
     # Calls are matched by their order, so a step must make the calls that the probe saw.
     before = {path: module.ahead for path, module in tapped_modules(model).items()}
     for path, module in tapped_modules(model).items():
         module.ahead = nnx.List([AheadVariable(call) for call in ahead[path]])
+        module.is_read = nnx.List([AheadVariable(is_read[path])] if is_read else [])
     try:
         yield
     finally:
         for path, module in tapped_modules(model).items():
-            module.ahead = before[path]
+            module.ahead, module.is_read = before[path], nnx.List([])
 
 
 @contextlib.contextmanager
@@ -159,14 +247,17 @@ _MARGIN = 1.05
 WINDOW = 32
 
 GroupPath: TypeAlias = tuple[str, str]
-"""Path of a collection in its model, and the name of a group of its tables."""
+"""Path of a collection in its model, and the name of a group of its tables.
+
+For the capacity of lines that are sent again, the name is `stale_lines` of the group's.
+"""
 
 
 def measure_demand(ahead: Mapping[str, list[Ahead]]) -> dict[GroupPath, Float[Array, ""]]:
     """Return the capacity factor that each group needs, the largest over all calls.
 
-    ``ahead`` is the result of `route_ahead`. Groups whose exchange has no capacity are missing. All
-    devices get equal numbers.
+    ``ahead`` is the result of `route_ahead` or `refetch_ahead`. Groups whose exchange has no
+    capacity are missing. All devices get equal numbers.
     """
     demands: dict[GroupPath, Array] = {}
     for path, calls in ahead.items():
@@ -177,6 +268,9 @@ def measure_demand(ahead: Mapping[str, list[Ahead]]) -> dict[GroupPath, Float[Ar
                     largest, key = jnp.max(demand), (path, name)
                     before = demands.get(key, largest)
                     demands[key] = jnp.maximum(before, largest)
+                if group_route.fetched is not None:
+                    largest, key = jnp.max(group_route.fetched.demand), (path, stale_lines(name))
+                    demands[key] = jnp.maximum(demands.get(key, largest), largest)
     return demands
 
 
@@ -249,14 +343,15 @@ def describe_capacities(model: nnx.Module) -> list[dict[str, Any]]:
     return [
         {
             "collection": path,
-            "group": placed.name,
+            "group": name,
             "devices": placed.num_devices,
             "exchange": exchange.name,
-            "factor": dict(tables.capacity_factors)[placed.name],
+            "factor": dict(tables.capacity_factors)[name],
         }
         for path, tables in mesh_stores(model).items()
         for placed, exchange in tables.layout
-        if placed.name in dict(tables.capacity_factors)
+        for name in (placed.name, stale_lines(placed.name))
+        if name in dict(tables.capacity_factors)
     ]
 
 
@@ -272,7 +367,8 @@ def restore_capacities(model: nnx.Module, described: Iterable[Mapping[str, Any]]
     factors = {}
     for path, tables in mesh_stores(model).items():
         for placed, exchange in tables.layout:
-            factor = known.get((path, placed.name, placed.num_devices, exchange.name))
-            if factor is not None:
-                factors[path, placed.name] = float(factor)
+            for name in (placed.name, stale_lines(placed.name)):
+                factor = known.get((path, name, placed.num_devices, exchange.name))
+                if factor is not None:
+                    factors[path, name] = float(factor)
     set_capacity_factors(model, factors)

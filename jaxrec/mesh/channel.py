@@ -328,6 +328,11 @@ def _negative(values: Shaped[Array, "..."]) -> Int32[Array, ""]:
     return jnp.minimum(value, -1)
 
 
+def is_known(values: Shaped[Array, "..."]) -> Bool[Array, ""]:
+    """Return True, which the compiler cannot know before it has the values."""
+    return _negative(values) < 0 if values.size else jnp.array(True)
+
+
 @dataclasses.dataclass(frozen=True)
 class SimulatedChannel(Channel):
     """A channel between the ``num_devices`` simulated devices of a CPU."""

@@ -46,6 +46,11 @@ from jaxrec.mesh.shard_access import (
 Store = TypeVar("Store", bound="MeshStore")
 
 
+def stale_lines(group: str) -> str:
+    """Return the name under which the capacity of a group's stale lines is kept."""
+    return f"{group} stale"
+
+
 @dataclasses.dataclass(frozen=True)
 class MeshStore(TableStore):
     """A store of tables over a mesh: placement, reads and writes. `ShardedTables` adds training.
@@ -90,6 +95,10 @@ class MeshStore(TableStore):
         # A device never requests more of one owner than all its lookups.
         factor = dict(self.capacity_factors).get(placed.name, DEFAULT_CAPACITY_FACTOR)
         return max(1, min(lookups, math.ceil(lookups / placed.num_devices * factor)))
+
+    def stale_capacity(self, placed: PlacedGroup) -> float:
+        """Return the share of a group's lines that a message holds in `refetch`."""
+        return min(1.0, dict(self.capacity_factors).get(stale_lines(placed.name), 1.0))
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -41,8 +41,10 @@ from jaxrec.embed.row_gradients import (
     merge,
 )
 from jaxrec.mesh.call_checks import batch_facts, check_call
-from jaxrec.mesh.channel import Turns
+from jaxrec.mesh.channel import Turns, is_known
 from jaxrec.mesh.exchange import Exchange, Request
+from jaxrec.mesh.exchange.lines import WrittenRows
+from jaxrec.mesh.group_route import Fetched, GroupRoute
 from jaxrec.mesh.placed_group import PlacedGroup, flatten_large
 from jaxrec.mesh.shard_access import first, stack
 from jaxrec.mesh.store import MeshStore
@@ -50,20 +52,6 @@ from jaxrec.optim.hyperparameters import Step, as_step
 from jaxrec.ragged import KeyedArray, KeyedJaggedArray
 from jaxrec.ragged.shared_bags import with_known_capacities
 from jaxrec.ragged.wide_ids import WideIds
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class GroupRoute:
-    """Flat lookups of one group in this device's batch, without weights, and their route.
-
-    Attributes:
-        lookups: The lookups.
-        route: Result of `Exchange.route` for them.
-    """
-
-    lookups: Lookups
-    route: Any
 
 
 @jax.tree_util.register_dataclass
@@ -118,6 +106,94 @@ class ShardedTables(MeshStore):
         if self.layout.is_pooled:
             outputs = KeyedArray(outputs, *self._output_names())
         return outputs, residuals
+
+    def fetch(
+        self,
+        features: KeyedJaggedArray,
+        routes: Routes,
+        waiting: Any,
+        *,
+        is_weighted: bool = False,
+        dtype: DTypeLike = "float32",
+    ) -> tuple[Routes, Any, Bool[Array, ""]]:
+        features = with_known_capacities(features)
+
+        def on_device(rows, features, routes, waiting):
+            features, routes, turns = self._own_part(features), first(routes), self.channel.turns
+            # Waits for the exchanges of the update that wrote these rows.
+            turns.run(lambda rows: rows, rows)
+
+            def fetch(
+                placed: PlacedGroup, exchange: Exchange, awaited: Any, table: TableArray
+            ) -> Any:
+                return exchange.fetch(placed, table, *awaited, self.channel_of(placed))
+
+            is_read = jnp.array(True)
+            for placed, exchange in self.layout:
+                # A sweep may change any row.
+                if placed.group.optimizer.sweeps:
+                    continue
+                name = placed.name
+                request = self._request(placed, features, routes[name], is_weighted)
+                lines = turns.run(
+                    functools.partial(fetch, placed, exchange),
+                    (request, routes[name].route),
+                    rows[name],
+                )
+                if lines is not None:
+                    fetched = Fetched(lines, jnp.float32(0))
+                    routes[name] = dataclasses.replace(routes[name], fetched=fetched)
+                    is_read &= is_known(lines)
+            return stack(routes), turns.run(lambda waiting: waiting, waiting), is_read
+
+        over_batch = PartitionSpec(self.batch_axes)
+        return self.shard_map(
+            on_device,
+            (self.specs(), over_batch, over_batch, over_batch),
+            (over_batch, over_batch, PartitionSpec()),
+        )(self.rows, features, routes, waiting)
+
+    def refetch(
+        self,
+        features: KeyedJaggedArray,
+        routes: Routes,
+        updated: Sequence[Routes],
+        *,
+        is_weighted: bool = False,
+        dtype: DTypeLike = "float32",
+    ) -> Routes:
+        features = with_known_capacities(features)
+
+        def on_device(rows, features, routes, updated):
+            features, turns = self._own_part(features), self.channel.turns
+            routes, updated = first(routes), first(updated)
+            turns.run(lambda rows: rows, rows)
+
+            def refetch(
+                placed: PlacedGroup, exchange: Exchange, awaited: Any, table: TableArray
+            ) -> Any:
+                request, route, updated = awaited
+                written = WrittenRows.of(updated, placed.local_rows)
+                capacity, channel = self.stale_capacity(placed), self.channel_of(placed)
+                return exchange.refetch(placed, table, request, route, channel, written, capacity)
+
+            for placed, exchange in self.layout:
+                name = placed.name
+                if routes[name].fetched is None or not placed.is_trained:
+                    continue
+                request = self._request(placed, features, routes[name], is_weighted)
+                lines, demand = turns.run(
+                    functools.partial(refetch, placed, exchange),
+                    (request, routes[name].route, [each[name].route for each in updated]),
+                    rows[name],
+                )
+                routes[name] = dataclasses.replace(routes[name], fetched=Fetched(lines, demand))
+            return stack(routes)
+
+        over_batch = PartitionSpec(self.batch_axes)
+        return self.shard_map(
+            on_device, (self.specs(), over_batch, over_batch, over_batch), over_batch
+        )(self.rows, features, routes, updated)
 
     def row_gradients(
         self, residuals: Residuals, cotangents: Activations
@@ -247,6 +323,14 @@ class ShardedTables(MeshStore):
             for placed, exchange in self.layout
         }
 
+    def _request(
+        self, placed: PlacedGroup, features: KeyedJaggedArray, route: GroupRoute, is_weighted: bool
+    ) -> Request:
+        """Return the request of a group's lookups."""
+        weights = lookup_weights(features, is_weighted, self.configs)
+        lines = None if route.fetched is None else route.fetched.lines
+        return Request.of(features, route.lookups, weights, placed.group.bags(features), lines)
+
     def _route_lookups(
         self,
         placed: PlacedGroup,
@@ -271,7 +355,6 @@ class ShardedTables(MeshStore):
     ) -> tuple[Activations, Residuals]:
         """Return the outputs of this device's samples, and their residuals."""
         slices = self.layout.slices
-        weights = lookup_weights(features, is_weighted, self.configs)
         layouts = {group.name: group.bags(features) for group in slices.groups}
         looked_up, lookups = {}, {}
 
@@ -289,10 +372,12 @@ class ShardedTables(MeshStore):
         for placed, exchange in self.layout:
             name, fetch_group = placed.name, functools.partial(fetch, placed, exchange)
             lookups[name] = routes[name].lookups
-            request = Request.of(features, lookups[name], weights, layouts[name])
+            request = self._request(placed, features, routes[name], is_weighted)
             looked_up[name] = turns.run(fetch_group, (request, routes[name].route), rows[name])
             if slices.is_pooled:
                 looked_up[name], lookups[name] = looked_up[name]
+        # The update needs no lines, and residuals would keep them.
+        routes = {name: dataclasses.replace(each, fetched=None) for name, each in routes.items()}
         if slices.is_pooled:
             return join_pooled(slices, features, layouts, looked_up, lookups, dtype, routes=routes)
         outputs, residuals = split_rows(

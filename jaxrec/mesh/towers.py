@@ -22,7 +22,7 @@ from typing import Any, TypeAlias, cast
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, Bool, DTypeLike, Float
 
 from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout, Lookups
@@ -158,6 +158,11 @@ class TowerTables(ShardedTables):
                 "batch.expanded() makes such a batch"
             )
         return super().lookup(features, is_weighted=is_weighted, dtype=dtype, routes=routes)
+
+    def fetch(
+        self, features: KeyedJaggedArray, routes: Routes, waiting: Any, **options: Any
+    ) -> tuple[Routes, Any, Bool[Array, ""]]:
+        return TableStore.fetch(self, features, routes, waiting, **options)
 
     def row_gradients(
         self, residuals: Residuals, cotangents: Activations

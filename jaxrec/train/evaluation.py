@@ -19,7 +19,7 @@ from jaxrec.mesh.store import mesh_stores
 from jaxrec.metrics import MetricGroup
 from jaxrec.metrics.sums import Total
 from jaxrec.tier.planning.tier import tier_of
-from jaxrec.train.routing import RoutedCalls
+from jaxrec.train.routed_calls import RoutedCalls
 from jaxrec.train.step import MAX_PENDING_STEPS
 
 Outputs = Mapping[str, Array]

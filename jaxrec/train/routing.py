@@ -1,9 +1,11 @@
-"""Steps and other calls over a mesh that route the next batch."""
+"""Steps over a mesh that route the next batch, or fetch its rows."""
 
 from __future__ import annotations
 
 import collections
 import itertools
+import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -12,22 +14,21 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxrec.data.pipeline import each_batch
-from jaxrec.embed.taps import Ahead
-from jaxrec.mesh.agree import on_every_device, on_host
+from jaxrec.embed.taps import Ahead, tapped_modules
+from jaxrec.mesh.agree import on_host
 from jaxrec.mesh.ahead import (
+    AheadCalls,
     Capacities,
     GroupPath,
+    changes_ids,
+    fetch_ahead,
     measure_demand,
+    refetch_ahead,
     route_ahead,
     use_ahead,
-    use_routes,
 )
-from jaxrec.mesh.call_checks import batch_facts, check_call, table_facts
 from jaxrec.mesh.store import mesh_stores
 from jaxrec.train.step import check_step, compile_step
-
-RoutesAhead: TypeAlias = dict[str, list[Ahead]]
-"""Routes of each collection's calls, by collection path."""
 
 # Number of calls after which the oldest measured demand is read.
 _MAX_UNREAD = 2
@@ -82,6 +83,10 @@ class RoutedSteps:
             order.
         *modules: The model, its optimizer and all other modules that ``step`` changes. Their arrays
             are donated.
+        fetch_ahead: Whether a step also fetches the next batch's rows from other devices before its
+            update, so that the compiler can overlap this exchange, too. Rows that the update writes
+            are fetched again after it. (TorchRec calls this PEC.) The step may change tables by
+            `jaxrec.Optimizer` alone. Steps then run two batches behind ``batches``.
 
     Raises:
         TypeError: An argument has another type.
@@ -102,7 +107,11 @@ class RoutedSteps:
     """
 
     def __init__(
-        self, step: Callable[..., Any], forward: Callable[[Any, Any], Any], *modules: Any
+        self,
+        step: Callable[..., Any],
+        forward: Callable[[Any, Any], Any],
+        *modules: Any,
+        fetch_ahead: bool = False,
     ) -> None:
         check_step(step, modules)
         if not callable(forward) or isinstance(forward, nnx.Pytree):
@@ -118,6 +127,10 @@ class RoutedSteps:
         self._model = modules[0]
         self._ahead: nnx.Variable[Any] = nnx.Variable(None)
         self._capacities = Capacities(self._model)
+        self._fetching: _FetchingSteps | None = None
+        # Ids that calls change are not known two steps ahead.
+        if fetch_ahead and mesh_stores(self._model) and not changes_ids(self._model):
+            self._fetching = _FetchingSteps(step, forward, *modules)
         # Which of the two programs is needed shows only with the first batch; neither is compiled
         # before.
         self._alone = compile_step(step, *modules)
@@ -143,13 +156,20 @@ class RoutedSteps:
         batch = next(batches, None)
         if batch is None:
             return
+        if self._fetching is not None:
+            yield from self._fetching.of_batches(itertools.chain((batch,), batches))
+            return
         self._route(batch)
         batches = itertools.chain((batch,), batches)
         del batch  # so that its arrays are freed once the loop is past them
         if not jax.tree.leaves(self._ahead.get_value()):
             yield from ((each, self._alone(each)) for each in batches)
             return
-        yield from route_in_turn(batches, self._routed, self._route, self._capacities)
+        yield from route_in_turn(batches, self._run, self._route, self._capacities)
+
+    def _run(self, batch: Any, following: Any) -> tuple[Any, dict[GroupPath, Array]]:
+        """Dispatch a step that routes the following batch."""
+        return self._routed(batch, following)
 
     def _route(self, batch: Any) -> None:
         """Route a batch outside of a step."""
@@ -165,89 +185,117 @@ class RoutedSteps:
         ahead.set_value(routes)
         return result, measure_demand(routes)
 
-    def _route_in_step(self, model: nnx.Module, batch: Any) -> RoutesAhead:
+    def _route_in_step(self, model: nnx.Module, batch: Any) -> AheadCalls:
         return route_ahead(lambda model: self._forward(model, batch), model)
 
 
-class RoutedCalls:
-    """A compiled function of a model, a carry and a batch, with the next batch routed ahead.
+Pair: TypeAlias = tuple[Any, Any]
+"""A batch, and the batch that follows it."""
 
-    The model does not change, as in an evaluation, and its arrays are not donated.
-    ``function(model, carry, batch)`` returns the new carry and a result; ``forward(model, batch)``
-    makes all of its lookups, in the same order.
+
+def pairs_of(batches: Iterable[Any]) -> Iterator[Pair]:
+    """Yield each batch with the next one; the last batch is its own next one."""
+    batches = iter(batches)
+    batch = next(batches)
+    for following in itertools.chain(batches, (None,)):
+        yield batch, batch if following is None else following
+        batch = following
+
+
+class PairSteps(RoutedSteps):
+    """Steps on pairs of batches that look up or fetch rows of the second batch.
+
+    Each step routes the second batch of the next pair, unless calls change the ids that are looked
+    up. The last of ``modules`` is a variable with the `Ahead` of the first batch.
     """
 
-    def __init__(
-        self,
-        graph: Any,
-        function: Callable[[Any, Any, Any], tuple[Any, Any]],
-        forward: Callable[[Any, Any], Any],
-    ) -> None:
-        self._graph, self._function, self._forward = graph, function, forward
-        self._alone = jax.jit(self._call)
-        self._routed = jax.jit(self._call_and_route)
-        self._route_now = jax.jit(self._route)
+    def __init__(self, step: Any, forward: Any, *modules: Any) -> None:
+        super().__init__(step, forward, *modules)
+        self._first = modules[-1]
+        self._is_routed = bool(mesh_stores(self._model)) and not changes_ids(self._model)
 
-    def __call__(
-        self, model: nnx.Module, carry: Any, batches: Iterable[Any], *, is_ahead: bool
-    ) -> Iterator[tuple[Any, Any]]:
-        """Call the function for each batch; yield each call's carry and result.
-
-        ``is_ahead`` is for models over a mesh: the calls then run one batch behind ``batches``, and
-        the capacities of the model's exchanges change.
-        """
-        batches = iter(batches)
-        _, state = nnx.split(model)
-        if not is_ahead:
-            for batch in batches:
-                self._check(model, batch)
-                carry, result = self._alone(state, carry, batch)
-                yield carry, result
+    def _route(self, batch: Pair) -> None:
+        """Route both batches of a pair, since capacities may have changed since the last step."""
+        if not self._is_routed:
+            self._ahead.set_value(None)
             return
-        first = next(batches, None)
-        if first is None:
-            return
-        # Where the carry lies after the first call: the second one compiles no other program.
-        mesh = next(iter(mesh_stores(model).values())).mesh
-        carry = jax.tree.map(lambda array: on_every_device(array, mesh), carry)
-        routes: RoutesAhead = {}
+        # `_forward` reads the second batch of a pair, so that the first is passed as the second
+        # here.
+        super()._route((batch[0], batch[0]))
+        self._first.set_value(self._ahead_of_first(batch[0], self._ahead.get_value()))
+        super()._route(batch)
 
-        def route(batch: Any) -> None:
-            nonlocal state, routes
-            _, state = nnx.split(model)
-            routes = self._route_now(state, batch)
+    def _ahead_of_first(self, batch: Any, routes: AheadCalls) -> AheadCalls:
+        """Return the `Ahead` of a pair's first batch, given its new routes."""
+        # Its embeddings stay valid: only the routes that carry its gradients back are new.
+        embeddings: AheadCalls = self._first.get_value()
+        return {
+            path: [
+                Ahead(route.routes, call.activations)
+                for route, call in zip(routes[path], calls, strict=True)
+            ]
+            for path, calls in embeddings.items()
+        }
 
-        def call(batch: Any, following: Any) -> tuple[Any, dict[GroupPath, Array]]:
-            nonlocal carry, routes
-            self._check(model, batch, following)
-            carry, result, routes, demand = self._routed(state, carry, routes, batch, following)
-            return (carry, result), demand
 
-        route(first)
-        batches = itertools.chain((first,), batches)
-        del first
-        for _, result in route_in_turn(batches, call, route, Capacities(model)):
-            yield result
+class _FetchingSteps(PairSteps):
+    """Steps of `RoutedSteps` with ``fetch_ahead``."""
 
-    def _check(self, model: nnx.Module, *batches: Any) -> None:
-        name = getattr(self._function, "__name__", type(self._function).__name__)
-        check_call("steps", f"call of {name}", lambda: table_facts(model) | batch_facts(batches))
+    # Step n reads the rows of batch n + 1, runs the user's step on batch n, and reads those rows
+    # again that it wrote. It also routes batch n + 2, since rows can be read only along a route.
 
-    def _call(self, state: Any, carry: Any, batch: Any) -> tuple[Any, Any]:
-        return self._function(nnx.merge(self._graph, state), carry, batch)
+    def __init__(self, step: Any, forward: Any, *modules: Any) -> None:
+        super().__init__(
+            step, lambda model, pair: forward(model, pair[1]), *modules, nnx.Variable(None)
+        )
+        self._tables: list[weakref.ref[Array]] = []
+        self._fetch_now = jax.jit(
+            lambda graph, state, routes, pair: self._fetch(
+                nnx.merge(graph, state), routes, routes, pair
+            )[0],
+            static_argnums=0,
+        )
 
-    def _call_and_route(
-        self, state: Any, carry: Any, routes: RoutesAhead, batch: Any, following: Any
-    ) -> tuple[Any, Any, RoutesAhead, dict[GroupPath, Array]]:
-        model = nnx.merge(self._graph, state)
-        with use_routes(model, routes):
-            carry, result = self._function(model, carry, batch)
-        routes = self._route(state, following)
-        return carry, result, routes, measure_demand(routes)
+    def of_batches(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        """Dispatch a step for each batch; yield the batch and the step's result."""
+        for (batch, _), result in self(pairs_of(batches)):
+            yield batch, result
 
-    def _route(self, state: Any, batch: Any) -> RoutesAhead:
-        model = nnx.merge(self._graph, state)
-        return route_ahead(lambda model: self._forward(model, batch), model)
+    def _run(self, batch: Pair, following: Pair) -> tuple[Any, dict[GroupPath, Array]]:
+        # Between two steps a user may have loaded a table, and the rows that were fetched are not
+        # those of the model any more.
+        tables = (table() for table in self._tables)
+        if not all(map(operator.is_, tables, self._table_arrays())):
+            self._route(batch)
+        result = super()._run(batch, following)
+        self._tables = list(map(weakref.ref, self._table_arrays()))
+        return result
+
+    def _table_arrays(self) -> list[Array]:
+        modules = tapped_modules(self._model).values()
+        return jax.tree.leaves([module.tables.get_value() for module in modules])
+
+    def _ahead_of_first(self, batch: Any, routes: AheadCalls) -> AheadCalls:
+        graph, state = nnx.split(self._model)
+        self._tables = list(map(weakref.ref, self._table_arrays()))
+        return self._fetch_now(graph, state, routes, (batch, batch))
+
+    def _fetch(
+        self, model: nnx.Module, routes: AheadCalls, waiting: AheadCalls, pair: Pair
+    ) -> tuple[AheadCalls, AheadCalls, Any]:
+        return fetch_ahead(lambda model: self._forward(model, pair), model, routes, waiting)
+
+    def _step_and_route(self, *args: Any) -> tuple[Any, dict[GroupPath, Array]]:
+        *modules, first, ahead, pair, following = args
+        model = modules[0]
+        fetched, routes, is_read = self._fetch(model, ahead.get_value(), first.get_value(), pair)
+        with use_ahead(model, routes, is_read):
+            result = self._step(*modules, pair[0])
+        fetched = refetch_ahead(lambda model: self._forward(model, pair), model, fetched, routes)
+        first.set_value(fetched)
+        later = self._route_in_step(model, following)
+        ahead.set_value(later)
+        return result, measure_demand(fetched) | measure_demand(later)
 
 
 def _shape(batch: Any) -> tuple[Any, list[Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,10 @@ from jaxrec.embed import Optimizer, mean_gradients, value_and_grad
 from jaxrec.embed.batch_checks import bad_id_of_batch
 from jaxrec.embed.optimizer import NotFiniteError
 from jaxrec.embed.taps import Ahead
-from jaxrec.mesh.ahead import changes_ids, lookup_ahead, use_ahead
-from jaxrec.mesh.store import mesh_stores
+from jaxrec.mesh.ahead import lookup_ahead, use_ahead
 from jaxrec.metrics import MetricGroup
 from jaxrec.train.evaluation import Loss, Outputs, call_loss, sample_count
-from jaxrec.train.routing import RoutedSteps
+from jaxrec.train.routing import Pair, PairSteps, RoutedSteps, pairs_of
 
 
 class DeviceResult(NamedTuple):
@@ -135,44 +134,6 @@ class SynchronousSteps(_TrainSteps):
         return self.result(optimizer, metric_state, before, mean, outputs)
 
 
-Pair: TypeAlias = tuple[Any, Any]
-"""A batch, and the batch that follows it."""
-
-
-class _PairSteps(RoutedSteps):
-    """Steps on pairs of batches that look up the embeddings of the second batch.
-
-    Each step routes the second batch of the next pair, unless calls change the ids that are looked
-    up. The last of ``modules`` is a variable with the embeddings of the first batch.
-    """
-
-    def __init__(self, step: Any, forward: Any, *modules: Any) -> None:
-        super().__init__(step, forward, *modules)
-        self._embeddings = modules[-1]
-        self._is_routed = bool(mesh_stores(self._model)) and not changes_ids(self._model)
-
-    def _route(self, batch: Pair) -> None:
-        """Route both batches of a pair, since capacities may have changed since the last step."""
-        if not self._is_routed:
-            self._ahead.set_value(None)
-            return
-        # `_forward` reads the second batch of a pair, so that the first is passed as the second
-        # here. Its embeddings stay valid: only the routes that carry its gradients back are new.
-        super()._route((batch[0], batch[0]))
-        routes: dict[str, list[Ahead]] = self._ahead.get_value()
-        looked_up: dict[str, list[Ahead]] = self._embeddings.get_value()
-        self._embeddings.set_value(
-            {
-                path: [
-                    Ahead(route.routes, call.activations)
-                    for route, call in zip(routes[path], calls, strict=True)
-                ]
-                for path, calls in looked_up.items()
-            }
-        )
-        super()._route(batch)
-
-
 @dataclasses.dataclass(eq=False)
 class SemiSynchronousSteps(_TrainSteps):
     """Steps that look up the embeddings of the next batch before they update the tables.
@@ -189,7 +150,7 @@ class SemiSynchronousSteps(_TrainSteps):
             static_argnums=0,
         )
         modules = (self.model, self.optimizer, self.metric_state, self._embeddings)
-        self._steps = _PairSteps(self._step, self._forward, *modules)
+        self._steps = PairSteps(self._step, self._forward, *modules)
 
     def __call__(
         self, batches: Iterator[Any], accumulate: int = 1
@@ -200,14 +161,7 @@ class SemiSynchronousSteps(_TrainSteps):
             return
         self._embeddings.set_value(self._first_lookup(*nnx.split(self.model), first))
 
-        def pairs() -> Iterator[Pair]:
-            batch = first
-            for following in itertools.chain(batches, (None,)):
-                # The last step looks up its own batch again.
-                yield batch, batch if following is None else following
-                batch = following
-
-        for (batch, _), result in self._steps(pairs()):
+        for (batch, _), result in self._steps(pairs_of(itertools.chain((first,), batches))):
             yield (batch,), result
 
     def _forward(self, model: nnx.Module, pair: Pair) -> None:

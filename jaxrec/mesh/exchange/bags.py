@@ -16,12 +16,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxrec.embed import kernels
+from jaxrec.embed.formats import TableArray
 from jaxrec.embed.kernels import BagLayout
 from jaxrec.embed.outputs import pool
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel
 from jaxrec.mesh.exchange.base import Cut, Exchange, Request, Workload, constant, update_owned
 from jaxrec.mesh.exchange.column_slices import sums_of_bags, update_slices
+from jaxrec.mesh.exchange.lines import replace_lines, take_lines
 from jaxrec.mesh.exchange.owner_features import (
     BagsRoute,
     OwnerFeatures,
@@ -30,6 +32,7 @@ from jaxrec.mesh.exchange.owner_features import (
     send_bags,
     send_lookups,
     send_scales,
+    unpack_bags,
 )
 from jaxrec.mesh.exchange.pooled import Pooled, PooledRoute
 from jaxrec.mesh.placed_group import PlacedGroup
@@ -59,15 +62,48 @@ class Bags(Exchange):
         owned = OwnerFeatures.of_group(placed, request.layout)
         return send_lookups(owned, rows, request.lengths, request.layout, channel)
 
+    def fetch(self, placed, table, request, route, channel):
+        # Owners multiply by the weights, which a layer of the next step may compute.
+        if request.weights is not None:
+            return None
+        owned = OwnerFeatures.of_group(placed, request.layout)
+        scales = send_scales(owned, request.scales, request.layout, channel)
+        return channel.send_rows(
+            _pool_owned(placed, owned, table, route.rows, route, scales, channel)
+        )
+
+    def refetch(self, placed, table, request, route, channel, written, capacity):
+        owned = OwnerFeatures.of_group(placed, request.layout)
+        lookups = received_lookups(owned, route, placed.local_rows)
+        is_written = written.contain(lookups.rows)
+        is_stale = jnp.zeros(route.lengths.size, bool).at[lookups.bags].max(is_written)
+        scales = send_scales(owned, request.scales, request.layout, channel)
+
+        def read(positions):
+            # The other bags read one row again and again, which stays in the cache.
+            rows = jnp.where(is_stale[lookups.bags], route.rows, 0)
+            bags = _pool_owned(placed, owned, table, rows, route, scales, channel)
+            return take_lines(bags, positions, 0)
+
+        return replace_lines(
+            request.lines,
+            is_stale.reshape(len(owned.features), -1),
+            read,
+            lambda: self.fetch(placed, table, request, route, channel),
+            written,
+            channel,
+            math.ceil(capacity * request.lines.shape[1]),
+        )
+
     def pool(self, placed, table, request, route, channel, dtype):
-        layout = request.layout
+        layout, lines = request.layout, request.lines
         owned = OwnerFeatures.of_group(placed, layout)
         scales = send_scales(owned, request.scales, layout, channel)
-        received, num_rows = owned.received(placed.local_rows), placed.local_rows
-        float32 = jnp.dtype("float32")
-        pooled = pool(table, route.rows, route.lengths, scales, received, float32, **channel.sent)
-        bags = send_bags(owned, pooled, layout, channel)
-        return bags, received_lookups(owned, route, num_rows, constant(scales))
+        if lines is None:
+            bags = _pool_owned(placed, owned, table, route.rows, route, scales, channel)
+            lines = channel.send_rows(bags)
+        lookups = received_lookups(owned, route, placed.local_rows, constant(scales))
+        return unpack_bags(owned, lines, layout), lookups
 
     def send_gradients(self, placed, gradient, channel):
         (layout,) = gradient.layouts
@@ -82,6 +118,21 @@ class Bags(Exchange):
             sums = functools.partial(sums_of_bags, placed=placed, layouts=layouts, channel=channel)
             return update_slices(placed, table, state, gradient, step, channel, sums)
         return update_owned(placed, table, state, gradient, step, channel, **channel.received)
+
+
+def _pool_owned(
+    placed: PlacedGroup,
+    owned: OwnerFeatures,
+    table: Float[TableArray, "local_rows dim"],
+    rows: Int32[Array, " received"],
+    route: BagsRoute,
+    scales: Float[Array, " received"] | None,
+    channel: Channel,
+) -> Float[Array, "devices bags dim"]:
+    """Pool rows into the bags that this device sends to each device."""
+    layout, float32 = owned.received(placed.local_rows), jnp.dtype("float32")
+    bags = pool(table, rows, route.lengths, scales, layout, float32, **channel.sent)
+    return bags.reshape(len(owned.features), -1, bags.shape[1])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from jaxrec.embed.kernels import BagLayout, Lookups
 from jaxrec.embed.kernels.stretches import sum_by_table
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel
+from jaxrec.mesh.exchange.lines import Lines, WrittenRows
 from jaxrec.mesh.placed_group import PlacedGroup
 from jaxrec.optim import RowOptimizer
 from jaxrec.optim.hyperparameters import Step
@@ -79,6 +80,8 @@ class Request:
         lengths: Lengths of all bags of the batch.
         weights: Weights of all ids of the batch; None: 1.
         layout: Layout of the group's features in the batch.
+        lines: Lines that the owners sent ahead, the result of `Exchange.fetch`; None: `pool` and
+            `rows` fetch them.
     """
 
     # The weights stay apart from the scales because `pool` has to be differentiable in them.
@@ -88,6 +91,7 @@ class Request:
     lengths: Int32[Array, " all_bags"]
     weights: Float[Array, " capacity"] | None
     layout: BagLayout = dataclasses.field(metadata={"static": True})
+    lines: Lines | None = None
 
     @classmethod
     def of(
@@ -96,10 +100,11 @@ class Request:
         lookups: Lookups,
         weights: Float[Array, " capacity"] | None,
         layout: BagLayout,
+        lines: Lines | None = None,
     ) -> Request:
         """Make the request of a group's lookups in this device's batch."""
         ids, lengths = narrow(features.values), jnp.asarray(features.lengths)
-        return cls(lookups, ids, lengths, weights, layout)
+        return cls(lookups, ids, lengths, weights, layout, lines)
 
     @property
     def lookup_weights(self) -> Float[Array, " lookups"] | None:
@@ -261,6 +266,56 @@ class Exchange(abc.ABC):
             channel: Channel to the other devices.
         """
         raise TypeError(f"exchange {self.name!r} carries pooled rows only")
+
+    def fetch(
+        self,
+        placed: PlacedGroup,
+        table: Float[TableArray, "local_rows dim"],
+        request: Request,
+        route: Route,
+        channel: Channel,
+    ) -> Lines | None:
+        """Send the lines that `pool` or `rows` needs, ahead of the update before it.
+
+        None, the default: the exchange cannot send them ahead. An exchange that can also implements
+        `refetch`, reads ``request.lines`` in `pool` or `rows`, and has routes with two attributes:
+        ``owned_rows``, the rows of this device that an update with this route writes, and
+        ``has_all_rows``, whether these are all of them, equal on all devices.
+
+        Args:
+            placed: The group.
+            table: This device's rows.
+            request: This device's lookups.
+            route: Result of `route`.
+            channel: Channel to the other devices.
+        """
+        return None
+
+    def refetch(
+        self,
+        placed: PlacedGroup,
+        table: Float[TableArray, "local_rows dim"],
+        request: Request,
+        route: Route,
+        channel: Channel,
+        written: WrittenRows,
+        capacity: float,
+    ) -> tuple[Lines, Float[Array, ""]]:
+        """Send those lines of `fetch` again that an update changed.
+
+        Args:
+            placed: The group.
+            table: This device's rows, after the update.
+            request: This device's lookups, with the lines of `fetch`.
+            route: Result of `route`.
+            channel: Channel to the other devices.
+            written: Rows that the update wrote.
+            capacity: Share of the lines that a message between two devices holds.
+
+        Returns:
+            All lines, and the largest share of lines that one device has to send again to another.
+        """
+        raise TypeError(f"exchange {self.name!r} sends no lines ahead")
 
     def send_gradients(
         self, placed: PlacedGroup, gradient: RowGradients, channel: Channel

@@ -131,6 +131,16 @@ class BagsRoute:
     rows: Int32[Array, " received"]
     lengths: Int32[Array, " received_bags"]
 
+    @property
+    def owned_rows(self) -> Int32[Array, " received"]:
+        """Rows that an update with this route writes, and some that it does not: see `pack`."""
+        return self.rows
+
+    @property
+    def has_all_rows(self) -> bool:
+        """Whether `owned_rows` has all of them: always."""
+        return True
+
 
 def received_layout(
     senders: int, capacities: Sequence[int], strides: Sequence[int], num_rows: int
@@ -201,8 +211,15 @@ def send_bags(
 
     Owners hold bags in the order of `OwnerFeatures.received`; the result is in the layout's order.
     """
-    home = channel.send_rows(bags.reshape(len(owned.features), -1, bags.shape[1]))
-    by_feature = owned.unpack(home, layout.strides, owned.strides)
+    bags = bags.reshape(len(owned.features), -1, bags.shape[1])
+    return unpack_bags(owned, channel.send_rows(bags), layout)
+
+
+def unpack_bags(
+    owned: OwnerFeatures, received: Float[Array, "owners bags dim"], layout: BagLayout
+) -> Float[Array, "bags_of_group dim"]:
+    """Return bags that the owners sent, in the layout's order."""
+    by_feature = owned.unpack(received, layout.strides, owned.strides)
     if not layout.is_interleaved:
         return by_feature
     return _transpose(by_feature, layout.num_features, layout.strides[0])

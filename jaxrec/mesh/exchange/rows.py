@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ from jaxrec.embed.outputs import pool_lookups
 from jaxrec.embed.row_gradients import RowGradients
 from jaxrec.mesh.channel import Channel, ListLengths, run_if
 from jaxrec.mesh.exchange.base import Cut, Exchange, clip_factors, table_squares
+from jaxrec.mesh.exchange.lines import Lines, replace_lines, take_lines
 from jaxrec.mesh.exchange.row_requests import ABSENT, RowRequests
 from jaxrec.mesh.placed_group import PlacedGroup, layout_of_rows
 from jaxrec.optim.norm import cut_rows
@@ -62,8 +64,28 @@ class Rows(Exchange):
     def route(self, placed, request, channel, capacity):
         return route_rows(placed, request.lookups, channel, capacity)
 
+    def fetch(self, placed, table, request, route, channel):
+        return _answer(table, route.first, channel)
+
+    def refetch(self, placed, table, request, route, channel, written, capacity):
+        asked = route.first
+
+        def read(positions):
+            rows = take_lines(asked.rows, positions, placed.local_rows)
+            return _read_rows(table, rows, channel)
+
+        return replace_lines(
+            request.lines,
+            written.contain(asked.rows),
+            read,
+            lambda: _answer(table, asked, channel),
+            written,
+            channel,
+            math.ceil(capacity * asked.capacity),
+        )
+
     def pool(self, placed, table, request, route, channel, dtype):
-        rows, index = fetch_rows(placed, table, route, channel)
+        rows, index = fetch_rows(placed, table, route, channel, request.lines)
         layout = layout_of_rows(request.layout, len(rows))
         weights, lengths = request.lookup_weights, request.lengths
         lookups, is_trained = request.scaled_lookups, placed.is_trained
@@ -72,7 +94,7 @@ class Rows(Exchange):
         )
 
     def rows(self, placed, table, request, route, channel):
-        rows, index = fetch_rows(placed, table, route, channel)
+        rows, index = fetch_rows(placed, table, route, channel, request.lines)
         # Padding and bad ids are both `ABSENT`, but padding reads as zeros (its index is the number
         # of rows) and a bad id as NaN.
         is_padding = request.lookups.rows == placed.padding
@@ -139,6 +161,16 @@ class RowsRoute:
         shares = self.requests.begins.shape[-1] / self.requests.index.shape[-1]
         return self.first.demand * shares
 
+    @property
+    def owned_rows(self) -> Int32[Array, "devices capacity"]:
+        """Rows of this device that an update with this route writes; see `Exchange.fetch`."""
+        return self.first.rows
+
+    @property
+    def has_all_rows(self) -> Bool[Array, ""]:
+        """Whether `owned_rows` has them all: later rounds request more."""
+        return self.first.is_last
+
 
 def route_rows(placed: PlacedGroup, lookups: Lookups, channel: Channel, capacity: int) -> RowsRoute:
     """Sort the slots that a group's lookups need, and send the requests of the first round."""
@@ -196,17 +228,17 @@ def fetch_rows(
     table: Float[TableArray, "local_rows dim"],
     route: RowsRoute,
     channel: Channel,
+    lines: Lines | None = None,
 ) -> tuple[Float[Array, "fetched dim"], Int32[Array, " n"]]:
-    """Fetch the rows of a route; return them, and each lookup's index among them, or `ABSENT`."""
-    requests, capacity = route.requests, route.first.capacity
+    """Fetch the rows of a route; return them, and each lookup's index among them, or `ABSENT`.
 
-    def answer(asked: Round) -> Float[Array, "devices capacity dim"]:
-        rows = kernels.row_lookup(table, asked.rows.reshape(-1), **channel.sent)
-        return channel.send_rows(rows.reshape(*asked.rows.shape, -1), asked.lengths.reversed)
+    ``lines`` are the rows of the first round, if they came ahead.
+    """
+    requests, capacity = route.requests, route.first.capacity
 
     def one_round(asked, rows):
         # A gather: XLA sorts the indices of a scatter of rows on TPUs.
-        answers = answer(asked)
+        answers = _answer(table, asked, channel)
         index = requests.slots_in_round(asked.begins, capacity)
         index = jnp.pad(index, (0, len(rows) - index.size), constant_values=ABSENT)
         new = answers.reshape(-1, answers.shape[-1]).at[index].get(mode="clip")
@@ -220,7 +252,7 @@ def fetch_rows(
         rows = _until_last(route.first, one_round, next_round, jnp.concatenate(carried[0]))
         return channel.split(rows), requests.index
 
-    first = answer(route.first)
+    first = _answer(table, route.first, channel) if lines is None else lines
     first = first.reshape(-1, first.shape[-1])
     index = requests.index_in_round(requests.begins, capacity)
     if capacity >= index.size:
@@ -234,6 +266,19 @@ def fetch_rows(
     arrays = channel.split(rows)
     arrays, index = run_if(~route.first.is_last, all_rounds, (arrays, index))
     return jnp.concatenate(arrays), index
+
+
+def _answer(table: Float[TableArray, "local_rows dim"], asked: Round, channel: Channel) -> Lines:
+    """Send each device the rows that it requested in a round."""
+    return channel.send_rows(_read_rows(table, asked.rows, channel), asked.lengths.reversed)
+
+
+def _read_rows(
+    table: Float[TableArray, "local_rows dim"], rows: Int32[Array, "devices n"], channel: Channel
+) -> Float[Array, "devices n dim"]:
+    """Read rows that will be sent."""
+    lines = kernels.row_lookup(table, rows.reshape(-1), **channel.sent)
+    return lines.reshape(*rows.shape, -1)
 
 
 def _rounds(
