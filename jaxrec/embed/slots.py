@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from jax.sharding import Mesh
 # Sizes of padded requests: see `size_for`.
 _SMALLEST_SIZE = 64
 _FINE_SIZE = 4096
+
+# Bytes. XLA's CPU client copies arrays that begin elsewhere.
+_ALIGNMENT = 64
 
 
 class SlotDevices:
@@ -34,8 +38,13 @@ class SlotDevices:
         return False
 
     def put(self, tree: Any) -> Any:
-        """Put host arrays with an entry for each slot on the devices of the slots."""
-        return jax.tree.map(jnp.asarray, tree)
+        """Put host arrays with an entry for each slot on the devices of the slots.
+
+        The caller must not change the arrays afterwards.
+        """
+        # A CPU device then reads the arrays of `GroupSlots.gather` where they are; `jnp.asarray`
+        # would copy them.
+        return jax.device_put(tree)
 
     def put_beside(self, tree: Any) -> Any:
         """Put arrays that are used with the tables on all of the tables' devices."""
@@ -102,7 +111,7 @@ class GroupSlots:
         # filled in place, since a tier calls this between all steps.
         first = values[self.parts[0][0]]
         width = () if first.ndim == 1 else (self.dim,)
-        gathered = np.empty((*self.slots.shape, *width), first.dtype)
+        gathered = _aligned_empty((*self.slots.shape, *width), first.dtype)
         by_slot = self._slots_first(gathered)
         stop = 0
         for number, part, start in self.parts:
@@ -155,6 +164,14 @@ def group_slots(store: Any, requests: Sequence[TableRows]) -> dict[str, GroupSlo
             slots[..., start : start + part.slots.shape[-1]] = part.slots
         result[group] = GroupSlots(slots, tuple(of_group), store.groups[group].dim)
     return result
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return a new array whose memory a CPU device can use as it is."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def size_for(count: int) -> int:

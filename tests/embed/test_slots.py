@@ -55,6 +55,14 @@ def test_read_and_write(placement, optimizer):
         assert_tables(store, tables)
 
 
+def test_a_cpu_device_reads_gathered_values_where_they_are():
+    store, tables = make_store("one_device", "sgd")
+    requests = some_rows(np.random.default_rng(1), tables, {"user": 5, "item": 7})
+    for slots in group_slots(store, requests).values():
+        values = slots.gather([np.ones((len(r.rows), slots.dim), np.float32) for r in requests])
+        assert store.devices.put(values).unsafe_buffer_pointer() == values.ctypes.data
+
+
 @pytest.mark.parametrize("placement", ["one_device", "row_wise", "column_wise"])
 def test_state_that_is_missing_stays(placement):
     store, tables = make_store(placement, "adam")
