@@ -120,8 +120,6 @@ class ShardedTables(MeshStore):
 
         def on_device(rows, features, routes, waiting):
             features, routes, turns = self._own_part(features), first(routes), self.channel.turns
-            # Waits for the exchanges of the update that wrote these rows.
-            turns.run(lambda rows: rows, rows)
 
             def fetch(
                 placed: PlacedGroup, exchange: Exchange, awaited: Any, table: TableArray
