@@ -89,20 +89,22 @@ def propose_uniformly(problem: Problem) -> Iterator[Proposal]:
         (o.sharding_type, o.exchange) for options in problem.options for o in options
     )
     ordered = [_by_rate(problem, options, rate_spread) for options in problem.options]
-    proposals: list[tuple[float, Proposal]] = []
+    proposals: list[Proposal] = []
     for kind in kinds:
-        proposal = []
+        indices = []
         for options, order in zip(problem.options, ordered, strict=True):
             same = (i for i in order if (options[i].sharding_type, options[i].exchange) == kind)
             # Tables that cannot have it get their fastest option.
-            proposal.append(next(same, order[0]))
+            indices.append(next(same, order[0]))
+        proposals.append(tuple(indices))
+
+    def seconds(proposal: Proposal) -> float:
         chosen = zip(problem.options, proposal, strict=True)
-        seconds = sum(rate_alone(problem, options[i]) for options, i in chosen)
-        proposals.append((seconds, tuple(proposal)))
+        return sum(rate_alone(problem, options[i]) for options, i in chosen)
+
     # A search that is cut short has tried the first proposal of each proposer: on many hosts one
     # type for all tables is hard to beat, and must not be the one that was not tried.
-    for _, proposal in sorted(proposals, key=lambda each: each[0]):
-        yield proposal
+    yield from sorted(proposals, key=seconds)
 
 
 def propose_grid(problem: Problem) -> Iterator[Proposal]:
