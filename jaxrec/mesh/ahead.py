@@ -127,7 +127,7 @@ def fetch_ahead(
             call: int, tables: TableStore, features: KeyedJaggedArray, **options: Any
         ) -> Routes:
             fetched, waiting[path], is_known = tables.fetch(
-                features, routes[path][call].routes, waiting[path], **options
+                features, _routed(routes[path][call]), waiting[path], **options
             )
             is_read[path] &= is_known
             return fetched
@@ -154,16 +154,22 @@ def refetch_ahead(
     """
 
     def probe(path: str, module: TappedModule) -> RouteProbe:
-        written = [call.routes for call in updated[path]]
+        written = [_routed(call) for call in updated[path]]
 
         def refetch(
             call: int, tables: TableStore, features: KeyedJaggedArray, **options: Any
         ) -> Routes:
-            return tables.refetch(features, fetched[path][call].routes, written, **options)
+            return tables.refetch(features, _routed(fetched[path][call]), written, **options)
 
         return RouteProbe(refetch)
 
     return _probe(evaluate, model, probe)
+
+
+def _routed(call: Ahead) -> Routes:
+    """Return the routes of a call that was routed ahead."""
+    assert call.routes is not None
+    return call.routes
 
 
 def changes_ids(model: nnx.Module) -> bool:
