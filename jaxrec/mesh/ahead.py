@@ -127,7 +127,7 @@ def fetch_ahead(
             call: int, tables: TableStore, features: KeyedJaggedArray, **options: Any
         ) -> Routes:
             fetched, waiting[path], is_known = tables.fetch(
-                features, routes[path][call].routes, waiting[path], **options
+                features, routes[path][call].routes or {}, waiting[path], **options
             )
             is_read[path] &= is_known
             return fetched
@@ -154,12 +154,12 @@ def refetch_ahead(
     """
 
     def probe(path: str, module: TappedModule) -> RouteProbe:
-        written = [call.routes for call in updated[path]]
+        written = [call.routes or {} for call in updated[path]]
 
         def refetch(
             call: int, tables: TableStore, features: KeyedJaggedArray, **options: Any
         ) -> Routes:
-            return tables.refetch(features, fetched[path][call].routes, written, **options)
+            return tables.refetch(features, fetched[path][call].routes or {}, written, **options)
 
         return RouteProbe(refetch)
 

@@ -124,7 +124,8 @@ class ShardedTables(MeshStore):
             def fetch(
                 placed: PlacedGroup, exchange: Exchange, awaited: Any, table: TableArray
             ) -> Any:
-                return exchange.fetch(placed, table, *awaited, self.channel_of(placed))
+                request, route = awaited
+                return exchange.fetch(placed, table, request, route, self.channel_of(placed))
 
             is_read = jnp.array(True)
             for placed, exchange in self.layout:
