@@ -327,12 +327,15 @@ LEFT_OUT = {
     "--generated-rows 0": "takes minutes",
     "python -m benchmarks.backbones work --movielens ml-100k --generated-rows 0 --batch-size 512 "
     "--epochs 1": "takes minutes",
+    "python -m benchmarks.backbones work --scaling --seeds 0 1 --generated-rows 60000 "
+    "--output backbones_scaling": "takes minutes",
     "python -m benchmarks.kinds work --movielens ml-100k --beauty beauty.txt": "takes an hour",
     "python -m benchmarks.interaction_baselines work/movielens.parquet "
     "work/beauty.parquet": "needs data sets",
     "python -m benchmarks.generative amazon-beauty.txt --output generative": "takes hours",
     "python -m benchmarks.plan_scale hosts": "takes minutes",
-    "pip install 'jaxrec[tpu]'": "takes 1.2 GB",
+    "pip install 'jaxrec[tpu]'": "takes 1.5 GB",
+    "python -m benchmarks.tpu.estimates": "needs libtpu",
     "python -m benchmarks.mesh --types table_wise row_wise:rows row_wise:pooled column_wise "
     "--rounds 3 --seconds 1": "takes minutes",
     "python -m benchmarks.gpu.compile": CUDA,
