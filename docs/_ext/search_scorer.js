@@ -9,8 +9,9 @@ const FOR_MAKERS = 0.7; // of pages for those who change jaxrec: others look for
 
 const stems = (text) => {
   const stemmer = new Stemmer();
+  const skipped = new Set(stopwords); // An array before Sphinx 9.
   const words = text.toLowerCase().match(/[\p{L}\p{N}_]+/gu) ?? [];
-  return new Set(words.map((word) => stemmer.stemWord(word)).filter((word) => !stopwords.has(word)));
+  return new Set(words.map((word) => stemmer.stemWord(word)).filter((word) => !skipped.has(word)));
 };
 
 // Headings by page, each with its anchor and stems; made once, by the first result.
