@@ -16,6 +16,7 @@ from typing import Any
 
 from sphinx.application import Sphinx
 from sphinx.config import Config
+from sphinx.errors import ConfigError
 
 VERSION = re.compile(r"\d+(?:\.\d+)+")
 LIST = "switcher.json"
@@ -24,6 +25,12 @@ LIST = "switcher.json"
 def add_menu(app: Sphinx, config: Config) -> None:
     if not config.versions_url:
         return
+    outdir = pathlib.Path(app.outdir)
+    if outdir.name != config.version:
+        raise ConfigError(
+            f"With versions_url, a site is built in a folder named as its version: give "
+            f"{outdir.parent / config.version} instead of {outdir}"
+        )
     config.html_theme_options |= {
         "switcher": {"json_url": config.versions_url + LIST, "version_match": config.version},
         "check_switcher": False,  # The list is written below.
@@ -40,6 +47,8 @@ def list_versions(app: Sphinx, error: Exception | None) -> None:
     urls = {version: f"{app.config.versions_url}{version}/" for version in versions}
     entries = [{"version": version, "url": url} for version, url in urls.items()]
     (folder / LIST).write_text(json.dumps(entries, indent=1) + "\n")
+    if not versions:  # a pre-release alone
+        return
     newest = urls[versions[0]]
     (folder / "index.html").write_text(
         f'<!doctype html>\n<meta http-equiv="refresh" content="0; url={newest}">\n'
