@@ -330,8 +330,8 @@ LEFT_OUT = {
     "python -m benchmarks.backbones work --scaling --seeds 0 1 --generated-rows 60000 "
     "--output backbones_scaling": "takes minutes",
     "python -m benchmarks.kinds work --movielens ml-100k --beauty beauty.txt": "takes an hour",
-    "python -m benchmarks.interaction_baselines work/movielens.parquet "
-    "work/beauty.parquet": "needs data sets",
+    "python -m benchmarks.interaction_baselines work/movielens.parquet work/beauty.parquet "
+    "--output interaction_baselines": "needs data sets",
     "python -m benchmarks.generative amazon-beauty.txt --output generative": "takes hours",
     "python -m benchmarks.plan_scale hosts": "takes minutes",
     "pip install 'jaxrec[tpu]'": "takes 1.5 GB",

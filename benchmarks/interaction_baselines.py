@@ -1,10 +1,12 @@
 """Ranks the last item of each user by popularity and by implicit matrix factorization.
 
 Usage: python -m benchmarks.interaction_baselines FILE... [--dim 32] [--iterations 10]
+           [--output NAME]
 FILE is a Parquet file with the columns "user", "item" and "timestamp", such as those that
 `benchmarks.kinds` writes. The last item of each user is held out and ranked among all items of the
 other rows, without those that the user had, as `jaxrec train --model two_tower --hold-out last
---user user` ranks it. Prints a JSON line for each file and method:
+--user user` ranks it. Prints a JSON line for each file and method, and writes the lines to
+NAME.json with --output:
 
 popularity   the number of the item's training rows
 als          alternating least squares of Hu, Koren and Volinsky 2008, "Collaborative filtering for
@@ -18,6 +20,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -40,6 +43,8 @@ class Options:
     confidence: float = 10.0
     """Weight of a pair of the training rows beyond that of all other pairs, which is 1."""
     seed: int = 0
+    output: pathlib.Path | None = None
+    """File name without its ending."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,19 +106,24 @@ def factors(
 
 
 def main(options: Options) -> None:
+    lines: list[dict[str, Any]] = []
     for path in options.files:
         data = Interactions.read(path)
         counts = np.bincount(data.items, minlength=data.num_items)
         users, items = len(data.last), data.num_items
         popular = values(data, lambda part: np.tile(counts, (len(range(users)[part]), 1)))  # noqa: B023
-        print(json.dumps({"data": path.stem, "method": "popularity", **popular}), flush=True)
+        lines.append({"data": path.stem, "method": "popularity", **popular})
+        print(json.dumps(lines[-1]), flush=True)
         rng = np.random.default_rng(options.seed)
         of_items = rng.normal(0, 0.1, (items, options.dim))
         for _ in range(options.iterations):
             of_users = factors(data.users, data.items, of_items, users, options)
             of_items = factors(data.items, data.users, of_users, items, options)
         fitted = values(data, lambda part: of_users[part] @ of_items.T)  # noqa: B023
-        print(json.dumps({"data": path.stem, "method": "als", **fitted}), flush=True)
+        lines.append({"data": path.stem, "method": "als", **fitted})
+        print(json.dumps(lines[-1]), flush=True)
+    if options.output is not None:
+        options.output.with_suffix(".json").write_text(json.dumps(lines, indent=1) + "\n")
 
 
 if __name__ == "__main__":
