@@ -327,6 +327,8 @@ LEFT_OUT = {
     "--generated-rows 0": "takes minutes",
     "python -m benchmarks.backbones work --movielens ml-100k --generated-rows 0 --batch-size 512 "
     "--epochs 1": "takes minutes",
+    "python -m benchmarks.backbones work --generated-rows 60000 --batch-size 512 "
+    "--epochs 1": "takes minutes",
     "python -m benchmarks.backbones work --scaling --seeds 0 1 --generated-rows 60000 "
     "--output backbones_scaling": "takes minutes",
     "python -m benchmarks.kinds work --movielens ml-100k --beauty beauty.txt": "takes an hour",
