@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import operator
 import weakref
@@ -245,8 +246,13 @@ class _FetchingSteps(PairSteps):
     # again that it wrote. It also routes batch n + 2, since rows can be read only along a route.
 
     def __init__(self, step: Any, forward: Any, *modules: Any) -> None:
+        @functools.wraps(step)
+        def step_of_pair(*args: Any) -> Any:
+            *modules, _, pair = args
+            return step(*modules, pair[0])
+
         super().__init__(
-            step, lambda model, pair: forward(model, pair[1]), *modules, nnx.Variable(None)
+            step_of_pair, lambda model, pair: forward(model, pair[1]), *modules, nnx.Variable(None)
         )
         self._tables: list[weakref.ref[Array]] = []
         self._fetch_now = jax.jit(
@@ -290,7 +296,7 @@ class _FetchingSteps(PairSteps):
         model = modules[0]
         fetched, routes, is_read = self._fetch(model, ahead.get_value(), first.get_value(), pair)
         with use_ahead(model, routes, is_read):
-            result = self._step(*modules, pair[0])
+            result = self._step(*modules, first, pair)
         fetched = refetch_ahead(lambda model: self._forward(model, pair), model, fetched, routes)
         first.set_value(fetched)
         later = self._route_in_step(model, following)

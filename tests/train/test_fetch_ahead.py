@@ -192,3 +192,12 @@ def test_sums_of_owners_and_replicated_rows_are_not_fetched():
     batch = batches(mesh)[0]
     steps._fetching._route((batch, batch))
     assert fetched_groups(steps) == set()
+
+
+def test_a_forward_without_lookups_fetches_nothing():
+    model, dense, mesh = make("rows")
+    plain, given = compile_step(train_step, model, dense), batches(mesh)[:2]
+    expected = [float(plain(batch)) for batch in given]
+    model, dense, _ = make("rows")
+    steps = RoutedSteps(train_step, lambda model, batch: None, model, dense, fetch_ahead=True)
+    assert [float(loss) for _, loss in steps(given)] == expected
