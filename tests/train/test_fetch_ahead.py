@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import AxisType
 
 import jaxrec
+from jaxrec.embed import WrappingStore
 from jaxrec.mesh import ahead, data_parallel, row_wise, table_wise
 from jaxrec.mesh.channel import OneByOne
 from jaxrec.train import RoutedSteps, compile_step
@@ -94,6 +97,32 @@ def load(model, step):
     """Load a table between two steps, as users may."""
     if step == 5:
         model.bags.load_table("sum", np.full((ROWS, 8), 0.5, np.float32))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WritesRowZero(WrappingStore):
+    """Its update writes a row that no gradient reached."""
+
+    def update(self, calls, step, is_applied=None):
+        inner = self.inner.update(calls, step, is_applied)
+        (group,) = inner.groups
+        slots = jnp.zeros((8, 1), jnp.int32)
+        rows, state = inner.read_rows(group, slots)
+        return self.with_inner(inner.write_rows(group, slots, rows + 1, state))
+
+
+def test_a_store_that_writes_more_rows_is_not_fetched():
+    losses = []
+    for is_ahead in (False, True):
+        model, dense, mesh = make("rows")
+        model.bags.tables.set_value(WritesRowZero(model.bags.tables.get_value()))
+        steps = RoutedSteps(
+            train_step, lambda model, batch: model(batch), model, dense, fetch_ahead=is_ahead
+        )
+        losses.append([float(loss) for _, loss in steps(batches(mesh)[:4])])
+    assert losses[0] == losses[1]
+    assert fetched_groups(steps) == set()
 
 
 def fetched_groups(steps):
