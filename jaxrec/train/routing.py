@@ -203,6 +203,13 @@ def pairs_of(batches: Iterable[Any]) -> Iterator[Pair]:
         batch = following
 
 
+def alike_pairs_of(batches: Iterable[Any]) -> Iterator[Pair]:
+    """Yield pairs as `pairs_of`, but a batch before one of another shape is its own next one."""
+    # Then few programs compile, as in `route_in_turn`, which routes the pair after this one anew.
+    for batch, following in pairs_of(batches):
+        yield batch, following if _shape(following) == _shape(batch) else batch
+
+
 class PairSteps(RoutedSteps):
     """Steps on pairs of batches that look up or fetch rows of the second batch.
 
@@ -264,7 +271,7 @@ class _FetchingSteps(PairSteps):
 
     def of_batches(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Dispatch a step for each batch; yield the batch and the step's result."""
-        for (batch, _), result in self(pairs_of(batches)):
+        for (batch, _), result in self(alike_pairs_of(batches)):
             yield batch, result
 
     def _run(self, batch: Pair, following: Pair) -> tuple[Any, dict[GroupPath, Array]]:

@@ -18,6 +18,7 @@ from jaxrec.embed import WrappingStore
 from jaxrec.mesh import ahead, data_parallel, row_wise, table_wise
 from jaxrec.mesh.channel import OneByOne
 from jaxrec.train import RoutedSteps, compile_step
+from jaxrec.train.routing import alike_pairs_of
 from tests.copies import find_copies
 
 pytestmark = pytest.mark.jax_version
@@ -221,6 +222,15 @@ def test_sums_of_owners_and_replicated_rows_are_not_fetched():
     batch = batches(mesh)[0]
     steps._fetching._route((batch, batch))
     assert fetched_groups(steps) == set()
+
+
+def test_shapes_of_batches_compile_a_program_each():
+    """Not each pair of shapes: a smaller last batch costs one program."""
+    shapes = np.array([8, 16, 24])
+    given = [np.zeros(shapes[k]) for k in (0, 0, 1, 1, 0, 2, 1, 0, 2)]
+    pairs = list(alike_pairs_of(given))
+    assert [batch for batch, _ in pairs] == given
+    assert {(one.size, other.size) for one, other in pairs} == {(size, size) for size in shapes}
 
 
 def test_a_forward_without_lookups_fetches_nothing():
