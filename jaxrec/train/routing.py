@@ -30,6 +30,7 @@ from jaxrec.mesh.ahead import (
     use_ahead,
 )
 from jaxrec.mesh.store import mesh_stores
+from jaxrec.tier.planning.tier import tier_of
 from jaxrec.train.step import CompiledCall, check_step, compile_step
 
 # Number of calls after which the oldest measured demand is read.
@@ -88,7 +89,9 @@ class RoutedSteps:
         fetch_ahead: Whether a step also fetches the next batch's rows from other devices before its
             update, so that the compiler can overlap this exchange, too. Rows that the update writes
             are fetched again after it. (TorchRec calls this PEC.) The step may change tables by
-            `jaxrec.Optimizer` alone. Steps then run two batches behind ``batches``.
+            `jaxrec.Optimizer` alone. Steps then run two batches behind ``batches``. True has no
+            effect on one device, for models with ``changes_ids = True``, and for those of
+            `jaxrec.tier.make`.
 
     Raises:
         TypeError: An argument has another type.
@@ -130,8 +133,10 @@ class RoutedSteps:
         self._ahead: nnx.Variable[Any] = nnx.Variable(None)
         self._capacities = Capacities(self._model)
         self._fetching: _FetchingSteps | None = None
-        # Ids that calls change are not known two steps ahead.
-        if fetch_ahead and mesh_stores(self._model) and not changes_ids(self._model):
+        # Ids that calls change are not known two steps ahead. A tier writes rows between two steps,
+        # so that all rows would be fetched again.
+        is_known = not changes_ids(self._model) and tier_of(self._model) is None
+        if fetch_ahead and mesh_stores(self._model) and is_known:
             self._fetching = _FetchingSteps(step, forward, *modules)
         # Which of the two programs is needed shows only with the first batch; neither is compiled
         # before.
@@ -143,7 +148,8 @@ class RoutedSteps:
         """Dispatch a step for each batch.
 
         Args:
-            batches: Batches on the devices. The steps run one batch behind this iterator.
+            batches: Batches on the devices. The steps run one batch behind this iterator, with
+                ``fetch_ahead`` two.
 
         Yields:
             Each batch and the result of its step, which the devices may still compute.

@@ -233,6 +233,18 @@ def test_shapes_of_batches_compile_a_program_each():
     assert {(one.size, other.size) for one, other in pairs} == {(size, size) for size in shapes}
 
 
+def test_rows_that_a_tier_moves_are_not_fetched():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    plan = jaxrec.plan.ShardingPlan.from_dict(PLACEMENTS["rows"])
+    vocabularies = {"sum": jaxrec.tier.Dynamic()}
+    model = jaxrec.shard(jaxrec.tier.make(lambda: Ranker(SGD), vocabularies), plan, mesh)
+    dense = jaxrec.Optimizer(model, optax.sgd(0.1))
+    steps = RoutedSteps(
+        train_step, lambda model, batch: model(batch), model, dense, fetch_ahead=True
+    )
+    assert steps._fetching is None
+
+
 def test_a_forward_without_lookups_fetches_nothing():
     model, dense, mesh = make("rows")
     plain, given = compile_step(train_step, model, dense), batches(mesh)[:2]
