@@ -164,8 +164,7 @@ class RoutedSteps:
         if self._fetching is not None:
             yield from self._fetching.of_batches(itertools.chain((batch,), batches))
             return
-        self._route(batch)
-        self._note_inputs()
+        self._route_anew(batch)
         batches = itertools.chain((batch,), batches)
         del batch  # so that its arrays are freed once the loop is past them
         if not jax.tree.leaves(self._ahead.get_value()):
