@@ -28,7 +28,8 @@ class WrappingStore(TableStore):
        (`jax.tree_util.register_dataclass`), and add fields after `inner`. Arrays are leaves; other
        fields are static.
     2. Override the methods to change, and call the same method of `inner` in them. If `inner`
-       returns a store, return it as ``self.with_inner(...)``.
+       returns a store, return it as ``self.with_inner(...)``. A store that overrides `route`,
+       `lookup` or `update` fetches no rows ahead (`TableStore.fetch`).
     3. Put it around a model's store: ``collection.tables.set_value(Wrapper(store))``.
 
     Attributes:
@@ -55,7 +56,7 @@ class WrappingStore(TableStore):
         """Return this store around another inner store."""
         return dataclasses.replace(self, inner=inner)
 
-    # The four abstract methods are written out. The others are added below the class, too late for
+    # The four abstract methods are written out. Most others are added below the class, too late for
     # `abc`, which looks for methods that are missing when the class is made.
 
     def lookup(
@@ -67,6 +68,38 @@ class WrappingStore(TableStore):
         routes: Routes | None = None,
     ) -> tuple[Activations, Residuals]:
         return self.inner.lookup(features, is_weighted=is_weighted, dtype=dtype, routes=routes)
+
+    # Rows that came ahead are the rows of `inner`'s lookup, fetched again where its update wrote
+    # them. A subclass may look up other ids, or write more rows.
+
+    def fetch(
+        self,
+        features: KeyedJaggedArray,
+        routes: Routes,
+        waiting: Any,
+        *,
+        is_weighted: bool = False,
+        dtype: DTypeLike = "float32",
+    ) -> tuple[Routes, Any, Bool[Array, ""]]:
+        fetch = super().fetch if self._changes_rows else self.inner.fetch
+        return fetch(features, routes, waiting, is_weighted=is_weighted, dtype=dtype)
+
+    def refetch(
+        self,
+        features: KeyedJaggedArray,
+        routes: Routes,
+        updated: Sequence[Routes],
+        *,
+        is_weighted: bool = False,
+        dtype: DTypeLike = "float32",
+    ) -> Routes:
+        refetch = super().refetch if self._changes_rows else self.inner.refetch
+        return refetch(features, routes, updated, is_weighted=is_weighted, dtype=dtype)
+
+    @property
+    def _changes_rows(self) -> bool:
+        names = ("route", "lookup", "update")
+        return any(getattr(type(self), name) is not getattr(WrappingStore, name) for name in names)
 
     def update(
         self: Store,

@@ -274,7 +274,7 @@ def measure_demand(ahead: Mapping[str, list[Ahead]]) -> dict[GroupPath, Float[Ar
                     largest, key = jnp.max(demand), (path, name)
                     before = demands.get(key, largest)
                     demands[key] = jnp.maximum(before, largest)
-                if group_route.fetched is not None:
+                if group_route.fetched is not None and group_route.fetched.demand is not None:
                     largest, key = jnp.max(group_route.fetched.demand), (path, stale_lines(name))
                     demands[key] = jnp.maximum(demands.get(key, largest), largest)
     return demands

@@ -1,4 +1,4 @@
-"""The route of a group's lookups in one batch, and what came along it ahead of the step."""
+"""The route of a group's lookups in one batch, and the lines that were fetched along it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class Fetched:
 
     Attributes:
         lines: Result of `Exchange.fetch`.
-        demand: Share of the lines that the last update made stale, the largest of all devices.
+        demand: Share of the lines that the last update made stale, the largest of all devices; None
+            for frozen tables.
     """
 
     lines: Lines
-    demand: Float[Array, ""]
+    demand: Float[Array, ""] | None

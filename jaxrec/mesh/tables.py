@@ -140,7 +140,7 @@ class ShardedTables(MeshStore):
                     rows[name],
                 )
                 if lines is not None:
-                    fetched = Fetched(lines, jnp.float32(0))
+                    fetched = Fetched(lines, jnp.float32(0) if placed.is_trained else None)
                     routes[name] = dataclasses.replace(routes[name], fetched=fetched)
                     is_read &= is_known(lines)
             return stack(routes), turns.run(lambda waiting: waiting, waiting), is_read

@@ -238,7 +238,6 @@ class SemanticIdDecoder(nnx.Module):
         context, suffix, first = self.stack.begin(self.embedding, histories, size)
         lengths = jnp.asarray(histories.items.lengths).reshape(-1)
         first = jnp.where((lengths <= size)[:, None], first, jnp.nan)
-
         positions = (lengths + 1)[:, None]
 
         def step(level: int, codes: Array, suffix: Any) -> tuple[Array, Any]:

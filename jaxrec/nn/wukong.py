@@ -26,7 +26,7 @@ class WukongLayer(nnx.Module):
 
         F = reshape(MLP(layer_norm(flatten(X X^T Y))))   num_fm vectors
         L = W_L X                                        num_linear vectors
-        R = W_R X                                        X itself where the layer keeps their number
+        R = W_R X                                        X itself if the layer has n vectors out
 
     ``Y``, ``[n, rank]``, is learned: it takes the place of all ``n^2`` products. Zhang et al. 2024,
     "Wukong: Towards a scaling law for large-scale recommendation" (arXiv:2403.02545), section 3;

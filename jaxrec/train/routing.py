@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import operator
 import weakref
@@ -14,7 +15,8 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxrec.data.pipeline import each_batch
-from jaxrec.embed.taps import Ahead, tapped_modules
+from jaxrec.embed.collection import TableVariable
+from jaxrec.embed.taps import Ahead
 from jaxrec.mesh.agree import on_host
 from jaxrec.mesh.ahead import (
     AheadCalls,
@@ -28,7 +30,8 @@ from jaxrec.mesh.ahead import (
     use_ahead,
 )
 from jaxrec.mesh.store import mesh_stores
-from jaxrec.train.step import check_step, compile_step
+from jaxrec.tier.planning.tier import tier_of
+from jaxrec.train.step import CompiledCall, check_step, compile_step
 
 # Number of calls after which the oldest measured demand is read.
 _MAX_UNREAD = 2
@@ -86,7 +89,9 @@ class RoutedSteps:
         fetch_ahead: Whether a step also fetches the next batch's rows from other devices before its
             update, so that the compiler can overlap this exchange, too. Rows that the update writes
             are fetched again after it. (TorchRec calls this PEC.) The step may change tables by
-            `jaxrec.Optimizer` alone. Steps then run two batches behind ``batches``.
+            `jaxrec.Optimizer` alone. Steps then run two batches behind ``batches``. True has no
+            effect on one device, for models with ``changes_ids = True``, and for those of
+            `jaxrec.tier.make`.
 
     Raises:
         TypeError: An argument has another type.
@@ -128,23 +133,23 @@ class RoutedSteps:
         self._ahead: nnx.Variable[Any] = nnx.Variable(None)
         self._capacities = Capacities(self._model)
         self._fetching: _FetchingSteps | None = None
-        # Ids that calls change are not known two steps ahead.
-        if fetch_ahead and mesh_stores(self._model) and not changes_ids(self._model):
+        # Ids that calls change are not known two steps ahead. A tier writes rows between two steps,
+        # so that all rows would be fetched again.
+        is_known = not changes_ids(self._model) and tier_of(self._model) is None
+        if fetch_ahead and mesh_stores(self._model) and is_known:
             self._fetching = _FetchingSteps(step, forward, *modules)
         # Which of the two programs is needed shows only with the first batch; neither is compiled
         # before.
         self._alone = compile_step(step, *modules)
         self._routed = compile_step(self._step_and_route, *modules, self._ahead)
-        self._route_now = jax.jit(
-            lambda graph, state, batch: self._route_in_step(nnx.merge(graph, state), batch),
-            static_argnums=0,
-        )
+        self._route_now = CompiledCall(self._route_in_step)
 
     def __call__(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Dispatch a step for each batch.
 
         Args:
-            batches: Batches on the devices. The steps run one batch behind this iterator.
+            batches: Batches on the devices. The steps run one batch behind this iterator, with
+                ``fetch_ahead`` two.
 
         Yields:
             Each batch and the result of its step, which the devices may still compute.
@@ -159,22 +164,46 @@ class RoutedSteps:
         if self._fetching is not None:
             yield from self._fetching.of_batches(itertools.chain((batch,), batches))
             return
-        self._route(batch)
+        self._route_anew(batch)
         batches = itertools.chain((batch,), batches)
         del batch  # so that its arrays are freed once the loop is past them
         if not jax.tree.leaves(self._ahead.get_value()):
             yield from ((each, self._alone(each)) for each in batches)
             return
-        yield from route_in_turn(batches, self._run, self._route, self._capacities)
+        yield from route_in_turn(batches, self._run, self._route_anew, self._capacities)
 
     def _run(self, batch: Any, following: Any) -> tuple[Any, dict[GroupPath, Array]]:
         """Dispatch a step that routes the following batch."""
-        return self._routed(batch, following)
+        # Between two steps a user may have changed what ids follow from, say by
+        # `PrunedEmbeddings.prune`, after the batch was routed.
+        inputs = (reference() for reference in self._inputs)
+        if not all(map(operator.is_, inputs, self._read_inputs())):
+            self._route(batch)
+        result = self._routed(batch, following)
+        self._note_inputs()
+        return result
+
+    def _route_anew(self, batch: Any) -> None:
+        self._route(batch)
+        self._note_inputs()
+
+    def _note_inputs(self) -> None:
+        # Weak: an old table must not stay in memory beside the one that a user loads.
+        self._inputs = list(map(weakref.ref, self._read_inputs()))
+
+    def _read_inputs(self) -> list[Array]:
+        """Return the model's arrays that a batch's `Ahead` may follow from."""
+        variables = self._routed.model_variables
+        values = [each.get_raw_value() for each in variables if self._is_input(each)]
+        return [leaf for leaf in jax.tree.leaves(values) if isinstance(leaf, jax.Array)]
+
+    def _is_input(self, variable: nnx.Variable) -> bool:
+        # Routes follow from ids alone.
+        return not isinstance(variable, TableVariable)
 
     def _route(self, batch: Any) -> None:
         """Route a batch outside of a step."""
-        graph, state = nnx.split(self._model)
-        self._ahead.set_value(self._route_now(graph, state, batch))
+        self._ahead.set_value(self._route_now(self._model, batch))
 
     def _step_and_route(self, *args: Any) -> tuple[Any, dict[GroupPath, Array]]:
         *modules, ahead, batch, following = args
@@ -200,6 +229,13 @@ def pairs_of(batches: Iterable[Any]) -> Iterator[Pair]:
     for following in itertools.chain(batches, (None,)):
         yield batch, batch if following is None else following
         batch = following
+
+
+def alike_pairs_of(batches: Iterable[Any]) -> Iterator[Pair]:
+    """Yield pairs as `pairs_of`, but a batch before one of another shape is its own next one."""
+    # Then few programs compile, as in `route_in_turn`, which routes the pair after this one anew.
+    for batch, following in pairs_of(batches):
+        yield batch, following if _shape(following) == _shape(batch) else batch
 
 
 class PairSteps(RoutedSteps):
@@ -245,40 +281,29 @@ class _FetchingSteps(PairSteps):
     # again that it wrote. It also routes batch n + 2, since rows can be read only along a route.
 
     def __init__(self, step: Any, forward: Any, *modules: Any) -> None:
+        @functools.wraps(step)
+        def step_of_pair(*args: Any) -> Any:
+            *modules, _, pair = args
+            return step(*modules, pair[0])
+
         super().__init__(
-            step, lambda model, pair: forward(model, pair[1]), *modules, nnx.Variable(None)
+            step_of_pair, lambda model, pair: forward(model, pair[1]), *modules, nnx.Variable(None)
         )
-        self._tables: list[weakref.ref[Array]] = []
-        self._fetch_now = jax.jit(
-            lambda graph, state, routes, pair: self._fetch(
-                nnx.merge(graph, state), routes, routes, pair
-            )[0],
-            static_argnums=0,
+        self._fetch_now = CompiledCall(
+            lambda model, routes, pair: self._fetch(model, routes, routes, pair)[0]
         )
 
     def of_batches(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Dispatch a step for each batch; yield the batch and the step's result."""
-        for (batch, _), result in self(pairs_of(batches)):
+        for (batch, _), result in self(alike_pairs_of(batches)):
             yield batch, result
 
-    def _run(self, batch: Pair, following: Pair) -> tuple[Any, dict[GroupPath, Array]]:
-        # Between two steps a user may have loaded a table, and the rows that were fetched are not
-        # those of the model any more.
-        tables = (table() for table in self._tables)
-        if not all(map(operator.is_, tables, self._table_arrays())):
-            self._route(batch)
-        result = super()._run(batch, following)
-        self._tables = list(map(weakref.ref, self._table_arrays()))
-        return result
-
-    def _table_arrays(self) -> list[Array]:
-        modules = tapped_modules(self._model).values()
-        return jax.tree.leaves([module.tables.get_value() for module in modules])
+    def _is_input(self, variable: nnx.Variable) -> bool:
+        # A user may have loaded a table, and the rows that came ahead are not the model's any more.
+        return True
 
     def _ahead_of_first(self, batch: Any, routes: AheadCalls) -> AheadCalls:
-        graph, state = nnx.split(self._model)
-        self._tables = list(map(weakref.ref, self._table_arrays()))
-        return self._fetch_now(graph, state, routes, (batch, batch))
+        return self._fetch_now(self._model, routes, (batch, batch))
 
     def _fetch(
         self, model: nnx.Module, routes: AheadCalls, waiting: AheadCalls, pair: Pair
@@ -290,7 +315,7 @@ class _FetchingSteps(PairSteps):
         model = modules[0]
         fetched, routes, is_read = self._fetch(model, ahead.get_value(), first.get_value(), pair)
         with use_ahead(model, routes, is_read):
-            result = self._step(*modules, pair[0])
+            result = self._step(*modules, first, pair)
         fetched = refetch_ahead(lambda model: self._forward(model, pair), model, fetched, routes)
         first.set_value(fetched)
         later = self._route_in_step(model, following)

@@ -70,10 +70,7 @@ class CompiledStep:
 
     def __call__(self, *batch: Any) -> Any:
         """Run the step; return the result of the step function."""
-        # A user may have replaced a variable or a layer between calls. Comparing identities is far
-        # cheaper than splitting the modules again.
-        if not _identical(_contents(self._nodes), self._seen):
-            self._take_apart()
+        self._follow_changes()
         check_call(
             "steps",
             f"step {getattr(self._step, '__name__', type(self._step).__name__)}",
@@ -91,15 +88,49 @@ class CompiledStep:
         values = [variable.get_raw_value() for variable in self._variables]
         return self._compiled.lower(values, *batch)
 
+    @property
+    def model_variables(self) -> list[nnx.Variable]:
+        """Variables of the first module."""
+        self._follow_changes()
+        return self._variables[: self._num_of_model]
+
+    def _follow_changes(self) -> None:
+        # A user may have replaced a variable or a layer between calls. Comparing identities is far
+        # cheaper than splitting the modules again.
+        if not _identical(_contents(self._nodes), self._seen):
+            self._take_apart()
+
     def _take_apart(self) -> None:
         graph, state = nnx.split(self._modules)
         self._variables = _variables(state)
+        # Variables come in the order of the modules; one that modules share, with the first.
+        self._num_of_model = len(_variables(nnx.state(self._modules[0])))
         self._nodes = [node for _, node in nnx.iter_graph(self._modules) if _can_change(node)]
         self._seen = _contents(self._nodes)
         # New variables alone need no new program; a static attribute or a layer that changed does.
         if graph != self._graph:
             self._graph = graph
             self._compiled = jax.jit(_pure(self._step, graph, state), donate_argnums=0)
+
+
+class CompiledCall:
+    """A compiled ``function(model, *arrays)`` that leaves the model as it is."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._graph: Any = None
+        self._compiled: Callable[..., Any]
+
+    def __call__(self, model: nnx.Module, *arrays: Any) -> Any:
+        graph, state = nnx.split(model)
+        # A graph cannot be a static argument: it has no hash if a module has an attribute without,
+        # such as a dict.
+        if graph != self._graph:
+            self._graph = graph
+            self._compiled = jax.jit(
+                lambda state, *arrays: self._function(nnx.merge(graph, state), *arrays)
+            )
+        return self._compiled(state, *arrays)
 
 
 def check_step(step: Any, modules: tuple[Any, ...]) -> None:

@@ -21,6 +21,7 @@ from jaxrec.mesh.ahead import lookup_ahead, use_ahead
 from jaxrec.metrics import MetricGroup
 from jaxrec.train.evaluation import Loss, Outputs, call_loss, sample_count
 from jaxrec.train.routing import Pair, PairSteps, RoutedSteps, pairs_of
+from jaxrec.train.step import CompiledCall
 
 
 class DeviceResult(NamedTuple):
@@ -145,10 +146,7 @@ class SemiSynchronousSteps(_TrainSteps):
 
     def __post_init__(self) -> None:
         self._embeddings = nnx.Variable(None)
-        self._first_lookup = jax.jit(
-            lambda graph, state, batch: self._lookup(nnx.merge(graph, state), batch),
-            static_argnums=0,
-        )
+        self._first_lookup = CompiledCall(self._lookup)
         modules = (self.model, self.optimizer, self.metric_state, self._embeddings)
         self._steps = PairSteps(self._step, self._forward, *modules)
 
@@ -159,7 +157,7 @@ class SemiSynchronousSteps(_TrainSteps):
         first = next(batches, None)
         if first is None:
             return
-        self._embeddings.set_value(self._first_lookup(*nnx.split(self.model), first))
+        self._embeddings.set_value(self._first_lookup(self.model, first))
 
         for (batch, _), result in self._steps(pairs_of(itertools.chain((first,), batches))):
             yield (batch,), result

@@ -208,7 +208,7 @@ def test_semi_synchronous_steps_have_the_same_bits_unrouted(monkeypatch):
     monkeypatch.setattr(ahead, "WINDOW", 2)
     plain, mesh = semi_synchronous("pooled")
     given = list(batches(mesh, 5))
-    embeddings = nnx.Variable(plain._first_lookup(*nnx.split(plain.model), given[0]))
+    embeddings = nnx.Variable(plain._first_lookup(plain.model, given[0]))
     step = compile_step(plain._step, plain.model, plain.optimizer, plain.metric_state, embeddings)
     pairs = zip(given, [*given[1:], given[-1]], strict=True)
     expected = [float(step(pair).loss) for pair in pairs]
@@ -226,7 +226,7 @@ def test_semi_synchronous_steps_have_the_same_bits_unrouted(monkeypatch):
 def test_a_semi_synchronous_step_looks_up_along_the_routes_of_the_step_before(monkeypatch):
     steps, mesh = semi_synchronous("pooled")
     one, other = batches(mesh, 2)
-    steps._embeddings.set_value(steps._first_lookup(*nnx.split(steps.model), one))
+    steps._embeddings.set_value(steps._first_lookup(steps.model, one))
     steps._steps._route((one, other))
     taken, lookup, by_probe = [], ShardedTables.lookup, ahead.LookupProbe.lookup
 
@@ -273,6 +273,46 @@ def test_ids_that_calls_change_are_not_routed_two_steps_ahead():
     batch = next(batches(mesh))
     steps._steps._route((batch, batch))
     assert steps._steps._ahead.get_value() is None
+
+
+@pytest.mark.parametrize("fetch_ahead", [False, True], ids=["routed", "fetched"])
+def test_a_map_of_ids_that_changed_between_steps(fetch_ahead):
+    """The next batch was routed with the map before."""
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+    plan = jaxrec.plan.ShardingPlan.from_dict({"user": row_wise()})
+
+    def make_pruned():
+        config = jaxrec.EmbeddingBagConfig("user", 16, 4)
+        embeddings = jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0))
+        model = jaxrec.shard(jaxrec.nn.PrunedEmbeddings(embeddings, {"user": 100}), plan, mesh)
+        return model, jaxrec.Optimizer(model, optax.sgd(0.1))
+
+    def pruned_step(model, optimizer, batch):
+        loss_fn = lambda model: jnp.square(model(batch).values - 1).sum()  # noqa: E731
+        loss, gradients = jaxrec.value_and_grad(loss_fn)(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    def run(steps, model):
+        losses = []
+        for step, loss in enumerate(steps):
+            losses.append(float(loss))
+            if step == 1:
+                assert model.prune()["user"] > 0
+        return losses, np.asarray(model.embeddings.table("user"))
+
+    ids = jaxrec.KeyedJaggedArray.from_lists({"user": [[k % 5 + 50] for k in range(BATCH)]})
+    given = [jaxrec.mesh.shard_batch(ids, mesh)] * 4
+    model, optimizer = make_pruned()
+    plain = compile_step(pruned_step, model, optimizer)
+    expected, table = run(map(plain, given), model)
+    model, optimizer = make_pruned()
+    steps = RoutedSteps(
+        pruned_step, lambda model, batch: model(batch), model, optimizer, fetch_ahead=fetch_ahead
+    )
+    losses, found = run((loss for _, loss in steps(given)), model)
+    assert losses == expected
+    np.testing.assert_array_equal(found, table)
 
 
 def test_arguments_of_other_kinds():

@@ -20,7 +20,7 @@ from jaxrec.embed import kernels
 from jaxrec.mesh.channel import Channel, run_if
 
 Lines: TypeAlias = Float[Array, "devices lines dim"]
-"""What each owner sends a device for the lookups of its batch: rows, or pooled bags."""
+"""Lines that each owner sends a device for the lookups of its batch: rows, or pooled bags."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def replace_lines(
 
     Args:
         lines: The lines that this device received.
-        is_stale: Which of the lines that this device sent to each device are stale.
+        is_stale: Whether each line that this device sent is stale, by the device that received it.
         read: Function that returns the lines at some positions. The number of lines is padding.
         send_all: Function that sends all lines. It runs if a device has more than ``capacity``
             stale lines for another, or if it does not know which are stale.

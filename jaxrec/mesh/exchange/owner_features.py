@@ -75,8 +75,9 @@ class OwnerFeatures:
         counts: Sequence[int],
         sizes: Sequence[int],
         parts_out: int = 1,
+        fill: int = 0,
     ) -> Shaped[Array, "owners positions ..."]:
-        """Copy each feature's values to its owner's column, padded with zeros.
+        """Copy each feature's values to its owner's column, padded with ``fill``.
 
         Args:
             values: Values of all features.
@@ -84,6 +85,7 @@ class OwnerFeatures:
             counts: Number of each feature's values.
             sizes: Number of positions of each column.
             parts_out: Number of arrays in which the copy is made.
+            fill: Value of the padding.
         """
         # An absent feature has no values, so that its column is all padding. Channels that send one
         # array per device need the copy in parts, as kernels make it.
@@ -101,6 +103,7 @@ class OwnerFeatures:
                 [starts[feature] for feature in places[first : first + part]],
                 [counts[feature] for feature in places[first : first + part]],
                 sizes[first : first + part],
+                fill,
             )
             for first in range(0, len(places), part)
         ]
@@ -133,7 +136,7 @@ class BagsRoute:
 
     @property
     def owned_rows(self) -> Int32[Array, " received"]:
-        """Rows that an update with this route writes, and some that it does not: see `pack`."""
+        """Rows that an update with this route writes; padding is `BAD_ROW`."""
         return self.rows
 
     @property
@@ -176,7 +179,13 @@ def send_lookups(
     """
     # Rows and bag lengths alone: the owner knows the layout, since it is static.
     rows, lengths = channel.send_together(
-        owned.pack(rows, starts_of(layout.capacities), layout.capacities, owned.capacities),
+        owned.pack(
+            rows,
+            starts_of(layout.capacities),
+            layout.capacities,
+            owned.capacities,
+            fill=kernels.BAD_ROW,
+        ),
         owned.pack(lengths, layout.length_starts, layout.strides, owned.strides),
     )
     return BagsRoute(rows.reshape(-1), lengths.reshape(-1))

@@ -104,7 +104,9 @@ class RowRequests:
     def slots_in_round(self, begins: Int32[Array, " devices"], capacity: int) -> Int32[Array, " n"]:
         """Return the index of each of `slots` in a round's array, as `index_in_round`."""
         positions = jnp.arange(self.slots.size, dtype=jnp.int32)
-        owners = jnp.sum(positions[:, None] >= self.ends[None, :-1], axis=1, dtype=jnp.int32)
+        # Marks at the owners' ends, added up: not [n, devices] comparisons in each round.
+        marks = jnp.zeros_like(self.slots).at[self.ends[:-1]].add(1, mode="drop")
+        owners = jnp.cumsum(marks, dtype=jnp.int32)
         return self._places(positions, owners, begins, capacity)
 
     def _places(

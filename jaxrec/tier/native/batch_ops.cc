@@ -13,8 +13,8 @@
 #include "hash_map.h"
 
 // Compiles a function for several instruction sets, of which the loader takes the machine's widest.
-// Sanitizers start too late for the function that chooses.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && \
+// Sanitizers start too late for the function that chooses, and musl's loader calls none.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define JAXREC_WIDEST __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -114,7 +114,7 @@ int64_t distinct(const int64_t* ids, int64_t count, uint64_t seed, int64_t* uniq
     // A small map stays in the cache, and most batches have many repeats: it grows when it must, and
     // at once to its largest size where most ids so far came once.
     if (num_unique + size > map->capacity()) {
-      const int64_t room = 2 * num_unique > begin ? count : 4 * map->capacity();
+      const int64_t room = int64_t{2} * num_unique > begin ? count : 4 * map->capacity();
       map = std::make_unique<HashMap>(std::min(count, room), seed);
       int32_t slots[kBlock];
       for (int32_t first = 0; first < num_unique;) {

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest.mock import MagicMock
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrec.mesh.exchange.owner_features import OwnerFeatures
+from jaxrec.mesh.channel import Channel
+from jaxrec.mesh.exchange.owner_features import OwnerFeatures, received_layout, send_lookups
 
 pytestmark = pytest.mark.jax_version
 
@@ -29,6 +32,16 @@ def test_packing():
     )
     unpacked = OWNED.unpack(packed, (3, 2, 4), OWNED.capacities)
     np.testing.assert_array_equal(unpacked, [1, 1, 1, 2, 2, 3, 3, 3, 3])
+
+
+def test_padding_of_columns_is_no_row_of_the_owner():
+    layout = received_layout(1, (3, 2, 4), (1, 2, 1), num_rows=7)
+    rows, channel = jnp.array([1, 1, 1, 2, 2, 3, 3, 3, 3]), MagicMock(spec=Channel)
+    channel.send_together = lambda *arrays: arrays
+    route = send_lookups(OWNED, rows, jnp.array([3, 1, 1, 4]), layout, channel)
+    np.testing.assert_array_equal(
+        route.owned_rows, [3, 3, 3, 3, 2, 2, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1, -1]
+    )
 
 
 def test_the_batch_that_an_owner_receives():
