@@ -317,12 +317,14 @@ def test_two_towers_rank_all_items(runs):
     known, first = np.unique(ids[:64], return_index=True)
     first, known = first[known > 0], known[known > 0]
     places = {item: place for place, item in enumerate(known.tolist())}
-    asked = [row for row in range(64, ROWS) if whole["click"][row].as_py()]
+    clicks = whole["click"].to_numpy()
+    asked = [row for row in range(64, ROWS) if clicks[row]]
     wanted = np.array([places.get(int(ids[row]), -1) for row in asked])
-    # A user's items of training are not ranked again.
+    # The items that a user clicked in training are not ranked again, others are.
     users, ranks = np.asarray(encoded["user"]), []
     for row, place in zip(asked, wanted, strict=True):
-        had = {*ids[:64][(users[:64] == users[row]) & (users[row] > 0)]} - {ids[row]}
+        is_own = (users[:64] == users[row]) & (users[row] > 0) & (clicks[:64] == 1)
+        had = {*ids[:64][is_own]} - {ids[row]}
         kept = [n for n, item in enumerate(known) if item not in had]
         own = kept.index(place) if place >= 0 else -1
         rank = naive_ranks(queries[row][None], vectors[first[kept]], [own])[0]
@@ -382,7 +384,7 @@ def test_ranks_beside_numpy(monkeypatch):
                                           -1e3 * query, items), [item])[0]
         for query, own, item in zip(queries[:-1], left_out, wanted, strict=False)
     ]  # fmt: skip
-    ranks = full_ranks(queries, items, wanted, left_out)
+    ranks = full_ranks(queries, items, wanted, left_out.__getitem__)
     np.testing.assert_array_equal(ranks, [*expected, 11])
     values = rank_values(np.array([1, 3, 20]), np.array([1.0, 2.0, 1.0]))
     assert values == pytest.approx(
