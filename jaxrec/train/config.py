@@ -104,7 +104,8 @@ class DataConfig:
     user: Annotated[str | None, tyro.conf.arg(aliases=["--user"])] = None
     """Name of the column of users, whose rows in the order of --time are a sequence, for --model
     sasrec, bert4rec and hstu_ranker; a column that gates of finalmlp and pepnet read; two_tower
-    does not rank the items again that the user has in the training rows."""
+    does not rank the items again that the user has in training rows of label 1, unless --exclude
+    leaves the column out."""
     item: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--item"])] = ()
     """Names of the columns of the item that a row is about, first its id: for --model din,
     transact, longer, onetrans, two_tower, sasrec, bert4rec and hstu_ranker; columns that gates of

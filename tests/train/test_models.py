@@ -477,6 +477,10 @@ WRONG = {
     ),
     "towers": (["--model=two_tower", "--label=click"], "name their columns, the id first"),
     "towers-item": (["--model=two_tower", "--label=click", "--item=x"], "there is no feature 'x'"),
+    "towers-user": (
+        ["--model=two_tower", "--label=click", "--item=item", "--user=price"],
+        "column 'price' is not categorical; the first column of --item and --user name categorical",
+    ),
     "towers-number": (["--model=two_tower", "--label=stars", "--item=item"], "'stars' is a number"),
     "towers-all": (
         ["--model=two_tower", "--label=click", "--item", "item", "user", "history", "when", "buy"],

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrec.arguments import ConfigError
 from jaxrec.data import ClickBatch, Schema, Shard, TableEncoder, Vocabulary
 from jaxrec.data.encoder import EncodedGroups
+from jaxrec.data.patterns import covered
 from jaxrec.embed import EmbeddingBagCollection
 from jaxrec.embed.config import TableConfig
 from jaxrec.mesh.agree import of_all_processes
@@ -28,6 +29,7 @@ from jaxrec.train.datasets import Dataset, ParquetDataset, split_datasets
 from jaxrec.train.explanation import as_results, column_importance, sample_size
 from jaxrec.train.models.kind import HeldOutBatches
 from jaxrec.train.models.ranking import RankingModel, full_ranks, rank_values
+from jaxrec.train.models.rows import check_categorical
 from jaxrec.train.row_sample import RowSample
 
 TEMPERATURE = 0.1
@@ -231,11 +233,9 @@ class TwoTowerKind(RankingModel):
                     f"there is no feature {name!r} for the tower of items; the features are "
                     f"{', '.join([*schema.dense, *schema.categorical])}"
                 )
-        if item[0] not in schema.categorical:
-            raise ConfigError(
-                f"{item[0]!r}, the first column of --item, is the id of the item, and must be "
-                "categorical"
-            )
+        # A column that --exclude names may order or hold out rows, and be no feature on purpose.
+        users = {*config.data.users} - {*covered(config.data.exclude, config.data.users)}
+        check_categorical((item[0], *users), schema, "the first column of --item and --user")
         if schema.dynamic:
             raise ConfigError(
                 "model.name two_tower ranks all items of a vocabulary that is learned before "
@@ -258,7 +258,7 @@ class TwoTowerKind(RankingModel):
 
     @property
     def _user(self) -> str | None:
-        """Column of users, whose items are not recommended again; None: there is none."""
+        """Column of users, whose items are not recommended again; None: all items are ranked."""
         user = self.config.data.user
         return user if user in self.encoder.schema.categorical else None
 
