@@ -145,7 +145,8 @@ class DataConfig:
     """Number of samples of a step; 0: about the root of the number of training rows, a power of two
     from 16 to 2048."""
     epochs: Annotated[int, tyro.conf.arg(aliases=["--epochs"])] = 0
-    """Number of epochs; 0: two for at most 100,000 rows with frequent ids, else one."""
+    """Number of epochs; 0: two for at most 100,000 rows with frequent ids, else one; of two_tower
+    up to 20, for two million samples."""
     generated_rows: int = 5_000_000
     """Number of training rows of the generated log."""
     generated_eval_rows: int = 200_000

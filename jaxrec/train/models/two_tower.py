@@ -34,6 +34,10 @@ from jaxrec.train.row_sample import RowSample
 
 TEMPERATURE = 0.1
 
+# Batches are large, so that an epoch of a small file has few steps, too few for the rows of users:
+# they end near popularity. A larger file is read fewer times, for as many samples in all.
+_MAX_EPOCHS, _MAX_SAMPLES = 20, 2_000_000
+
 # Takes the place of the logarithm of a padding's share of the data, so that no query meets it.
 _NEVER = 1e4
 
@@ -209,11 +213,9 @@ class TwoTowerKind(RankingModel):
 
     name = "two_tower"
     needs_label = False
-    # The other items of a batch are the negatives, of which there must be enough. So an epoch of a
-    # small file has few steps, too few for the rows of users: they end near popularity.
+    # The other items of a batch are the negatives, of which there must be enough.
     defaults: ClassVar[Mapping[str, Any]] = {
         "data.batch_size": 2048,
-        "data.epochs": 20,
         "optimizer.learning_rate": 0.004,
         "optimizer.table_learning_rate": 0.1,
     }
@@ -301,6 +303,9 @@ class TwoTowerKind(RankingModel):
             )
 
         return Towers(tower(False), tower(True))
+
+    def epochs(self, rows: int) -> int:
+        return min(max(_MAX_SAMPLES // max(rows, 1), 1), _MAX_EPOCHS)
 
     def datasets(self, shard: Shard) -> tuple[Dataset, Dataset]:
         training, held_out = split_datasets(self.config, shard, self.encoder)
