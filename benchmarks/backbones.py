@@ -102,9 +102,9 @@ def kind_of(folder: pathlib.Path, name: str, words: Iterable[str] = ()) -> Model
     config = parse_options(
         [*paths, f"--label={LABEL}", f"--model={name}", *words], default_config(name)
     )
-    encoder = KINDS[name].learn(config, Console(quiet=True))
+    kind = KINDS[name](config, KINDS[name].learn(config, Console(quiet=True)))
     rows = pq.read_metadata(folder / "train.parquet").num_rows
-    return KINDS[name](with_sizes(config, encoder, rows, devices=1), encoder)
+    return dataclasses.replace(kind, config=with_sizes(config, rows, 1, kind.epochs))
 
 
 def runs(kind: ModelKind, seeds: Iterable[int]) -> Iterable[dict[str, Any]]:

@@ -179,7 +179,7 @@ def _train(
             )
     shard = Shard(jax.process_index(), jax.process_count())
     rows, held_out = kind.datasets(shard)
-    config = with_sizes(config, kind.encoder, len(rows), config.devices * shard.count)
+    config = with_sizes(config, len(rows), config.devices * shard.count, kind.epochs)
     kind = model_kind(config, encoder)
     if not config.eval_only:
         kind.check_held_out(held_out)

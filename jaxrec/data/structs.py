@@ -37,7 +37,8 @@ def with_null_fields(table: pa.Table, names: Collection[str]) -> pa.Table:
 
 def flat_schema(columns: pa.Schema, names: Collection[str] = ()) -> pa.Schema:
     """Return the names and types that `flat_table` gives a table with these columns."""
-    return flat_table(columns.empty_table(), names).schema
+    # Not `columns.empty_table()`, which makes no arrays of lists of an extension type.
+    return flat_table(pa.Table.from_batches([], columns), names).schema
 
 
 def with_types(

@@ -24,10 +24,10 @@ def without_views(table: pa.Table) -> pa.Table:
         DataType(string)
     """
     for place, field in enumerate(table.schema):
-        if _is_uuid(field.type):
-            chunks = [_text_of_uuids(chunk.storage) for chunk in table[place].chunks]
-            column = pa.chunked_array(chunks, pa.string())
-            table = table.set_column(place, field.with_type(pa.string()), column)
+        if _holds_uuids(field.type):
+            chunks = [_with_text(chunk) for chunk in table[place].chunks]
+            column = pa.chunked_array(chunks, _plain(field.type))
+            table = table.set_column(place, field.with_type(column.type), column)
     schema = schema_without_views(table.schema)
     return table if schema.equals(table.schema) else table.cast(schema)
 
@@ -51,6 +51,23 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 def _is_uuid(kind: pa.DataType) -> bool:
     return isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.uuid"
+
+
+def _holds_uuids(kind: pa.DataType) -> bool:
+    while pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        kind = kind.value_type
+    return _is_uuid(kind)
+
+
+def _with_text(column: pa.Array) -> pa.Array:
+    """Return an array of UUIDs, or of lists of UUIDs, with text in place of the UUIDs."""
+    if _is_uuid(column.type):
+        return _text_of_uuids(column.storage)
+    # A slice has the values of all rows, and its offsets begin anywhere.
+    offsets = np.asarray(column.offsets)
+    values = _with_text(column.values[offsets[0] : offsets[-1]])
+    starts = pa.array(offsets - offsets[0])
+    return type(column).from_arrays(starts, values, mask=column.is_null())
 
 
 def _text_of_uuids(storage: pa.FixedSizeBinaryArray) -> pa.StringArray:

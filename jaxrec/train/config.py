@@ -104,7 +104,8 @@ class DataConfig:
     user: Annotated[str | None, tyro.conf.arg(aliases=["--user"])] = None
     """Name of the column of users, whose rows in the order of --time are a sequence, for --model
     sasrec, bert4rec and hstu_ranker; a column that gates of finalmlp and pepnet read; two_tower
-    does not rank the items again that the user has in the training rows."""
+    does not rank the items again that the user has in training rows of label 1, unless --exclude
+    leaves the column out."""
     item: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--item"])] = ()
     """Names of the columns of the item that a row is about, first its id: for --model din,
     transact, longer, onetrans, two_tower, sasrec, bert4rec and hstu_ranker; columns that gates of
@@ -135,8 +136,8 @@ class DataConfig:
     """At a malformed line of text stop, or skip and count it."""
     memory: Annotated[str | None, tyro.conf.arg(aliases=["--memory"])] = None
     """Memory for the rows of files of columns while they are converted, read and shuffled, such as
-    500MB or 2GB, besides the program, its model and its vocabularies. By default up to 2^20 rows
-    are shuffled together."""
+    500MB or 2GB, besides the program, its model and its vocabularies, and the items that two_tower
+    does not rank again. By default up to 2^20 rows are shuffled together."""
     table_rows: int = 100_000
     """Number of rows of each table, for text and for raw ids, which are taken modulo this number;
     with --vocabulary dynamic, the rows that ids are given."""
@@ -144,7 +145,8 @@ class DataConfig:
     """Number of samples of a step; 0: about the root of the number of training rows, a power of two
     from 16 to 2048."""
     epochs: Annotated[int, tyro.conf.arg(aliases=["--epochs"])] = 0
-    """Number of epochs; 0: two for at most 100,000 rows with frequent ids, else one."""
+    """Number of epochs; 0: two for at most 100,000 rows with frequent ids, else one; of two_tower
+    up to 20, for two million samples."""
     generated_rows: int = 5_000_000
     """Number of training rows of the generated log."""
     generated_eval_rows: int = 200_000

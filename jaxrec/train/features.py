@@ -185,9 +185,10 @@ def _types_of(path: pathlib.Path, data: DataConfig) -> dict[str, pa.DataType]:
     if kind is None or not kind.guesses_types:
         return types
     # A column of text may have numbers alone in the held-out rows: the vocabulary has "7", not 7.
-    columns = flat_schema(pq.read_schema(parquet_data(data.path, data).paths[0]))
+    training = ParquetGroups.of_files(parquet_data(data.path, data))
     return {
         x.name: pa.string()
+        for columns in training.schemas_of_rows.values()
         for x in columns
         if not is_list(x.type) and is_string(value_type(x.type))
     } | types

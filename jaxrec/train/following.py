@@ -68,7 +68,8 @@ def follow(
         encoder = KINDS[config.model.name].learn(dataclasses.replace(config, data=learned), console)
         # A stream has no last row: the sizes are those of the longest runs.
         count = config.devices * jax.process_count()
-        config = with_sizes(config, encoder, rows=_ENDLESS, devices=count)
+        kind = model_kind(config, encoder)
+        config = with_sizes(config, _ENDLESS, count, kind.epochs)
         kind = model_kind(config, encoder)
         kind.check(config, encoder.schema)
         # A process without more rows must not end the run of those that have some.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 from jaxrec.data import TableEncoder
 from jaxrec.train.config import TrainConfig
@@ -20,7 +21,9 @@ MAX_ROWS_READ_TWICE = 100_000
 MIN_LOOKUPS_READ_TWICE = 25
 
 
-def with_sizes(config: TrainConfig, encoder: TableEncoder, rows: int, devices: int) -> TrainConfig:
+def with_sizes(
+    config: TrainConfig, rows: int, devices: int, epochs: Callable[[int], int]
+) -> TrainConfig:
     """Return the options of a run with a batch size and a number of epochs, where they are 0.
 
     The batch size is about the root of the number of rows, so that an epoch has about as many steps
@@ -29,9 +32,10 @@ def with_sizes(config: TrainConfig, encoder: TableEncoder, rows: int, devices: i
 
     Args:
         config: Options of the run.
-        encoder: The columns as they were learned.
         rows: Number of training rows.
         devices: Number of devices of all processes.
+        epochs: Function that returns the number of epochs by that of the training rows, such as
+            `ModelKind.epochs`.
     """
     data = config.data
     if not data.batch_size:
@@ -39,10 +43,14 @@ def with_sizes(config: TrainConfig, encoder: TableEncoder, rows: int, devices: i
         size = min(max(size, MIN_BATCH_SIZE), MAX_BATCH_SIZE)
         data = dataclasses.replace(data, batch_size=-(-size // devices) * devices)
     if not data.epochs:
-        is_frequent = _mean_lookups(encoder, rows) >= MIN_LOOKUPS_READ_TWICE
-        epochs = 2 if is_frequent and rows <= MAX_ROWS_READ_TWICE else 1
-        data = dataclasses.replace(data, epochs=epochs)
+        data = dataclasses.replace(data, epochs=epochs(rows))
     return dataclasses.replace(config, data=data)
+
+
+def epochs_of_clicks(encoder: TableEncoder, rows: int) -> int:
+    """Return the number of epochs for a model that predicts each row's label."""
+    is_frequent = _mean_lookups(encoder, rows) >= MIN_LOOKUPS_READ_TWICE
+    return 2 if is_frequent and rows <= MAX_ROWS_READ_TWICE else 1
 
 
 def _mean_lookups(encoder: TableEncoder, rows: int) -> float:

@@ -170,6 +170,26 @@ def test_uuids_are_text(tmp_path):
     assert sliced["x"].to_pylist() == texts[1:3]
 
 
+def test_uuids_in_lists_are_text(tmp_path):
+    """DuckDB writes ``UUID[]`` so."""
+    ids = [uuid.UUID(int=n) for n in range(4)]
+    rows = [ids[:2], None, [], [None, ids[3]]]
+    values = pa.array([ids[0].bytes, ids[1].bytes, None, ids[3].bytes], pa.uuid())
+    is_null = pa.array([x is None for x in rows])
+    column = pa.ListArray.from_arrays([0, 2, 2, 2, 4], values, mask=is_null)
+    write(tmp_path / "a.parquet", {"x": column})
+    groups = ParquetGroups.of_directory(tmp_path)
+    (schema,) = groups.schemas.values()
+    assert schema.types == [pa.list_(pa.string())] == groups.read(0).schema.types
+    texts = [x and [y and str(y) for y in x] for x in rows]
+    assert groups.read(0)["x"].to_pylist() == texts
+    large = pa.LargeListArray.from_arrays([0, 2, 2, 2, 4], values, mask=is_null)
+    for lists, kind in ((column, pa.list_), (large, pa.large_list)):
+        table = pa.table({"x": lists})
+        assert without_views(table.slice(1, 3))["x"].to_pylist() == texts[1:]
+        assert without_views(table.slice(0, 0)).schema.types == [kind(pa.string())]
+
+
 DAY = datetime.date(2024, 3, 1)
 BOTH = {
     "text": ("1", ["1", "1"], True),

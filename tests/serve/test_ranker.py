@@ -428,7 +428,13 @@ def test_each_history_has_its_candidates(served):
 
 def test_wrong_exports(tmp_path, path):
     ranker, target = model("end"), tmp_path / "ranker"
-    for wrong in ({"history_sizes": ()}, {"candidate_sizes": (0,)}, {"max_candidates": 1.5}):
+    for wrong in (
+        {"history_sizes": ()},
+        {"history_sizes": [64, "a"]},
+        {"candidate_sizes": (0,)},
+        {"candidate_sizes": [[64]]},
+        {"max_candidates": 1.5},
+    ):
         with pytest.raises(ValueError, match=rf"{next(iter(wrong))} are whole numbers"):
             export_ranker(ranker, target, **wrong)
     with pytest.raises(ValueError, match="new events change the encoding of older ones"):

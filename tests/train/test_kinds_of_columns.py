@@ -17,6 +17,7 @@ from rich.console import Console
 from jaxrec.arguments import ConfigError
 from jaxrec.commands import main
 from jaxrec.data import DataError, SchemaError, TableEncoder
+from jaxrec.data.addresses import data_path
 from jaxrec.data.structs import flat_table
 from jaxrec.serve import load
 from jaxrec.serve.http.bodies import ArrowDecoder, JsonDecoder
@@ -252,11 +253,28 @@ def test_trained_exported_and_served(file, tmp_path, monkeypatch, capsys):
     np.testing.assert_allclose(scored.columns["buy_probability"], expected[:2], rtol=1e-5)
 
 
-def test_held_out_text_of_numbers_is_text(tmp_path):
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", ["csv", "address", "files"])
+def test_held_out_text_of_numbers_is_text(tmp_path, kind):
     """A CSV's columns are guessed from its values, those of held-out rows by training's types."""
-    (tmp_path / "train.csv").write_text("click,zip,n\n" + "0,7,1\n1,A8,2\n" * 2)
+    rows = {"click": [0, 1] * 2, "zip": ["7", "A8"] * 2, "n": [1, 2] * 2}
+    path = tmp_path / "train"
+    path.mkdir()
+    if kind == "csv":
+        (path / "a.csv").write_text("click,zip,n\n" + "0,7,1\n1,A8,2\n" * 2)
+    elif kind == "files":
+        # The first file has no zip codes, and those of the others are dictionaries.
+        table = pa.table(rows)
+        table = table.set_column(1, "zip", table["zip"].dictionary_encode())
+        pq.write_table(pa.table(rows | {"zip": pa.nulls(4)}), path / "a.parquet")
+        pq.write_table(table, path / "b.parquet")
+    else:
+        pq.write_table(pa.table(rows), path / "a.parquet")
+        memory = pytest.importorskip("fsspec").filesystem("memory")
+        memory.put(str(path), "/held_out_text", recursive=True)
+        path = data_path("memory://held_out_text")
     (tmp_path / "later.csv").write_text("n,zip,click\n1,7,0\n2,9,1\n")
-    data = DataConfig(path=tmp_path / "train.csv", eval_path=tmp_path / "later.csv")
+    data = DataConfig(path=path, eval_path=tmp_path / "later.csv")
     encoder = learn_features(data)
     _, held_out = split_datasets(TrainConfig(data=data), encoder=encoder)
     rows = held_out.encoder.encode(held_out.groups.read(0))

@@ -153,3 +153,10 @@ def test_mlflow(tmp_path, monkeypatch):
     assert run.data.metrics["final_auc"] == 0.75
     assert [x.path for x in client.list_artifacts(identity)] == ["results.json"]
     assert json.loads((tmp_path / "results.json").read_text()) == {}
+    # Only histories that go beyond the step of a resumed run are read: the last NDCG is of step 3.
+    read = []
+    monkeypatch.setattr(
+        mlflow.MlflowClient, "get_metric_history", lambda _, run, name: read.append(name) or []
+    )
+    LOGGERS["mlflow"]().start(LoggedRun("sweep/lr=1", tmp_path, OPTIONS, 3, identity))
+    assert sorted(read) == ["auc", "final_auc", "held_out_auc"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import inspect
 import json
 import shutil
 from typing import get_args
@@ -21,7 +21,7 @@ from jaxrec.arguments import ConfigError
 from jaxrec.commands import main
 from jaxrec.data import DataError, Shard, TableEncoder
 from jaxrec.metrics import auc
-from jaxrec.nn import BERT4Rec, SASRec
+from jaxrec.nn.sequence import SequenceModel
 from jaxrec.train import load_model
 from jaxrec.train.checkpoint.tree import saved_tree
 from jaxrec.train.config import DataConfig, ModelName, TrainConfig, load_config, parse_options
@@ -29,7 +29,6 @@ from jaxrec.train.models import KINDS, default_config, model_kind
 from jaxrec.train.models.interactions import item_column, read_sequences, split_last
 from jaxrec.train.models.kind import HeldOutBatches
 from jaxrec.train.models.ranking import full_ranks, rank_values
-from jaxrec.train.models.sequences import BERT4RecKind, SASRecKind
 
 ROWS, USERS, ITEMS = 80, 8, 12
 SMALL = [
@@ -65,8 +64,10 @@ OPTIONS = {
 
 
 # Kinds that differ from a kind of the same family by their network alone.
-ALIKE = ("dlrm", "wide_deep", "wukong", "rankmixer", "masknet", "finalmlp", "gdcn", "transact",
-         "longer", "onetrans", "ple")  # fmt: skip
+ALIKE = ("dlrm", "wukong", "rankmixer", "masknet", "finalmlp", "gdcn", "transact", "longer")
+
+# Default options of models of sequences.
+DEFAULTS = inspect.unwrap(SequenceModel.__init__).__kwdefaults__
 
 
 def table(seed=0):
@@ -115,11 +116,8 @@ def runs(rows, tmp_path_factory):
 def small_sequence_models():
     """Models of sequences have one block: runs treat each number of blocks alike."""
     with pytest.MonkeyPatch.context() as patch:
-        for kind, model in ((SASRecKind, SASRec), (BERT4RecKind, BERT4Rec)):
-            make = functools.partial(model, num_blocks=1)
-            patch.setattr(
-                kind, "_model", lambda _, items, options, make=make: make(items, **options)
-            )
+        assert {"num_blocks", "dropout_rate"} <= DEFAULTS.keys()
+        patch.setitem(DEFAULTS, "num_blocks", 1)
         yield
 
 
@@ -172,11 +170,18 @@ def test_networks_of_a_family_predict_rows(rows, name):
         return loss, kind.predictions(model, batch.dense, batch.features)
 
     loss, outputs = nnx.eval_shape(trace)
-    names = ("probability", "logit")
-    if name == "ple":
-        names = ("click_probability", "click_logit", "stars_prediction")
     assert loss.shape == ()
-    assert {name: x.shape for name, x in outputs.items()} == dict.fromkeys(names, (ROWS,))
+    shapes = {name: x.shape for name, x in outputs.items()}
+    assert shapes == {"probability": (ROWS,), "logit": (ROWS,)}
+
+
+def test_rows_of_masknet_begin_with_norms_about_1(rows):
+    words = ["--data", str(rows), "--model=masknet", *CLICKS, "history"]
+    config = parse_options([*words, "--model.embedding-dim=256"], default_config("masknet"))
+    kind = model_kind(config, KINDS["masknet"].learn(config, Console(quiet=True)))
+    model = kind.make(4, nnx.Rngs(0))
+    norms = np.linalg.norm(model.embeddings.table("item"), axis=1)
+    np.testing.assert_allclose(norms, 1, atol=0.2)
 
 
 @pytest.mark.every_case
@@ -207,11 +212,7 @@ def test_stopped_and_resumed_is_as_never_stopped(runs, tmp_path, name):
 @pytest.mark.parametrize("name", ["mmoe", "two_tower", "sasrec"])
 def test_two_devices_and_one_agree(runs, rows, tmp_path, monkeypatch, name):
     """In evaluation as well. Dropout draws other masks on a mesh, so that it is off here."""
-    monkeypatch.setattr(
-        SASRecKind,
-        "_model",
-        lambda _, items, options: SASRec(items, num_blocks=1, dropout_rate=0, **options),
-    )
+    monkeypatch.setitem(DEFAULTS, "dropout_rate", 0.0)
 
     def train(devices):
         options = [f"--data={rows}", f"--model={name}", "--epochs=2", *OPTIONS[name]]
@@ -317,12 +318,14 @@ def test_two_towers_rank_all_items(runs):
     known, first = np.unique(ids[:64], return_index=True)
     first, known = first[known > 0], known[known > 0]
     places = {item: place for place, item in enumerate(known.tolist())}
-    asked = [row for row in range(64, ROWS) if whole["click"][row].as_py()]
+    clicks = whole["click"].to_numpy()
+    asked = [row for row in range(64, ROWS) if clicks[row]]
     wanted = np.array([places.get(int(ids[row]), -1) for row in asked])
-    # A user's items of training are not ranked again.
+    # The items that a user clicked in training are not ranked again, others are.
     users, ranks = np.asarray(encoded["user"]), []
     for row, place in zip(asked, wanted, strict=True):
-        had = {*ids[:64][(users[:64] == users[row]) & (users[row] > 0)]} - {ids[row]}
+        is_own = (users[:64] == users[row]) & (users[row] > 0) & (clicks[:64] == 1)
+        had = {*ids[:64][is_own]} - {ids[row]}
         kept = [n for n, item in enumerate(known) if item not in had]
         own = kept.index(place) if place >= 0 else -1
         rank = naive_ranks(queries[row][None], vectors[first[kept]], [own])[0]
@@ -382,7 +385,7 @@ def test_ranks_beside_numpy(monkeypatch):
                                           -1e3 * query, items), [item])[0]
         for query, own, item in zip(queries[:-1], left_out, wanted, strict=False)
     ]  # fmt: skip
-    ranks = full_ranks(queries, items, wanted, left_out)
+    ranks = full_ranks(queries, items, wanted, left_out.__getitem__)
     np.testing.assert_array_equal(ranks, [*expected, 11])
     values = rank_values(np.array([1, 3, 20]), np.array([1.0, 2.0, 1.0]))
     assert values == pytest.approx(
@@ -475,6 +478,10 @@ WRONG = {
     ),
     "towers": (["--model=two_tower", "--label=click"], "name their columns, the id first"),
     "towers-item": (["--model=two_tower", "--label=click", "--item=x"], "there is no feature 'x'"),
+    "towers-user": (
+        ["--model=two_tower", "--label=click", "--item=item", "--user=price"],
+        "column 'price' is not categorical; the first column of --item and --user name categorical",
+    ),
     "towers-number": (["--model=two_tower", "--label=stars", "--item=item"], "'stars' is a number"),
     "towers-all": (
         ["--model=two_tower", "--label=click", "--item", "item", "user", "history", "when", "buy"],

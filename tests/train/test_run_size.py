@@ -7,7 +7,9 @@ import pytest
 from jaxrec.data import Schema, TableEncoder
 from jaxrec.train.config import DataConfig, TrainConfig
 from jaxrec.train.features import text_encoder
+from jaxrec.train.models import default_config
 from jaxrec.train.models.cross_networks import DCNv2Kind
+from jaxrec.train.models.two_tower import TwoTowerKind
 from jaxrec.train.run_size import with_sizes
 
 
@@ -23,8 +25,7 @@ from jaxrec.train.run_size import with_sizes
     ],
 )
 def test_the_batch_size_is_about_the_root_of_the_rows(rows, devices, size):
-    encoder = text_encoder(TrainConfig())
-    assert with_sizes(TrainConfig(), encoder, rows, devices).data.batch_size == size
+    assert with_sizes(TrainConfig(), rows, devices, lambda rows: 1).data.batch_size == size
 
 
 @pytest.mark.parametrize(
@@ -37,8 +38,9 @@ def test_the_batch_size_is_about_the_root_of_the_rows(rows, devices, size):
 )
 def test_small_files_with_frequent_ids_are_read_twice(rows, epochs):
     """The generated log has 26 ids a row, of 4,315 in all."""
-    encoder = text_encoder(TrainConfig())
-    assert with_sizes(TrainConfig(), encoder, rows, 1).data.epochs == epochs
+    config = TrainConfig()
+    kind = DCNv2Kind(config, text_encoder(config))
+    assert with_sizes(config, rows, 1, kind.epochs).data.epochs == epochs
 
 
 def test_columns_of_a_shared_table_look_its_rows_up_together():
@@ -47,13 +49,21 @@ def test_columns_of_a_shared_table_look_its_rows_up_together():
     columns = {"item": item, "before": {"table": "item"}}
     for categorical, epochs in (({"item": item}, 1), (columns, 2)):
         schema = Schema.from_dict({"label": "y", "categorical": categorical})
-        data = with_sizes(TrainConfig(), TableEncoder(schema, {}, {}, {}), 50_000, 1).data
-        assert data.epochs == epochs
+        kind = DCNv2Kind(TrainConfig(), TableEncoder(schema, {}, {}, {}))
+        assert kind.epochs(50_000) == epochs
+
+
+def test_two_towers_learn_from_as_many_samples_of_small_and_large_files():
+    config = default_config("two_tower")
+    kind = TwoTowerKind(config, text_encoder(config))
+    for rows, epochs in ((99_057, 20), (200_000, 10), (2_000_001, 1), (10**8, 1)):
+        data = with_sizes(config, rows, 1, kind.epochs).data
+        assert (data.epochs, data.batch_size) == (epochs, 2048)
 
 
 def test_given_numbers_stay():
     config = TrainConfig(data=DataConfig(batch_size=7, epochs=3))
-    assert with_sizes(config, text_encoder(config), 90_000, 2) == config
+    assert with_sizes(config, 90_000, 2, lambda rows: 1) == config
 
 
 @pytest.mark.parametrize("batch_size", [16, 512])

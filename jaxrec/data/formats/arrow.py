@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from jaxrec.data.files import DataError
 from jaxrec.data.formats.base import Format, Types
-from jaxrec.data.views import without_views
+from jaxrec.data.views import schema_without_views, without_views
 
 _FILE = b"ARROW1"
 
@@ -36,7 +36,7 @@ class Arrow(Format):
                     source.seek(0)
                     batches = stream = pa.ipc.open_stream(source)
                     schema = stream.schema
-                yield without_views(schema.empty_table())  # a file may have no rows
+                yield schema_without_views(schema).empty_table()  # a file may have no rows
                 for batch in batches:
                     # A damaged offset would make Arrow read other memory.
                     batch.validate(full=True)

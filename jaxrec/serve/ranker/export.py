@@ -198,13 +198,13 @@ def _history_ladder(model: HSTURanker) -> tuple[int, ...]:
 
 
 def _ascending(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
-    given = sorted(set(sizes)) if isinstance(sizes, Iterable) else []
+    given = list(sizes) if isinstance(sizes, Iterable) else []
     if not given or any(
         isinstance(size, bool) or not isinstance(size, int | np.integer) or not 1 <= size < 1 << 31
         for size in given
     ):
         raise ValueError(f"{name} are whole numbers of 1 or more, such as [64, 256], got {sizes!r}")
-    return tuple(int(size) for size in given)
+    return tuple(sorted({int(size) for size in given}))
 
 
 def _batch_spec(model: HSTURanker, sizes: _Sizes) -> BatchSpec:

@@ -27,6 +27,7 @@ class MLflowLogger(RunLogger):
     Values keep their names, but for ``@`` in ``ndcg@10``, which becomes ``ndcg_at_10``. Neither
     parameters nor values of MLflow can change: options that a resumed run changes, such as its
     number of epochs, are tags, and of steps that it makes again the first values stay.
+    To find these, the start of a resumed run reads the histories that go beyond its step.
     """
 
     name = "mlflow"
@@ -42,15 +43,23 @@ class MLflowLogger(RunLogger):
         else:
             self._id = run.identity
             self._client.update_run(self._id, status="RUNNING")
-            self._written = {
-                (name, each.step)
-                for name in self._client.get_run(self._id).data.metrics
-                for each in self._client.get_metric_history(self._id, name)
-                if each.step > run.step
-            }
+            self._written = self._later_values(run.step)
         self._is_finished = False
         self._set_options({name: str(value) for name, value in run.options.items()})
         return str(self._id)
+
+    def _later_values(self, step: int) -> set[tuple[str, int]]:
+        """Return the names and steps of the values that the run has of steps after ``step``."""
+        # A history is a request or more, with all values since the first step: only those are read
+        # that end after the step. `Run.data.metrics` has no steps.
+        latest = self._client.get_run(self._id).data.to_proto().metrics
+        return {
+            (metric.key, each.step)
+            for metric in latest
+            if metric.step > step
+            for each in self._client.get_metric_history(self._id, metric.key)
+            if each.step > step
+        }
 
     def _experiment(self) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)

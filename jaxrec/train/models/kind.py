@@ -31,6 +31,7 @@ from jaxrec.train.evaluation import Evaluation, Loss
 from jaxrec.train.features import run_encoder
 from jaxrec.train.hold_out import split_of
 from jaxrec.train.placed_batches import placed_batches, put_batch
+from jaxrec.train.run_size import epochs_of_clicks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +103,7 @@ class ModelKind(abc.ABC):
         check            raise ConfigError if the model cannot take the columns; before all is read
         learn            learn from the training rows what the model must know of its columns
         datasets         the training rows and the held-out rows
+        epochs           the number of epochs, if --epochs gives none
         tables, make     the tables, for the planner, and the model
         loss             the loss of a batch, and the outputs for metrics
         running_values   metrics of training from the outputs of the last steps
@@ -150,6 +152,10 @@ class ModelKind(abc.ABC):
             check=lambda schema: cls.check(config, schema),
             needs_label=cls.needs_label,
         )
+
+    def epochs(self, rows: int) -> int:
+        """Return the number of epochs over ``rows`` training rows, if the options give none."""
+        return epochs_of_clicks(self.encoder, rows)
 
     @property
     @abc.abstractmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -50,16 +50,15 @@ def full_ranks(
     queries: Float[np.ndarray, "queries dim"],
     items: Float[np.ndarray, "items dim"],
     wanted: Int[np.ndarray, " queries"],
-    left_out: Sequence[np.ndarray] | None = None,
+    left_out: Callable[[slice], Sequence[np.ndarray]] | None = None,
 ) -> Int[np.ndarray, " queries"]:
     """Return the rank of each query's item among all items, from 1.
 
     Items are ranked by the dot product with the query; those with the score of the wanted item rank
     before it. ``wanted`` are rows of ``items``; -1 is an item that is not among them, and ranks
-    last, after all items. ``left_out`` has for each query the rows of items that are not ranked,
-    apart from the wanted one; None: all items are ranked.
+    last, after all items. ``left_out`` returns for each query of a slice the rows of items that are
+    not ranked, apart from the wanted one; None: all items are ranked.
     """
-    width = max(map(len, left_out or ()), default=0)
     each = max(1, _SCORES // max(len(items), 1))
     placed = jnp.asarray(items)
     ranks = [np.zeros(0, np.int64)]
@@ -69,9 +68,11 @@ def full_ranks(
         padding = max(0, start + each - len(queries)) if start else 0
         query = np.pad(queries[part], [(0, padding), (0, 0)])
         item = np.pad(wanted[part], (0, padding))
-        # JAX drops what is written beyond the last item.
+        not_ranked = left_out(part) if left_out else ()
+        # A power of two, for few programs. JAX drops what is written beyond the last item.
+        width = 1 << (max([1, *map(len, not_ranked)]) - 1).bit_length()
         others = np.full((len(query), width), len(items), np.int32)
-        for row, own in enumerate(left_out[part] if left_out else ()):
+        for row, own in enumerate(not_ranked):
             others[row, : len(own)] = np.where(own == item[row], len(items), own)
         ranks.append(np.asarray(_ranks(query, placed, item, others))[: len(wanted[part])])
     return np.where(wanted < 0, len(items) + 1, np.concatenate(ranks))

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrec.arguments import ConfigError
 from jaxrec.data import ClickBatch, Schema, Shard, TableEncoder, Vocabulary
 from jaxrec.data.encoder import EncodedGroups
+from jaxrec.data.patterns import covered
 from jaxrec.embed import EmbeddingBagCollection
 from jaxrec.embed.config import TableConfig
 from jaxrec.mesh.agree import of_all_processes
@@ -28,9 +29,14 @@ from jaxrec.train.datasets import Dataset, ParquetDataset, split_datasets
 from jaxrec.train.explanation import as_results, column_importance, sample_size
 from jaxrec.train.models.kind import HeldOutBatches
 from jaxrec.train.models.ranking import RankingModel, full_ranks, rank_values
+from jaxrec.train.models.rows import check_categorical
 from jaxrec.train.row_sample import RowSample
 
 TEMPERATURE = 0.1
+
+# Batches are large, so that an epoch of a small file has few steps, too few for the rows of users:
+# they end near popularity. A larger file is read fewer times, for as many samples in all.
+_MAX_EPOCHS, _MAX_SAMPLES = 20, 2_000_000
 
 # Takes the place of the logarithm of a padding's share of the data, so that no query meets it.
 _NEVER = 1e4
@@ -90,7 +96,7 @@ class Towers(nnx.Module):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Catalog:
-    """One encoded row of each item, and the pairs of a user and an item that some rows have.
+    """One encoded row of each item, and the pairs of a user and an item that users took.
 
     ``pairs`` are sorted, without repeats: ``user * table_rows + item``, with the row indices of
     both and the number of rows of the table of items.
@@ -138,25 +144,53 @@ class ItemDataset:
         fields = {x.name: getattr(batch, x.name) for x in dataclasses.fields(batch)}
         return ItemBatch(**fields, items=items, users=users)
 
-    def catalog(self) -> Catalog:
-        """Return the items that the rows have and each user's, of all processes' rows."""
+    def catalog(self, asked: ItemDataset) -> Catalog:
+        """Return the items of all processes' rows, and those of each user whom ``asked`` has."""
         seen: set[int] = set()
         parts, pairs = [], [np.zeros(0, np.int64)]
         table_rows = self.rows.encoder.table_rows[self.item]
-        groups = EncodedGroups(self.rows.groups, self.rows.encoder)
-        for group in range(len(groups.sizes)):
-            table = groups.read(group)
+        is_asked = None if self.user is None else asked._positive_users()
+        for table in self._tables():
             ids = np.asarray(table[self.item])
             values, places = np.unique(ids, return_index=True)
             is_new = [value not in seen for value in values.tolist()]
             seen.update(values.tolist())
             parts.append(table.take(pa.array(places[is_new])))
-            if self.user is not None:
-                users = np.asarray(table[self.user].fill_null(-1), np.int64)
-                # All unknown users have the same row.
-                is_known = users >= _num_unknown(self.rows.encoder, self.user)
-                pairs.append(np.unique((users * table_rows + ids)[is_known]))
+            if is_asked is not None:
+                users, items = self._positives(table)
+                own = (users * table_rows + items)[is_asked[users]]
+                pairs.append(np.unique(own))
         return Catalog(pa.concat_tables(parts), np.unique(np.concatenate(pairs)), table_rows)
+
+    def _tables(self) -> Iterator[pa.Table]:
+        """Yield the encoded rows of all processes."""
+        groups = EncodedGroups(self.rows.groups, self.rows.encoder)
+        return map(groups.read, range(len(groups.sizes)))
+
+    def _positives(
+        self, table: pa.Table
+    ) -> tuple[Int[np.ndarray, " pairs"], Int[np.ndarray, " pairs"]]:
+        """Return the users and the items of encoded rows that known users took.
+
+        Other rows have a label 0, as items that were shown and not clicked, or weigh nothing.
+        """
+        assert self.user is not None
+        encoder = self.rows.encoder
+        # The labels come first, then the weight.
+        counted = table.columns[: len(encoder.schema.labels) + 1]
+        users = np.asarray(table[self.user].fill_null(-1), np.int64)
+        is_positive = np.all([column.to_numpy() > 0 for column in counted], axis=0)
+        # All unknown users have the same row.
+        is_positive &= users >= _num_unknown(encoder, self.user)
+        return users[is_positive], np.asarray(table[self.item], np.int64)[is_positive]
+
+    def _positive_users(self) -> Bool[np.ndarray, " rows"]:
+        """Return which rows of the table of users are of users who took an item."""
+        assert self.user is not None
+        is_user = np.zeros(self.rows.encoder.table_rows[self.user], bool)
+        for table in self._tables():
+            is_user[self._positives(table)[0]] = True
+        return is_user
 
 
 def _num_unknown(encoder: TableEncoder, name: str) -> int:
@@ -179,11 +213,9 @@ class TwoTowerKind(RankingModel):
 
     name = "two_tower"
     needs_label = False
-    # The other items of a batch are the negatives, of which there must be enough. So an epoch of a
-    # small file has few steps, too few for the rows of users: they end near popularity.
+    # The other items of a batch are the negatives, of which there must be enough.
     defaults: ClassVar[Mapping[str, Any]] = {
         "data.batch_size": 2048,
-        "data.epochs": 20,
         "optimizer.learning_rate": 0.004,
         "optimizer.table_learning_rate": 0.1,
     }
@@ -203,11 +235,9 @@ class TwoTowerKind(RankingModel):
                     f"there is no feature {name!r} for the tower of items; the features are "
                     f"{', '.join([*schema.dense, *schema.categorical])}"
                 )
-        if item[0] not in schema.categorical:
-            raise ConfigError(
-                f"{item[0]!r}, the first column of --item, is the id of the item, and must be "
-                "categorical"
-            )
+        # A column that --exclude names may order or hold out rows, and be no feature on purpose.
+        users = {*config.data.users} - {*covered(config.data.exclude, config.data.users)}
+        check_categorical((item[0], *users), schema, "the first column of --item and --user")
         if schema.dynamic:
             raise ConfigError(
                 "model.name two_tower ranks all items of a vocabulary that is learned before "
@@ -230,7 +260,7 @@ class TwoTowerKind(RankingModel):
 
     @property
     def _user(self) -> str | None:
-        """Column of users, whose items are not recommended again; None: there is none."""
+        """Column of users, whose items are not recommended again; None: all items are ranked."""
         user = self.config.data.user
         return user if user in self.encoder.schema.categorical else None
 
@@ -273,6 +303,9 @@ class TwoTowerKind(RankingModel):
             )
 
         return Towers(tower(False), tower(True))
+
+    def epochs(self, rows: int) -> int:
+        return min(max(_MAX_SAMPLES // max(rows, 1), 1), _MAX_EPOCHS)
 
     def datasets(self, shard: Shard) -> tuple[Dataset, Dataset]:
         training, held_out = split_datasets(self.config, shard, self.encoder)
@@ -325,8 +358,8 @@ class TwoTowerKind(RankingModel):
         """Rank the item of each held-out row whose label is 1 among all items of the training rows.
 
         An item that the training rows do not have counts as not found. With a column of users,
-        those that the user has in the training rows are left out, as a recommender leaves them out:
-        the model has learned that they fit.
+        the items of the user's training rows of label 1 are left out, as a recommender leaves them
+        out: the model has learned that they fit.
         """
         dataset = held_out.dataset
         assert isinstance(dataset, ItemDataset)
@@ -347,8 +380,11 @@ class TwoTowerKind(RankingModel):
         """Return the values of the ranks of the items that queries want."""
         places = np.full(self.encoder.table_rows[self._item], -1)
         places[items["items"]] = np.arange(len(items["items"]))
-        own = [places[each] for each in self._catalog.items_of(users)]
-        left_out = [each[each >= 0] for each in own]
+
+        def left_out(part: slice) -> list[np.ndarray]:
+            own = [places[each] for each in self._catalog.items_of(users[part])]
+            return [each[each >= 0] for each in own]
+
         wanted = places[queries["items"]]
         ranks = full_ranks(queries["vectors"], items["vectors"], wanted, left_out)
         return rank_values(ranks, queries["weights"].astype(np.float64))
@@ -388,9 +424,10 @@ class TwoTowerKind(RankingModel):
 
     @functools.cached_property
     def _catalog(self) -> Catalog:
-        training, _ = self.datasets(Shard())
+        training, held_out = self.datasets(Shard())
         assert isinstance(training, ItemDataset)
-        catalog = training.catalog()
+        assert isinstance(held_out, ItemDataset)
+        catalog = training.catalog(held_out)
         # The rows of unknown items stand for no item.
         is_known = np.asarray(catalog.items[self._item]) >= _num_unknown(self.encoder, self._item)
         return dataclasses.replace(catalog, items=catalog.items.filter(pa.array(is_known)))
