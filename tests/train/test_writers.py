@@ -75,10 +75,9 @@ CASES = {
     ),
     "duckdb": Wanted(
         "price day.age",
-        "user brand is_new row day.weekday day.month hour country",
+        "user brand is_new row request day.weekday day.month hour country",
         (
             BRANDS,
-            "left out: column 'request' of type",
             "warning: column 'country' may come from the label 'label': it tells 100.0% of 54 lab",
         ),
         ("hour", 9),

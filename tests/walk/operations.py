@@ -299,6 +299,6 @@ TYPES = {
     "PackOptions",
     "RankerFeatures",
     "SequenceOptions",
-    "Task",
+    "TargetTask",
     "UniqueIndices",
 }
