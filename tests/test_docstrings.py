@@ -10,7 +10,7 @@ import pytest
 
 import jaxrec
 
-pytestmark = pytest.mark.every_case
+pytestmark = [pytest.mark.every_case, pytest.mark.slow]
 
 MODULES = [
     module.name
