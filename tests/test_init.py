@@ -11,11 +11,10 @@ import pytest
 
 import jaxrec
 
-pytestmark = pytest.mark.jax_version
-
 PACKAGES = {module.name for module in pkgutil.iter_modules(jaxrec.__path__) if module.ispkg}
 
 
+@pytest.mark.jax_version
 def test_names_are_listed_and_exist():
     names = dir(jaxrec)
     assert PACKAGES | {"EmbeddingBagCollection", "shard", "__version__"} <= set(names)
@@ -25,6 +24,7 @@ def test_names_are_listed_and_exist():
         jaxrec.nonsense  # noqa: B018
 
 
+@pytest.mark.jax_version
 def test_modules_load_without_what_they_do_not_use():
     program = (
         "import sys, jaxrec; jaxrec.EmbeddingBagCollection, jaxrec.Optimizer; "

@@ -19,8 +19,6 @@ from jaxrec.mesh.traffic import collectives
 from jaxrec.train import compile_step
 from tests.users_xla import AS_USERS_DO
 
-pytestmark = pytest.mark.jax_version
-
 DIM, WIDE, BATCH = 64, 1024, 32
 DEVICES = 8
 # The kernels that "fsdp" shards: 64 x 1024 and 1024 x 128; and the table of `nnx.Embed`.
@@ -122,6 +120,7 @@ def shardings(*modules):
     }
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize(
     ("name", "optimizer_first"),
     [("one_axis", True), ("two_axes", False), ("explicit", False)],
@@ -191,6 +190,7 @@ def compiled(**options):
     return program, bytes_on_each_device(model, optimizer)
 
 
+@pytest.mark.jax_version
 def test_memory_of_a_device_shrinks_as_computed():
     """Each sharded array and its two moments take an eighth of their bytes."""
     before, whole = compiled()
@@ -201,6 +201,7 @@ def test_memory_of_a_device_shrinks_as_computed():
     assert arguments[0] - arguments[1] == saved
 
 
+@pytest.mark.jax_version
 def test_the_compiled_step():
     """It gathers each parameter once, and takes what it returns."""
     program, _ = compiled(dense="fsdp")
@@ -213,6 +214,7 @@ def test_the_compiled_step():
         assert given.is_equivalent_to(result, 3), (given, result)
 
 
+@pytest.mark.jax_version
 def test_a_rule_places_parameters():
     """Parameters of a rule lie as it says, and layers read them as they lie."""
     seen = {}
@@ -237,6 +239,7 @@ def test_a_rule_places_parameters():
     assert model.first.kernel[...].sharding.spec == PartitionSpec(None, "device")
 
 
+@pytest.mark.jax_version
 def test_reads_are_whole_and_raw_values_are_shards():
     model = jaxrec.shard(Ranker(), PLAN, mesh_of(), dense="fsdp")
     kernel, alone = model.first.kernel, Ranker().first.kernel
@@ -287,6 +290,7 @@ def test_small_arrays_and_single_devices_stay_whole():
     assert min(SHARDED.values()) == MIN_SHARDED_SIZE
 
 
+@pytest.mark.jax_version
 def test_a_large_array_that_no_axis_divides_stays_whole():
     class Odd(nnx.Module):
         def __init__(self):
@@ -340,6 +344,7 @@ def test_gradients_in_bfloat16_differ_by_their_rounding(placed):
         assert value.sharding.is_equivalent_to(exact[name].sharding, value.ndim)
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize("placed", ["replicated", "fsdp"])
 def test_bytes_of_gradients_in_bfloat16(placed):
     """No large gradient travels in float32, and none is all-reduced."""

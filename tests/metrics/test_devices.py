@@ -16,8 +16,6 @@ from jaxrec.metrics import MetricGroup, Task, merge_all, merge_over_axis
 from jaxrec.metrics.binned import Bins
 from tests.metrics import batches as samples
 
-pytestmark = pytest.mark.jax_version
-
 BATCHES, BATCH, TASKS = 3, 64, 2
 
 GROUP = MetricGroup(
@@ -78,6 +76,7 @@ def close(got, expected):
         assert value == pytest.approx(expected[name], rel=1e-5, nan_ok=True), name
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_sharded_batches(on_one_device, axis_type):
     """The compiler's partitioning: the state is on all devices and of all samples."""

@@ -35,8 +35,9 @@ def batch_of(histories, users=USERS):
 def make(encoders):
     ids = SemanticIds.of(CODES, sizes=(3, 3), last_size=6)
     model = SemanticIdDecoder(
-        ids, dim=8, num_layers=2 - encoders, num_encoder_layers=encoders, num_heads=2, max_length=LONGEST + 1,
-        num_user_tokens=3, capacity=ITEMS + 4, block_size=16, rngs=nnx.Rngs(0),
+        ids, dim=8, num_layers=2 - encoders, num_encoder_layers=encoders, num_heads=2,
+        max_length=LONGEST + 1, num_user_tokens=3, capacity=ITEMS + 4, block_size=16,
+        rngs=nnx.Rngs(0),
     )  # fmt: skip
     # Larger values, so that items differ by more than rounding.
     nnx.update(model, jax.tree.map(lambda x: 3 * x, nnx.state(model, nnx.Param)))

@@ -70,7 +70,6 @@ def on_one_device():
     return model, losses, processes.changes_of(tracker)
 
 
-@pytest.mark.jax_version
 def test_a_killed_run_that_is_resumed_ends_as_an_undisturbed_one(undisturbed, resumed):
     for whole, rest in zip(undisturbed, resumed, strict=True):
         expected, end = whole["end"], rest["end"]
@@ -163,7 +162,6 @@ def test_they_train_as_one_device_does(undisturbed, on_one_device):
     np.testing.assert_allclose(undisturbed[0]["end"]["losses"], losses, rtol=1e-5)
 
 
-@pytest.mark.jax_version
 def test_they_train_by_a_plan_with_caches_as_one_device_does(pair, tmp_path):
     first, second = pair.run("tests.tier.processes:planned", directory=tmp_path)
     for name in first:
