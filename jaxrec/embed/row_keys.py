@@ -39,9 +39,10 @@ def key_words(key: Key[Array, ""] | Shaped[Array, "_"] | np.ndarray) -> KeyWords
 def fold_words(
     words: UInt32[Array, "*_ 2"], high: UInt32[Array, "*n"], low: UInt32[Array, "*n"]
 ) -> UInt32[Array, "*n 2"]:
-    """Fold the numbers ``high * 2**32 + low`` into one key for all, or into a key for each.
+    """Fold numbers of 64 bits, ``high * 2**32 + low``, into keys, and return the new keys' words.
 
-    Numbers below 2**32 give the words that `jax.random.fold_in` gives.
+    Keys are one for all numbers, or one for each. Numbers below 2**32 give the words that
+    `jax.random.fold_in` gives.
     """
     return jnp.stack(_threefry(words, high, low), axis=-1)
 

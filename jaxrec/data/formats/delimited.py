@@ -309,7 +309,10 @@ def _line(path: pathlib.Path, record: int, separator: str) -> int:
 
 
 def _wider(kind: str, value: str) -> pa.DataType | None:
-    """Return a type for a value and for those of a guessed type before it; None: the user knows."""
+    """Return the type of a column that was guessed as ``kind`` and has this value, too.
+
+    None: it may be a mistake in the file, and the user decides.
+    """
     is_whole = _WHOLE.fullmatch(value) is not None
     if kind == "null":
         if is_whole:

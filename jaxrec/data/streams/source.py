@@ -140,7 +140,7 @@ class Rows:
         return positions
 
     def locate(self, row: int) -> tuple[str, int, int]:
-        """Return the part, the offset and the row within its message of a row."""
+        """Return a row's part, its message's offset, and its place in the message."""
         message = int(np.searchsorted(self.stop, row, side="right"))
         begin = int(self.stop[message - 1]) if message else 0
         part = self.parts[int(self.part[message])]

@@ -209,9 +209,10 @@ class ExchangeCosts(abc.ABC):
         return 0.0, 0.0
 
     def overflow_steps(self, rounds: float) -> list[float]:
-        """Return the rows that fit after each overflow, in units of those of one round.
+        """Return the rows that an exchange carries after each overflow, in rounds' worth.
 
-        The list ends where ``rounds`` rounds' rows fit. It is empty if one round is enough.
+        The last number is at least ``rounds``, what the rows need. Without an overflow there is
+        none.
         """
         return []
 

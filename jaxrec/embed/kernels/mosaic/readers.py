@@ -125,7 +125,7 @@ class Reader:
         return (*(self.decode(plane) * scale for plane in planes), *offset)
 
     def finish(self, sums: Terms) -> Terms:
-        """Return the sums of rows by planes, given the sums of their terms."""
+        """Return a bag's sum, an array for each plane, given the sums of its rows' terms."""
         if not self.has_offset:
             return sums
         *planes, offset = sums
