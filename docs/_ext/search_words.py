@@ -36,7 +36,7 @@ PHRASES = {
     ),
     "planner": "sharding planner, who decides, memory budget, automatic",
     "quantization": "quantize, compress, smaller",
-    "recipes#choose-a-row-optimizer": "fused optimizer, fused, sparse optimizer",
+    "recipes#choose-a-row-optimizer": "fused optimizer, fused, sparse optimizer, Adam",
     "recipes#compile-few-steps": "recompile, recompilation, compiles again",
     "recipes#copy-a-model-before-a-donated-step": "array deleted, donated buffer",
     "recipes#find-ids-that-are-out-of-range": (
@@ -51,6 +51,7 @@ PHRASES = {
     "recipes#use-strings-or-64-bit-ids": "feature hashing, hashing trick",
     "serving": "inference, deploy, production, REST API, latency, endpoint",
     "serving#c": "C inference, without Python",
+    "serving#on-the-command-line": "batch predict, batch inference, offline inference",
     "serving#retrieve-and-rank": "nearest neighbour, ANN, faiss, candidate generation",
     "sharding": (
         "table sharding, shard tables, distributed, multi GPU, several GPUs, model parallel, "
@@ -60,13 +61,14 @@ PHRASES = {
         "install, quickstart, getting started, tutorial, Flax model, own model, embedding layer, "
         "fused update, custom layer"
     ),
+    "tpu": "TPU",
     "training": "loop, warm start",
     "training#stop-and-resume-a-run": (
         "resume, restart, continue, pause, preemption, preempted, elastic, interrupt"
     ),
-    "your_own_data": (
-        "CSV, own file, dataframe, split, validation, test set, held out, holdout, date"
-    ),
+    "your_own_data": "CSV, own file, dataframe, date",
+    "your_own_data#addresses": "S3 bucket, S3, GCS, cloud storage",
+    "your_own_data#hold-out": "train test split, split, validation, test set, held out, holdout",
 }
 
 
