@@ -78,7 +78,7 @@ SHOWN = {
     ),
     "recipes: Scale, add and change gradients": lambda names: "row indices" in names["message"],
     "recipes: Accumulate gradients with `Trainer`": lambda names: "MultiSteps" in names["message"],
-    "recipes: Handle steps that are not finite": lambda names: names["counts"] == (1, 1),
+    "recipes: Handle a loss that is NaN or infinite": lambda names: names["counts"] == (1, 1),
     "recipes: Use `nnx.value_and_grad`, or a teacher": lambda names: (
         "jaxrec.value_and_grad" in names["message"]
     ),
@@ -88,7 +88,7 @@ SHOWN = {
     "recipes: Save by hand with Orbax": lambda names: (
         len(names["shapes_and_places"](names["model"].over.kernel[...]).sharding.device_set) == 8
     ),
-    "recipes: Find ids that are too large": lambda names: "[0, 60)" in names["message"],
+    "recipes: Find ids that are out of range": lambda names: "[0, 60)" in names["message"],
     "recipes: Predict one sample on a mesh": lambda names: names["logits"].shape == (1,),
     "recipes: Use `nnx.Embed` beside the tables": lambda names: names["rows_here"] == 512,
     "sharding: A dense part that is too large to replicate": lambda names: (
