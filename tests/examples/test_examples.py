@@ -127,8 +127,8 @@ def test_dlrm_v4(example, monkeypatch):
     assert sum(tables.values()) * module.DIM * 4 == pytest.approx(600.2e9, rel=1e-3)
     monkeypatch.setattr(module, "DIM", 32)
     settings = module.Settings(
-        scale=1e-6, length=2, num_layers=1, batch_size=16, steps=20, learning_rate=0.01, devices=2, remat=True,
-        bfloat16=True,
+        scale=1e-6, length=2, num_layers=1, batch_size=8, steps=40, learning_rate=0.01, devices=2,
+        remat=True, bfloat16=True,
     )  # fmt: skip
     losses = module.main(settings)
     assert losses[0] == pytest.approx(0.2 * 0.693, abs=0.08)
