@@ -56,6 +56,7 @@ class Settings:
     """Factor of the rows of tables."""
     length: int = 100
     """Events of the longest history; the benchmark's is 4,086."""
+    num_layers: int = 3
     batch_size: int = 8
     steps: int = 20
     learning_rate: float = 1e-3
@@ -94,7 +95,7 @@ def make_model(settings: Settings) -> HSTURanker:
         FEATURES,
         [TargetTask("listen", bit=LISTEN, weight=0.2)],
         dim=DIM,
-        num_layers=3,
+        num_layers=settings.num_layers,
         num_heads=4,
         qk_dim=128,
         value_dim=128,

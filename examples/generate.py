@@ -37,6 +37,7 @@ class Settings:
     batch_size: int = 128
     max_length: int = 12
     dim: int = 32
+    num_layers: int = 2
     codebook_size: int = 16
     learning_rate: float = 5e-3
     beam_size: int = 20
@@ -69,8 +70,9 @@ def main(settings: Settings) -> dict[str, float]:
     print(ids.report())
 
     model = SemanticIdDecoder(
-        ids, dim=settings.dim, num_layers=2, num_heads=2, max_length=settings.max_length,
-        capacity=settings.num_items + 50, block_size=32, rngs=nnx.Rngs(settings.seed),
+        ids, dim=settings.dim, num_layers=settings.num_layers, num_heads=2,
+        max_length=settings.max_length, capacity=settings.num_items + 50, block_size=32,
+        rngs=nnx.Rngs(settings.seed),
     )  # fmt: skip
     optimizer = jaxrec.Optimizer(model, optax.adam(settings.learning_rate))
     step, rng = compile_step(train_step, model, optimizer), np.random.default_rng(settings.seed)

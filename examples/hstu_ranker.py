@@ -94,12 +94,16 @@ def train_step(model, optimizer, batch):
     return loss
 
 
+@nnx.jit
+def predict(model, batch):
+    return model(batch)
+
+
 def evaluate(settings: Settings, log: GeneratedEvents, model: HSTURanker) -> float:
     """AUC of users after those of the training."""
-    predict = nnx.jit(lambda model, batch: model(batch)[:, 0])
     model.eval()
     batches = [draw_batch(settings, log, settings.steps + i) for i in range(HELD_OUT)]
-    scores = [np.asarray(predict(model, batch)) for batch in batches]
+    scores = [np.asarray(predict(model, batch))[:, 0] for batch in batches]
     labels = [batch["label"].values & PLAYED for batch in batches]
     return auc(np.concatenate(scores), np.concatenate(labels))
 
@@ -113,9 +117,8 @@ def serve(settings: Settings, log: GeneratedEvents, model: HSTURanker) -> float:
     request_times = batch["now"].values.reshape(settings.batch_size, -1)[:, -1]
     encode = nnx.jit(lambda model, *args: model.encode(args[0], request_times=args[1]))
     score = nnx.jit(lambda model, *args: model.score(*args, longest=log.num_candidates))
-    whole = nnx.jit(lambda model, batch: model(batch))(model, batch)
     cache = encode(model, history, request_times)
-    return float(abs(score(model, cache, targets) - whole).max())
+    return float(abs(score(model, cache, targets) - predict(model, batch)).max())
 
 
 def main(settings: Settings) -> dict[str, float]:

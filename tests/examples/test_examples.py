@@ -96,7 +96,7 @@ def test_dlrm_mlperf(example, monkeypatch):
 
 def test_hstu_ranker(example):
     module = example("hstu_ranker")
-    found = module.main(module.Settings(steps=300, num_items=20, max_history=6))
+    found = module.main(module.Settings(steps=300, num_items=20, max_history=6, num_layers=1))
     assert found["best possible AUC"] == pytest.approx(0.857, abs=0.002)
     # No model reaches this that does not know the order, or the times.
     assert found["AUC"] > found["without the order"] + 0.05
@@ -114,7 +114,8 @@ def test_semantic_ids(example):
 
 def test_generate(example):
     module = example("generate")
-    found = module.main(module.Settings(num_users=600, num_items=40, steps=120, dim=16))
+    settings = module.Settings(num_users=600, num_items=40, steps=120, dim=16, num_layers=1)
+    found = module.main(settings)
     assert found["recall@10"] > 2 * 10 / 40
     assert found["share of the new item"] > 0
 
@@ -126,8 +127,8 @@ def test_dlrm_v4(example, monkeypatch):
     assert sum(tables.values()) * module.DIM * 4 == pytest.approx(600.2e9, rel=1e-3)
     monkeypatch.setattr(module, "DIM", 32)
     settings = module.Settings(
-        scale=1e-6, length=4, batch_size=16, steps=20, learning_rate=0.01, devices=2, remat=True,
-        bfloat16=True,
+        scale=1e-6, length=2, num_layers=1, batch_size=8, steps=40, learning_rate=0.01, devices=2,
+        remat=True, bfloat16=True,
     )  # fmt: skip
     losses = module.main(settings)
     assert losses[0] == pytest.approx(0.2 * 0.693, abs=0.08)

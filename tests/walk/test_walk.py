@@ -153,8 +153,10 @@ def test_modules_over_a_mesh(kinds, setting):
 
 
 @pytest.mark.slow
-@EVERY_SETTING
-def test_modules_that_are_random_in_training_train_over_a_mesh(setting):
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", ["explicit", "auto_set"])  # both axes, with and without set_mesh
+def test_modules_that_are_random_in_training_train_over_a_mesh(name):
+    setting = SETTINGS[name]
     found = step_over_a_mesh(modules.TRAINED, setting, "train")
     for leaf in jax.tree.leaves((found.values, found.gradients, found.rows)):
         assert np.isfinite(leaf).all()
