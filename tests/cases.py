@@ -1,6 +1,6 @@
 """Which cases of a test with parameters run.
 
-A test takes two cases at most, unless it is marked `every_case`.
+A test takes two cases at most, and a third with ``--slow``, unless it is marked `every_case`.
 ``JAXREC_TEST_CASES=all pytest`` runs every case and checks all annotations,
 ``JAXREC_TEST_CASES=1 pytest`` runs one case of every test.
 """
@@ -17,7 +17,8 @@ from tests import fuzz
 
 # "all", the largest number of cases of every test, or nothing.
 CASES = os.environ.get("JAXREC_TEST_CASES", "")
-DEFAULT_COUNT = 2
+DEFAULT_COUNT = 3
+QUICK_COUNT = 2  # of these; the others are slow
 
 # An address of memory, as the repr of a function ends with one.
 ADDRESS = re.compile(r"(?<![0-9A-Za-z])at[ _]0x[0-9a-f]")
@@ -57,7 +58,11 @@ def thin_out(items: list[pytest.Item]) -> list[pytest.Item]:
             kept.update(of_test)
         else:
             values = [item.callspec.indices for item in of_test]
-            kept.update(of_test[place] for place in choose(values, int(CASES or DEFAULT_COUNT)))
+            places = choose(values, int(CASES or DEFAULT_COUNT))
+            kept.update(of_test[place] for place in places)
+            if not CASES:
+                for place in places[QUICK_COUNT:]:
+                    of_test[place].add_marker(pytest.mark.slow)
     left_out = [item for item in items if item not in kept]
     items[:] = [item for item in items if item in kept]
     return left_out
