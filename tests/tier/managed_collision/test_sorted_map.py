@@ -138,6 +138,7 @@ def padded(ids):
     return words(values), jnp.asarray(is_valid)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", ORACLES)
 def test_oracle(name):
     policy, score, admits, interval, history = ORACLES[name]
