@@ -19,7 +19,7 @@ _MAX_COLUMNS = 56
 def gather_rows(array: Any, rows: Int32[Array, " n"], **options: Any) -> Shaped[Array, "n *width"]:
     """Return rows of a `TableArray` or of its state; ``options`` are those of ``.at[rows].get``."""
 
-    def whole(array: Array, rows: Array) -> Array:
+    def whole(array: Any, rows: Array) -> Array:
         return array.at[rows].get(**options)
 
     def in_pieces(array: Array, rows: Array) -> Array:
