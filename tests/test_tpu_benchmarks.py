@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import sys
+
+import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 # The benchmarks are no installed package. Behind the installed jaxrec, which stays what is tested.
@@ -16,6 +19,8 @@ from benchmarks.tpu.findings import (  # noqa: E402
     collectives,
     copies,
 )
+from benchmarks.tpu.pages import RESULTS, Results, page  # noqa: E402
+from benchmarks.tpu.programs import Program, every  # noqa: E402
 
 # Lines as libtpu 0.0.50.1 writes them, attributes left out.
 PROGRAM = """\
@@ -71,3 +76,39 @@ ENTRY %main (a: f32[9000,128]) -> f32[9000,128] {
     assert moved["gather_fusion.1"] == 2 * 640 * row + numbers
     assert moved["scatter_custom_fusion.2"] == 3 * 640 * row + numbers  # reads, writes, new rows
     assert moved["add.3"] == 3 * 640 * row
+
+
+@pytest.fixture(scope="module")
+def programs() -> list[Program]:
+    return list(every())
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("compiled.tpu-*.md")), ids=lambda x: x.stem)
+def test_pages_are_what_the_script_writes(path, programs):
+    text = path.read_text()
+    chip, versions = re.match(r"# Programs compiled for a TPU (\w+) by (.+)\n", text).groups()
+    assert path.name == f"compiled.tpu-{chip}.jax-{versions.split(',')[0].split()[1]}.md"
+    assert page(chip, Results.read(path), programs, versions) == text
+
+
+def test_no_supported_program_fails_on_the_pages(programs):
+    is_supported = {each.name: each.is_supported for each in programs}
+    paths = sorted(RESULTS.glob("compiled.tpu-*.md"))
+    assert {path.name.split("-")[1].split(".")[0] for path in paths} == {"v5e", "v5p", "v6e"}
+    for path in paths:
+        results = Results.read(path)
+        assert results.lines.keys() <= is_supported.keys()
+        assert not [x for name, x in results.reasons.items() if x and is_supported[name]]
+
+
+def test_results_of_some_programs_leave_the_others(tmp_path, programs):
+    first, second, *_ = (each.name for each in programs)
+    results = Results({first: f"| {first} | v5e | 1 |"}, {first: [f"{first} for v5e copies."]})
+    path = tmp_path / "page.md"
+    path.write_text(page("v5e", results, programs, "JAX 1, libtpu 2"))
+    again = Results.read(path)
+    assert again == results
+    again.add(second, f"| {second} | v5e | 2 |", [])
+    text = page("v5e", again, programs, "JAX 1, libtpu 2")
+    assert f"| {first} | v5e | 1 |\n| {second} | v5e | 2 |\n" in text
+    assert f"- {first} for v5e copies.\n" in text

@@ -241,10 +241,14 @@ def timed_step(step: Step, *implementations: str) -> Program:
 
 
 def tables_step(
-    *implementations: str, tables: int = 32, rows: int = 1_000_000, batch: int = 8192
+    *implementations: str,
+    tables: int = 32,
+    rows: int = 1_000_000,
+    batch: int = 8192,
+    dim: int = 128,
 ) -> Program:
-    """Return a step of tables of 128 columns alone, with ``batch`` bags of 20 ids of each."""
-    dim, bag = 128, 20
+    """Return a step of tables of ``dim`` columns alone, with ``batch`` bags of 20 ids of each."""
+    bag = 20
 
     class Model(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):

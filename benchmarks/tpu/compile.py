@@ -3,24 +3,26 @@
     python -m benchmarks.tpu.compile [--chip v5e v6e v5p] [--quick] [--only REGEX]
 
 Prints a line for each program and chip, then a sentence for each failure; the exit status is 1 if
-there is one. A run of all programs writes ``compiled.tpu-<chip>.jax-<version>.md`` for each chip to
-``benchmarks/results``. docs/tpu.md says how to set this up and what the figures mean.
+there is one. Except with ``--quick`` or ``--no-write``, it then writes the lines into
+``benchmarks/results/compiled.tpu-<chip>.jax-<version>.md``, which keeps those of other programs.
+docs/tpu.md says how to set this up and what the figures mean.
 
 A failure is: a program that does not compile; a copy of a table or of its state; tables that are
-not changed in place; or temporaries as large as the chip's memory.
+not changed in place; or temporaries as large as the chip's memory. Programs that are known to fail
+are not supported: the pages list them apart, and they do not count for the exit status.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import os
-import pathlib
 import re
 import sys
 import time
 import warnings
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 # No CPU computes anything here, and no metadata server of a TPU is asked.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -41,13 +43,8 @@ import tyro
 from benchmarks.tpu import programs
 from benchmarks.tpu.chips import CHIPS, Chip
 from benchmarks.tpu.findings import Findings
+from benchmarks.tpu.pages import HEADER, RESULTS, Results, page
 from benchmarks.tpu.programs import Lowered, Program
-
-RESULTS = pathlib.Path(__file__).parents[1] / "results"
-HEADER = (
-    f"| program | chip | {' | '.join(Findings.HEADERS)} | compiled in s |",
-    "|---|---|" + "---|" * (len(Findings.HEADERS) + 1),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +54,7 @@ class Options:
     Attributes:
         chip: Chips to compile for.
         quick: Compile the few programs that CI compiles.
-        write: Whether a run of all programs writes the pages of results.
+        write: Whether to write the pages of results; ``quick`` never does.
         only: Regular expression found in the names of the programs to compile; None: all.
     """
 
@@ -71,26 +68,27 @@ def main(options: Options) -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     if (reason := missing()) is not None:
         sys.exit(reason)
-    failed = False
+    versions = f"JAX {jax.__version__}, libtpu {importlib.metadata.version('libtpu')}"
+    every, failed = list(programs.every()), False
     print(*HEADER, sep="\n")
     for chip in options.chip:
-        lines: list[str] = []
+        path = RESULTS / f"compiled.tpu-{chip}.jax-{jax.__version__}.md"
+        results = Results.read(path)
         failures: list[str] = []
-        for program in programs.every():
+        for program in every:
             if options.quick and not program.is_quick:
                 continue
             if options.only is not None and not re.search(options.only, program.name):
                 continue
             line, reasons = compiled(program, CHIPS[chip])
-            lines.append(line)
-            failures += reasons
-            print(line, flush=True)
-        print(*failures or ["No failure."], sep="\n", flush=True)
+            results.add(program.name, line, reasons)
+            failures += reasons if program.is_supported else []
+            print(line, *reasons, sep="\n", flush=True)
+            # After each program, since a run of all of them takes long.
+            if options.write and not options.quick:
+                path.write_text(page(chip, results, every, versions))
+        print("Failed." if failures else "No failure.", flush=True)
         failed |= bool(failures)
-        if options.write and not options.quick and options.only is None:
-            path = RESULTS / f"compiled.tpu-{chip}.jax-{jax.__version__}.md"
-            path.write_text(page(chip, lines, failures))
-            print(path)
     sys.exit(failed)
 
 
@@ -133,26 +131,6 @@ def check(name: str, found: Findings, lowered: Lowered, chip: Chip) -> Iterator[
     needed, memory = found.arguments + found.temporaries, chip.machine(1).memory
     if needed > memory:
         yield f"{name} needs {needed / 1e9:.1f} GB of the chip's {memory / 1e9:.1f} GB."
-
-
-def page(chip: str, lines: list[str], failures: list[str]) -> str:
-    """Return the results for a chip in Markdown."""
-    import libtpu
-
-    reasons: list[Any] = [f"- {each}" for each in failures] or ["None."]
-    return "\n".join(
-        [
-            f"# Programs compiled for a TPU {chip} by JAX {jax.__version__}, "
-            f"libtpu {libtpu.__version__}\n",
-            f"Made by `python -m benchmarks.tpu.compile --chip {chip}` without a TPU. Nothing was "
-            "timed; docs/tpu.md says what the figures mean.\n",
-            *HEADER,
-            *lines,
-            "\nFailures:\n",
-            *reasons,
-            "",
-        ]
-    )
 
 
 if __name__ == "__main__":

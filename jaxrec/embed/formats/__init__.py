@@ -10,6 +10,7 @@ from jaxrec.embed.formats.packed_rows import as_bits as as_bits
 from jaxrec.embed.formats.packed_rows import as_table as as_table
 from jaxrec.embed.formats.packed_rows import is_packed as is_packed
 from jaxrec.embed.formats.packed_rows import of_bits as of_bits
+from jaxrec.embed.formats.row_gather import gather_rows as gather_rows
 
 
 def _by_name(*formats: RowFormat) -> dict[str, RowFormat]:

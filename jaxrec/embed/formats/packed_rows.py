@@ -13,6 +13,7 @@ from jaxtyping import Array, DTypeLike, Float, Int32, Shaped
 
 from jaxrec.embed.formats.base import RowFormat
 from jaxrec.embed.formats.floats import PlainRows
+from jaxrec.embed.formats.row_gather import gather_rows
 
 # Elements that `PackedRows.map_rows` unpacks at a time: 4 MiB of float32.
 _BLOCK_ELEMENTS = 1 << 20
@@ -113,8 +114,8 @@ class _RowsAt:
     ) -> Float[Array, "*n dim"]:
         rows, index = self.rows, self.index
         # "clip" and a mask afterwards: stored bytes have no fill value that unpacks to any float.
-        stored = rows.stored.at[index.reshape(-1)].get(
-            mode="clip", indices_are_sorted=indices_are_sorted
+        stored = gather_rows(
+            rows.stored, index.reshape(-1), mode="clip", indices_are_sorted=indices_are_sorted
         )
         floats = rows.row_format.unpack(stored, rows.dim).reshape(*index.shape, rows.dim)
         if mode == "clip":

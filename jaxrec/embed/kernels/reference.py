@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int, Int32, Shaped
 
+from jaxrec.embed.formats import gather_rows
 from jaxrec.embed.kernels.base import (
     BAD_ROW,
     BagLayout,
@@ -217,7 +218,7 @@ def row_lookup(
     """Return ``table[rows]``, ``[n, dim]``: zeros at padding, NaN at a bad row."""
     # JAX counts negative indices from the end, so bad rows become one past padding.
     beyond = jnp.where(rows < 0, table.shape[0] + 1, rows)
-    values = table.at[beyond].get(mode="fill", fill_value=jnp.nan)
+    values = gather_rows(table, beyond, mode="fill", fill_value=jnp.nan)
     return jnp.where((rows == table.shape[0])[:, None], jnp.zeros((), table.dtype), values)
 
 

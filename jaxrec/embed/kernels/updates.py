@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
-from jaxrec.embed.formats import PackedRows, TableArray, is_packed
+from jaxrec.embed.formats import PackedRows, TableArray, gather_rows, is_packed
 from jaxrec.embed.formats.floats import PlainRows
 from jaxrec.embed.formats.rounding import random_bits, round_rows
 from jaxrec.embed.kernels.base import BagRows, Lookups, RowIndices, Runs, State, Table
@@ -111,7 +111,7 @@ def update_unique(
     # Entries behind the last run have the row `num_rows`. Reads past the end give zeros and writes
     # there are dropped, so the optimizer's formula runs on them in vain.
     def at_runs(array: TableArray) -> Array:
-        values = array.at[unique].get(mode="fill", fill_value=0, indices_are_sorted=True)
+        values = gather_rows(array, unique, mode="fill", fill_value=0, indices_are_sorted=True)
         return values.astype(jnp.float32)
 
     def put(array: TableArray, values: Array, salt: int) -> TableArray:
