@@ -142,13 +142,15 @@ def steps() -> Iterator[Program]:
     """Yield training steps of one device."""
     tables = programs.tables_step("reference", tables=4, rows=100_000, batch=512)
     yield on_one_chip(tables, is_quick=True)
-    # XLA copies tables with few rows for each row that is written.
-    tables = programs.tables_step("reference", tables=4, rows=1_000_000, batch=512, dim=64)
+    # XLA copies such a table if it has few rows for each row that is written.
+    tables = programs.tables_step("reference", tables=4, rows=4_000_000, batch=512, dim=64)
     yield on_one_chip(dataclasses.replace(tables, name=f"{tables.name} D64"))
     for name in ("dlrm_kaggle_8192", "dlrm_dcnv2_8192", "sasrec_512x200"):
         step = dataclasses.replace(STEPS[name].cut(1_000_000_000), batch=SAMPLES)
         step = dataclasses.replace(step, name=f"{name.rpartition('_')[0]}_{SAMPLES}")
-        yield on_one_chip(programs.timed_step(step, "reference"))
+        # SASRec's table of 64 columns is small enough for XLA to copy it before it is written.
+        is_supported = not name.startswith("sasrec")
+        yield on_one_chip(programs.timed_step(step, "reference"), is_supported=is_supported)
     yield on_one_chip(ranker_step())
 
 
