@@ -15,7 +15,7 @@ from jaxtyping import Array, Int32, Shaped
 # gathered in parts.
 _LANES = 128
 _MAX_COLUMNS = 56
-_TILE = 32  # columns of a tile of an 8-bit type; other types' divide it
+_TILE = 32  # columns of a tile of an 8-bit type
 
 
 def gather_rows(array: Any, rows: Int32[Array, " n"], **options: Any) -> Shaped[Array, "n *width"]:
@@ -26,9 +26,9 @@ def gather_rows(array: Any, rows: Int32[Array, " n"], **options: Any) -> Shaped[
 
     def in_parts(array: Array, rows: Array) -> Array:
         width = array.shape[1]
-        if width % _TILE == 0:
-            # Of 8-bit rows of whole tiles, parts would be copied, too. This is another view of the
-            # same memory.
+        if array.dtype.itemsize == 1 and width % _TILE == 0:
+            # The array would be copied for parts of whole tiles. This is another view of the same
+            # memory.
             tiles = array.reshape(array.shape[0], -1, _TILE)
             parts = [tiles.at[rows, i].get(**options) for i in range(tiles.shape[1])]
         else:
