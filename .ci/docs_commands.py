@@ -271,6 +271,8 @@ LEFT_OUT = {
     "jaxrec train --output run --data.generated-rows 200000": TOGETHER,
     SERVING: TOGETHER,
     "jaxrec serve model --port 8417 &": "tests/test_docs.py runs the page",
+    "jaxrec train --data clicks.csv --label click --output run": "is the same with a Parquet file",
+    "jaxrec export run model --dtype int8": "tests/commands/test_export.py does it",
     "jaxrec serve model --deltas versions": "ends when it is stopped; tests/serve/http does it",
     "python -m benchmarks.ranker_serving --requests 120": "takes minutes",
     "jaxrec serve ranker --cache-mb 2048": "ends when it is stopped; tests/serve/http does it",
