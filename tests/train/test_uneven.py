@@ -66,7 +66,7 @@ def test_a_loop_of_ones_own(pair, uneven):
 
 
 def test_the_command_line(forks, tmp_path):
-    """Which leaves the word to the trainer: here the one that is not the default."""
+    """`jaxrec train` hands its ``--uneven`` to the trainer: here "empty", not the default."""
     port = free_port()
     processes = []
     for process, count in enumerate((5, 10)):

@@ -27,8 +27,8 @@ def gather_rows(array: Any, rows: Int32[Array, " n"], **options: Any) -> Shaped[
     def in_parts(array: Array, rows: Array) -> Array:
         width = array.shape[1]
         if array.dtype.itemsize == 1 and width % _TILE == 0:
-            # The array would be copied for parts of whole tiles. This is another view of the same
-            # memory.
+            # XLA copies such an array for parts that are whole tiles. The reshaped array is another
+            # view of the same memory.
             tiles = array.reshape(array.shape[0], -1, _TILE)
             parts = [tiles.at[rows, i].get(**options) for i in range(tiles.shape[1])]
         else:
