@@ -83,13 +83,13 @@ def test_the_default_batch_size_is_the_largest(tmp_path, capsys):
 def test_topic(broker, tmp_path, capsys):
     """A message that cannot be decoded is left out, and a label that is none ends the run."""
     messages = pa.table(rows(0, 70)).to_pylist()
-    broker.send("cli", [*messages, b"nonsense", messages[0] | {"click": 2}], partitions=2)
+    broker.send("cli", [*messages, b"nonsense", messages[0] | {"click": 2}])
     output, address = tmp_path / "run", f"kafka://{broker.address}/cli"
     options = ["--data", address, "--output", str(output), *OPTIONS, "--data.bad-rows", "skip"]
     assert main(["train", *options, "--checkpoint.every", "2"]) == 1
     shown = capsys.readouterr()
-    assert "warning: topic 'cli', partition 0, offset 35: the message cannot be" in shown.out
-    assert "topic 'cli', partition 1, offset 35: " in shown.err
+    assert "warning: topic 'cli', partition 0, offset 70: the message cannot be" in shown.out
+    assert "topic 'cli', partition 0, offset 71: " in shown.err
     assert load_config(output / "config.yaml").stream.follow
     assert topic_address(load_config(output / "config.yaml").data.path) == address
     assert all_steps(output) == [4]

@@ -139,7 +139,11 @@ def _reader(path: pathlib.Path) -> Iterator[tuple[dict[str, Any], Callable[[Any,
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet())
         try:
-            checkpointer = stack.enter_context(ocp.Checkpointer(ocp.PyTreeCheckpointHandler()))
+            processes = processes_that_wait()
+            handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=processes)
+            checkpointer = stack.enter_context(
+                ocp.Checkpointer(handler, multiprocessing_options=processes)
+            )
             metadata = checkpointer.metadata(path / "state").item_metadata
             if metadata is None:
                 raise damaged(path, "state/_METADATA cannot be read")
@@ -158,6 +162,18 @@ def _reader(path: pathlib.Path) -> Iterator[tuple[dict[str, Any], Callable[[Any,
             if type(error) is not Exception and not isinstance(error, _READ_ERRORS):
                 raise
             raise damaged(path, " ".join(str(error).split())[:200]) from None
+
+
+def processes_that_wait() -> Any:
+    """Return options with which Orbax's processes wait for each other without the devices."""
+    import orbax.checkpoint as ocp
+
+    # Unless the processes are named, Orbax lets the devices add numbers, and in a thread of its own:
+    # XLA orders the programs of one thread only, so that this sum may start before the step that is
+    # under way in one process, and after it in another. Named ones wait at the coordination service.
+    is_one = jax.process_count() == 1
+    names = None if is_one else set(range(jax.process_count()))
+    return ocp.options.MultiprocessingOptions(active_processes=names)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from jaxrec.mesh.ahead import describe_capacities
 from jaxrec.mesh.replicas import average_replicas, has_replicas
 from jaxrec.tier.changes.change_tracker import ChangeTracker, HandOver
 from jaxrec.tier.rows.under_way import WrittenIds
-from jaxrec.train.checkpoint.arrays import os_errors, quiet
+from jaxrec.train.checkpoint.arrays import os_errors, processes_that_wait, quiet
 from jaxrec.train.checkpoint.files import (
     NO_LINK,
     STORES,
@@ -419,5 +419,13 @@ def _orbax() -> tuple[Any, type]:
 
     # Otherwise threads wait for directories, for minutes if one cannot be made.
     options = ocp.AsyncOptions(create_directories_asynchronously=False)
-    handler = Handler(composite_options=ocp.CompositeOptions(async_options=options))
-    return ocp.AsyncCheckpointer(handler, async_options=options), Arguments
+    processes = processes_that_wait()
+    handler = Handler(
+        composite_options=ocp.CompositeOptions(
+            async_options=options, multiprocessing_options=processes
+        )
+    )
+    checkpointer = ocp.AsyncCheckpointer(
+        handler, async_options=options, multiprocessing_options=processes
+    )
+    return checkpointer, Arguments
