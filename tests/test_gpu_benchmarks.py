@@ -287,16 +287,23 @@ def run(command, **environment):
     )
 
 
-@pytest.mark.slow
-def test_steps_have_the_losses_of_the_peers():
-    """The models of both sides are the same: losses of three steps, parameters and FLOP."""
-    program = f"import runpy, sys; sys.path.append({str(ROOT)!r}); runpy.run_module"
-    program += "('benchmarks.gpu.dlrm', run_name='__main__', alter_sys=True)"
-    options = ["--losses", "--precision", "float32", "--steps", *PEER_STEPS]
-    command = [sys.executable, "-P", "-c", program, *options]
-    ended = run(command, JAX_PLATFORMS="cpu")
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory):
+    """Lines of a dry run: what needs a GPU or the peers' packages is not run."""
+    if shutil.which("bash") is None:
+        pytest.skip("the script is of bash")
+    results = tmp_path_factory.mktemp("dry") / "lines.jsonl"
+    ended = run(
+        ["bash", "benchmarks/gpu.sh", "--dry-run"], PYTHON=sys.executable, RESULTS=str(results)
+    )
     assert ended.returncode == 0, ended.stderr + ended.stdout
-    lines = {line["shape"]: line for line in map(json.loads, ended.stdout.splitlines())}
+    return [json.loads(line) for line in results.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_steps_have_the_losses_of_the_peers(dry_run):
+    """The models of both sides are the same: losses of three steps, parameters and FLOP."""
+    lines = {line["shape"]: line for line in dry_run if line["kind"] == "step"}
     assert lines.keys() == PEER_STEPS.keys()
     for name, (losses, parameters, gflop) in PEER_STEPS.items():
         np.testing.assert_allclose(lines[name]["losses"], losses, rtol=1e-5, err_msg=name)
@@ -305,15 +312,9 @@ def test_steps_have_the_losses_of_the_peers():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("bash") is None, reason="the script is of bash")
-def test_the_script_runs_dry(tmp_path):
-    """Each part leaves lines; what needs a GPU or the peers' packages is not run."""
-    results = tmp_path / "lines.jsonl"
-    ended = run(
-        ["bash", "benchmarks/gpu.sh", "--dry-run"], PYTHON=sys.executable, RESULTS=str(results)
-    )
-    assert ended.returncode == 0, ended.stderr + ended.stdout
-    lines = [json.loads(line) for line in results.read_text().splitlines()]
+def test_the_script_runs_dry(dry_run):
+    """Each part leaves lines."""
+    lines = dry_run
     assert {line["kind"] for line in lines} == {
         "card",
         "check",
@@ -333,7 +334,6 @@ def test_the_script_runs_dry(tmp_path):
     assert all(line["ms"][0] > 0 for line in timed)
     steps = step_shapes.chosen_steps(None, 1, is_small=True)
     assert {step.name for step in steps} == PEER_STEPS.keys()
-    assert {line["shape"] for line in timed if line["kind"] == "step"} == PEER_STEPS.keys()
     assert {"rows forward adam", "rows backward adam", "fused_update sgd"} <= {
         line["primitive"] for line in timed if line["kind"] == "time"
     }

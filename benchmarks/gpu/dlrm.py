@@ -8,8 +8,8 @@
 `benchmarks.gpu.step_shapes` has the sizes. Prints a JSON line for each step: milliseconds of steps
 that follow one another (minimum and median over rounds), of the host alone until a step is
 launched, and of the GPU's kernels, with their number; the peak of memory that the compiled step
-needs; and the size of the model. ``--losses`` starts from fixed parameters, and the peers' script
-prints the same losses. The exit status is 1 if a step failed.
+needs; and the size of the model. Small steps start from fixed parameters, and print the losses that
+the peers' script prints with ``--losses``. The exit status is 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from benchmarks.gpu.step_shapes import (
 from benchmarks.gpu.timing import host_ms, profile, timed
 from jaxrec.embed.kernels import use_kernels
 from jaxrec.train import compile_step
+from jaxrec.train.step import CompiledStep
 
 BATCHES = 4  # different ones, which the steps take in turn
 
@@ -58,7 +59,6 @@ def main() -> None:
     end, failures = time.monotonic() + options.seconds, 0
     is_small = options.dry_run or options.losses
     precision = "tensorfloat32" if options.precision == "tf32" else "float32"
-    run = losses if options.losses else measure
     with contextlib.ExitStack() as stack:
         # A step is compiled to be asked for its memory, and again to run: the second time is a
         # read of this cache.
@@ -75,7 +75,15 @@ def main() -> None:
                 print(json.dumps(line | {"kind": "left out"}), flush=True)
                 continue
             try:
-                line |= run(step)
+                made = make(step)
+                if is_small:
+                    set_parameters(made)
+                compiled = compile_step(train_step_of(step), made.model, made.optimizer)
+                if is_small:
+                    line["losses"] = [float(compiled(*batch_of(step, seed))) for seed in range(3)]
+                if not options.losses:
+                    line |= measure(step, compiled)
+                line |= describe(step, made)
             except Exception as exception:
                 failures += 1
                 line |= {"exception": f"{type(exception).__name__}: {exception}"[:300]}
@@ -83,10 +91,19 @@ def main() -> None:
     sys.exit(failures > 0)
 
 
-def measure(step: Step) -> dict[str, Any]:
-    """Return the figures of a step."""
-    made = make(step)
-    compiled = compile_step(train_step_of(step), made.model, made.optimizer)
+def set_parameters(made: StepModel) -> None:
+    """Give a model the parameters that the peers' script gives it."""
+    for number, (parameter, is_transposed) in enumerate(made.parameters):
+        shape = parameter.get_value().shape
+        values = parameter_values(number, shape[::-1] if is_transposed else shape)
+        parameter.set_value(jnp.asarray(values.T if is_transposed else values))
+    for number, config in enumerate(made.tables.configs):
+        shape = config.num_embeddings, config.embedding_dim
+        made.tables.load_table(config.name, table_values(number, shape))
+
+
+def measure(step: Step, compiled: CompiledStep) -> dict[str, Any]:
+    """Return the times of a step and its peak of memory."""
     batches = [jax.device_put(batch_of(step, seed)) for seed in range(BATCHES)]
     position = 0
 
@@ -102,22 +119,7 @@ def measure(step: Step) -> dict[str, Any]:
         figures |= {"device_ms": kernels.total_ms, "launches": round(kernels.launches)}
     peak = memory.argument_size_in_bytes + memory.output_size_in_bytes
     peak += memory.temp_size_in_bytes - memory.alias_size_in_bytes
-    return figures | {"peak_gb": peak / 1e9} | describe(step, made)
-
-
-def losses(step: Step) -> dict[str, Any]:
-    """Return the losses of three steps from fixed parameters, and the size of the model."""
-    made = make(step)
-    for number, (parameter, is_transposed) in enumerate(made.parameters):
-        shape = parameter.get_value().shape
-        values = parameter_values(number, shape[::-1] if is_transposed else shape)
-        parameter.set_value(jnp.asarray(values.T if is_transposed else values))
-    for number, config in enumerate(made.tables.configs):
-        shape = config.num_embeddings, config.embedding_dim
-        made.tables.load_table(config.name, table_values(number, shape))
-    compiled = compile_step(train_step_of(step), made.model, made.optimizer)
-    values = [float(compiled(*batch_of(step, seed))) for seed in range(3)]
-    return {"losses": values} | describe(step, made)
+    return figures | {"peak_gb": peak / 1e9}
 
 
 def describe(step: Step, made: StepModel) -> dict[str, Any]:
