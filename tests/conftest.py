@@ -49,6 +49,14 @@ draw_small_blocks()
 hypothesis.settings.register_profile("jaxrec", deadline=None, derandomize=not fuzz.CASES)
 hypothesis.settings.load_profile("jaxrec")
 
+
+
+def settings_of_jax() -> dict[str, str]:
+    """Variables of the environment that JAX reads, in this process and in those of tests."""
+    return {key: value for key, value in os.environ.items() if key.startswith(("JAX_", "XLA_"))}
+
+
+SETTINGS = settings_of_jax()
 finished_tests = itertools.count(1)
 PROGRAMS = pytest.StashKey[str]()  # directory of the run's compiled programs
 
@@ -79,6 +87,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    # A script that is imported may set them for itself. Processes of other tests would follow.
+    assert settings_of_jax() == SETTINGS, "importing the tests changed what JAX reads"
     collect_garbage_rarely()
 
 

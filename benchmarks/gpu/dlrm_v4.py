@@ -35,7 +35,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-# Set by `benchmarks.gpu.mesh`, too, but JAX reads them when it is imported.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["XLA_FLAGS"] = (
