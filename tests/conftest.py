@@ -50,7 +50,6 @@ hypothesis.settings.register_profile("jaxrec", deadline=None, derandomize=not fu
 hypothesis.settings.load_profile("jaxrec")
 
 
-
 def settings_of_jax() -> dict[str, str]:
     """Variables of the environment that JAX reads, in this process and in those of tests."""
     return {key: value for key, value in os.environ.items() if key.startswith(("JAX_", "XLA_"))}

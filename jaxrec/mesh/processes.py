@@ -413,6 +413,9 @@ def join_processes(
     if num_processes == 1 and coordinator is None:
         return
     by_hand = num_processes is not None or coordinator is not None
+    # A CPU orders programs on one device of a process apart from those on several of them: a gather
+    # of numbers might start before the step in one process, and after it in another.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     try:
         jax.distributed.initialize(
             coordinator,

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
@@ -19,7 +20,7 @@ from jaxrec.mesh.dense import DenseName, DenseRule, check_dense, dense_placement
 from jaxrec.mesh.placement import Placement
 from jaxrec.mesh.pool_rows import PoolRows
 from jaxrec.mesh.precision import ExchangePrecision
-from jaxrec.mesh.processes import watch_processes
+from jaxrec.mesh.processes import watch_processes, who_has
 from jaxrec.mesh.ragged_support import check_ragged
 from jaxrec.mesh.replicas import ReplicaAxis, replica_axis_of
 from jaxrec.mesh.store import MeshStore
@@ -118,11 +119,12 @@ def shard(
     Raises:
         TypeError: The plan, the mesh, the model or ``dense`` has a wrong type; the plan has caches,
             but the model is not a function; the model's tables are pruned.
-        ValueError: ``is_ragged`` on CPUs or over more than 32 GPUs; a table has no placement, or
-            its placement does not fit the table or the mesh; the mesh lacks the axis; the planner
-            made the plan for another number of devices; processes have different plans or tables; a
-            table has both a cache and replicas; a row store does not fit its table; the sharding of
-            a parameter does not fit it or the mesh.
+        ValueError: ``is_ragged`` on CPUs or over more than 32 GPUs; a process of the job has no
+            device in the mesh; a table has no placement, or its placement does not fit the table or
+            the mesh; the mesh lacks the axis; the planner made the plan for another number of
+            devices; processes have different plans or tables; a table has both a cache and
+            replicas; a row store does not fit its table; the sharding of a parameter does not fit
+            it or the mesh.
         BlockingIOError: Another run has a row store open.
         OSError: A row store cannot be reached, read or written.
 
@@ -199,6 +201,7 @@ def _check_arguments(model: Any, plan: Any, mesh: Any, replica_axis: ReplicaAxis
         )
     if not isinstance(mesh, Mesh):
         raise TypeError(f"a model is put on a jax.sharding.Mesh, got {mesh!r}")
+    _check_devices(mesh)
     planned, devices = getattr(plan, "num_devices", None), mesh.devices.size
     if isinstance(replica_axis, Mapping):
         if missing := sorted(set(replica_axis) - set(plan.to_dict())):
@@ -217,6 +220,29 @@ def _check_arguments(model: Any, plan: Any, mesh: Any, replica_axis: ReplicaAxis
             f"{' in each replica' if replica_axis else ''}: plan anew by "
             "Planner(Topology.from_mesh(mesh)), or keep the placements nevertheless by "
             "ShardingPlan.from_dict(plan.to_dict())"
+        )
+
+
+def _check_devices(mesh: Mesh) -> None:
+    """Raise a ValueError if processes of the job would wait for each other for ever."""
+    owners = {device.process_index for device in mesh.devices.flat}
+    if missing := sorted(set(range(jax.process_count())) - owners):
+        raise ValueError(
+            f"{who_has(missing)} no device in the mesh, and {jax.process_count()} processes take "
+            "part in the job; make the mesh of as many devices of each"
+        )
+    # A CPU orders programs on one device apart from those on several, such as gathers of numbers.
+    is_one_of_many = len(mesh.local_devices) == 1 < jax.local_device_count()
+    if (
+        is_one_of_many
+        and jax.process_count() > 1
+        and jax.default_backend() == "cpu"
+        and jax.config.read("jax_cpu_enable_async_dispatch")
+    ):
+        raise ValueError(
+            f"the mesh has one of the {jax.local_device_count()} CPU devices of a process, whose "
+            "steps XLA may run before or after exchanges among processes; start by "
+            "jaxrec.mesh.join_processes(), which makes them wait, or make the mesh of all devices"
         )
 
 

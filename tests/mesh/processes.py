@@ -35,6 +35,19 @@ def everywhere():
     return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
 
 
+def meshes_without_some_devices():
+    """Steps would wait for a process that has none, or run beside exchanges among processes."""
+    plan = jaxrec.plan.ShardingPlan.from_dict({"a": row_wise()})
+    of_process = [[d for d in jax.devices() if d.process_index == process] for process in (0, 1)]
+    for devices, problem in (
+        (of_process[0], "process 1 has no device in the mesh, and 2 processes"),
+        ([of_process[0][0], of_process[1][0]], "the mesh has one of the 2 CPU devices of a"),
+    ):
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+        with pytest.raises(ValueError, match=problem):
+            jaxrec.shard(lambda: Ranker("a"), plan, mesh)
+
+
 def mine():
     """The samples of this process."""
     process, count = jax.process_index(), jax.process_count()

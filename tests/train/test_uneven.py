@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -66,8 +67,15 @@ def test_a_loop_of_ones_own(pair, uneven):
 
 
 def test_the_command_line(forks, tmp_path):
-    """`jaxrec train` hands its ``--uneven`` to the trainer: here "empty", not the default."""
+    """`jaxrec train` hands its ``--uneven`` to the trainer: here "empty", not the default.
+
+    Each process trains on one of its devices, while gathers of numbers take all of them.
+    """
     port = free_port()
+    environ = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
+    }
     processes = []
     for process, count in enumerate((5, 10)):
         options = [
@@ -80,7 +88,7 @@ def test_the_command_line(forks, tmp_path):
             f"--process-id={process}",
             "--uneven=empty",
         ]
-        processes.append(forks.run("jaxrec", "train", *options, environ={"JAX_PLATFORMS": "cpu"}))
+        processes.append(forks.run("jaxrec", "train", *options, environ=environ))
     for process in processes:
         assert process.wait(300) == 0, process.errors
     assert "process 0 has only 5 batches, and others more" in processes[0].errors

@@ -168,9 +168,9 @@ def processes_that_wait() -> Any:
     """Return options with which Orbax's processes wait for each other without the devices."""
     import orbax.checkpoint as ocp
 
-    # Unless the processes are named, Orbax lets the devices add numbers, and in a thread of its own:
-    # XLA orders the programs of one thread only, so that this sum may start before the step that is
-    # under way in one process, and after it in another. Named ones wait at the coordination service.
+    # Unless processes are named, Orbax waits by sums over the devices, in a thread of its own, whose
+    # order among the programs of the main thread is nobody's. Named ones wait at JAX's coordination
+    # service.
     is_one = jax.process_count() == 1
     names = None if is_one else set(range(jax.process_count()))
     return ocp.options.MultiprocessingOptions(active_processes=names)
