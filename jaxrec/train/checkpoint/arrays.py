@@ -169,7 +169,7 @@ def processes_that_wait() -> Any:
     import orbax.checkpoint as ocp
 
     # Unless processes are named, Orbax waits by sums over the devices, in a thread of its own, whose
-    # order among the programs of the main thread is nobody's. Named ones wait at JAX's coordination
+    # programs have no order among those of the main thread. Named ones wait at JAX's coordination
     # service.
     is_one = jax.process_count() == 1
     names = None if is_one else set(range(jax.process_count()))
