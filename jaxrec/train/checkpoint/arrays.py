@@ -168,9 +168,8 @@ def processes_that_wait() -> Any:
     """Return options with which Orbax's processes wait for each other without the devices."""
     import orbax.checkpoint as ocp
 
-    # Unless processes are named, Orbax waits by sums over the devices, in a thread of its own, whose
-    # programs have no order among those of the main thread. Named ones wait at JAX's coordination
-    # service.
+    # Unless processes are named, Orbax waits by sums over the devices, in a thread whose programs
+    # have no order among those of the main thread. Named ones wait at JAX's coordination service.
     is_one = jax.process_count() == 1
     names = None if is_one else set(range(jax.process_count()))
     return ocp.options.MultiprocessingOptions(active_processes=names)
