@@ -1,0 +1,144 @@
+"""Sums of rows by segment: the bags of a lookup, or the rows whose gradients an update adds up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int32
+
+from jaxrec.embed.kernels.sparse_core.subcores import (
+    IGNORED,
+    LANES,
+    Subcores,
+    block_size,
+    buffer,
+    each_group,
+    each_row,
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SegmentTerms:
+    """The terms of the sums, cut into blocks of segments. A subcore sums a block at a time.
+
+    A block's terms lie side by side, but begin and end at any position. Copies begin at multiples
+    of `LANES`, so that they bring terms of other blocks, too.
+    """
+
+    indices: Any  # row of the source that each term adds; `IGNORED` for none
+    segments: Any  # segment of each term, ascending
+    scales: Any  # factor of each term
+    targets: Any  # row of the result that each segment has; `IGNORED` for none
+    extents: Any  # first position and number of turns of each block, `LANES` numbers a block
+    source: Any  # the rows that are added
+
+    @classmethod
+    def of(
+        cls,
+        source: Float[Array, "rows dim"],
+        indices: Int32[Array, " terms"],
+        segments: Int32[Array, " terms"],
+        scales: Float[Array, " terms"] | None,
+        targets: Int32[Array, " segments"],
+    ) -> SegmentTerms:
+        """Cut terms into blocks. Segments past the last target are left out."""
+        size = block_size(source.shape[1])
+        blocks = pl.cdiv(targets.size, size)
+        bounds = jnp.searchsorted(
+            segments, jnp.minimum(jnp.arange(blocks + 1, dtype=jnp.int32) * size, targets.size)
+        )
+        first = bounds[:-1] // LANES * LANES
+        turns = jnp.where(bounds[1:] > bounds[:-1], pl.cdiv(bounds[1:] - first, size), 0)
+        extents = jnp.stack([first, turns], axis=1).astype(jnp.int32)
+        scales = jnp.ones(indices.shape) if scales is None else scales.astype(jnp.float32)
+        # Room for the last copy.
+        return cls(
+            jnp.pad(indices, (0, size + LANES), constant_values=IGNORED),
+            jnp.pad(segments, (0, size + LANES), mode="edge"),
+            jnp.pad(scales, (0, size + LANES)),
+            jnp.pad(targets, (0, blocks * size - targets.size), constant_values=IGNORED),
+            jnp.pad(extents, ((0, 0), (0, LANES - 2))).ravel(),
+            source,
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        return self.extents.shape[0] // LANES
+
+    @property
+    def buffers(self) -> Buffers:
+        """The types of the buffers that `sum_block` needs."""
+        dim = self.source.shape[1]
+        size = block_size(dim)
+        return Buffers(
+            *(buffer(size, dtype=dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32)),
+            buffer(size, dtype=jnp.int32),
+            buffer(LANES, dtype=jnp.int32),
+            buffer(size, dim),
+            buffer(size, dim),
+        )
+
+    def sum_block(
+        self,
+        subcores: Subcores,
+        block: Int32[Array, ""],
+        buffers: Buffers,
+        change: Callable[[Array], Array] | None = None,
+    ) -> Int32[Array, ""]:
+        """Sum a block's segments into ``buffers.sums``, and load their targets.
+
+        ``change`` is applied to rows of the source. Returns 0 if the block has no terms.
+        """
+        size = buffers.targets.shape[0]
+        pltpu.sync_copy(self.targets.at[pl.ds(block * size, size)], buffers.targets)
+        pltpu.sync_copy(self.extents.at[pl.ds(block * LANES, LANES)], buffers.extent)
+        extent = buffers.extent[pl.ds(0, LANES)]
+        first, turns = extent[0], extent[1]
+
+        @pl.loop(0, size)
+        def _(i: Array) -> None:
+            buffers.sums[pl.ds(i, 1), :] = jnp.zeros((1, self.source.shape[1]), jnp.float32)
+
+        def leave_out_others(group: Any) -> None:
+            segment = buffers.segments[group] - block * size
+            is_inside = (segment >= 0) & (segment < size)
+            buffers.segments[group] = segment
+            buffers.indices[group] = jnp.where(is_inside, buffers.indices[group], IGNORED)
+
+        def add(i: Array, _: Array, segment: Array, scale: Array) -> None:
+            row = buffers.rows[pl.ds(i, 1), :]
+            row = row if change is None else change(row)
+            buffers.sums[pl.ds(segment, 1), :] += row * scale
+
+        @pl.loop(0, turns)
+        def _(turn: Array) -> None:
+            here = pl.ds(pl.multiple_of(first + turn * size, LANES), size)
+            pltpu.sync_copy(self.indices.at[here], buffers.indices)
+            pltpu.sync_copy(self.segments.at[here], buffers.segments)
+            pltpu.sync_copy(self.scales.at[here], buffers.scales)
+            each_group(size, leave_out_others)
+            subcores.read_rows(self.source, buffers.indices, buffers.rows)
+            each_row(buffers.indices, add, buffers.segments, buffers.scales)
+
+        return turns
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """A subcore's memory for the sums of a block."""
+
+    indices: Any
+    segments: Any  # counted from the block's first
+    scales: Any
+    targets: Any
+    extent: Any
+    rows: Any
+    sums: Any
