@@ -20,9 +20,11 @@ from jaxrec.embed.kernels.sparse_core.subcores import (
     LANES,
     Subcores,
     block_size,
-    buffer,
-    each_group,
     each_row,
+    each_vector,
+    entries,
+    list_buffer,
+    rows_buffer,
 )
 from jaxrec.embed.kernels.sparse_core.sums import SegmentTerms
 
@@ -38,35 +40,33 @@ def row_lookup(
     kernel = functools.partial(_copy_rows, subcores=subcores, count=rows.size)
     padding = -rows.size % size
     inputs = jnp.pad(rows, (0, padding), constant_values=table.shape[0]), table
-    numbers = [buffer(size, dtype=jnp.int32)] * 4
-    (out,), _ = subcores.launch(
-        kernel, inputs, (output,), scratch=(*numbers, buffer(size, table.shape[1]))
-    )
+    scratch = *[list_buffer(size)] * 4, rows_buffer(size, table.shape[1])
+    (out,), _ = subcores.launch(kernel, inputs, (output,), scratch=scratch)
     return out
 
 
 def _copy_rows(inputs: Any, _: Any, outputs: Any, own: Any, *, subcores: Subcores, count: int) -> None:
     rows, table = inputs
     numbers, indices, others, targets, values = own
-    size, (num_rows, dim) = numbers.shape[0], table.shape
+    size, (num_rows, dim) = values.shape[0], table.shape
 
     def copy(block: Array) -> None:
         start = block * size
-        pltpu.sync_copy(rows.at[pl.ds(start, size)], numbers)
+        pltpu.sync_copy(rows.at[pl.ds(start, size)], entries(numbers))
 
-        def split(group: Any) -> None:
-            row = numbers[group]
+        def split(vector: Any) -> None:
+            row = numbers[vector]
             is_row = (row >= 0) & (row < num_rows)
-            indices[group] = jnp.where(is_row, row, IGNORED)
-            others[group] = jnp.where(is_row, IGNORED, jnp.where(row == num_rows, 0, 1))
-            target = start + group.start + jax.lax.iota(jnp.int32, LANES)
-            targets[group] = jnp.where(target < count, target, IGNORED)
+            indices[vector] = jnp.where(is_row, row, IGNORED)
+            others[vector] = jnp.where(is_row, IGNORED, jnp.where(row == num_rows, 0, 1))
+            target = start + vector.start + jax.lax.iota(jnp.int32, LANES)
+            targets[vector] = jnp.where(target < count, target, IGNORED)
 
         def fill(i: Array, is_bad: Array) -> None:
             number = jnp.where(is_bad == 1, jnp.float32(jnp.nan), jnp.float32(0))
             values[pl.ds(i, 1), :] = jnp.full((1, dim), number)
 
-        each_group(size, split)
+        each_vector(numbers, split)
         subcores.read_rows(table, indices, values)
         each_row(others, fill)
         subcores.write_rows(values, outputs[0], targets)

@@ -31,9 +31,20 @@ def block_size(dim: int) -> int:
     return _BUFFER // dim // LANES * LANES
 
 
-def buffer(*shape: int, dtype: DTypeLike = jnp.float32) -> Any:
-    """Return the type of an array in a subcore's memory."""
-    return pltpu.VMEM(shape, dtype)
+def rows_buffer(size: int, *dim: int) -> Any:
+    """Return the type of rows, or of one number a row, in a subcore's memory."""
+    return pltpu.VMEM((size, *dim), jnp.float32)
+
+
+def list_buffer(size: int, dtype: DTypeLike = jnp.int32) -> Any:
+    """Return the type of a list of numbers in a subcore's memory; see `entries`."""
+    # Room for the vector that begins at the last number.
+    return pltpu.VMEM((size + LANES,), dtype)
+
+
+def entries(numbers: Any) -> Any:
+    """Return the part of a `list_buffer` that has its numbers."""
+    return numbers.at[pl.ds(0, numbers.shape[0] - LANES)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,40 +119,39 @@ class Subcores:
         if self.interpret:
             each_row(indices, lambda i, index: pltpu.sync_copy(_row(array, index), _row(rows, i)))
         else:
-            pltpu.sync_copy(array.at[plsc.Indices(indices, ignored_value=IGNORED)], rows)
+            pltpu.sync_copy(array.at[_indirect(indices)], rows)
 
     def write_rows(self, rows: Any, array: Any, indices: Any) -> None:
         """Copy rows of a buffer into the chip's memory, except to ignored indices."""
         if self.interpret:
             each_row(indices, lambda i, index: pltpu.sync_copy(_row(rows, i), _row(array, index)))
         else:
-            pltpu.sync_copy(rows, array.at[plsc.Indices(indices, ignored_value=IGNORED)])
+            pltpu.sync_copy(rows, array.at[_indirect(indices)])
 
 
-def each_group(size: int, run: Callable[[Any], None]) -> None:
-    """Run a function of a slice for each of the vectors that a buffer of ``size`` numbers has."""
+def each_vector(numbers: Any, run: Callable[[Any], None]) -> None:
+    """Run a function of a slice for each vector of a `list_buffer`."""
 
-    @pl.loop(0, size // LANES)
-    def _(group: Array) -> None:
-        run(pl.ds(pl.multiple_of(group * LANES, LANES), LANES))
+    @pl.loop(0, numbers.shape[0] // LANES - 1)
+    def _(i: Array) -> None:
+        run(pl.ds(pl.multiple_of(i * LANES, LANES), LANES))
 
 
-def each_row(
-    indices: Any, run: Callable[..., None], *others: Any
-) -> None:
+def each_row(indices: Any, run: Callable[..., None], *others: Any) -> None:
     """Run ``run(i, indices[i], *others[i])`` for each row whose index is not ignored.
 
-    ``indices`` and ``others`` are buffers of numbers.
+    ``indices`` and ``others`` are of type `list_buffer`.
     """
+    # Turns are not unrolled, since the compiler aborts the process if a program is too long.
 
-    def run_group(group: Any) -> None:
-        vectors = [each[group] for each in (indices, *others)]
-        # The number of a lane must be static.
-        for lane in range(LANES):
-            numbers = [vector[lane] for vector in vectors]
-            pl.when(numbers[0] != IGNORED)(lambda: run(group.start + lane, *numbers))
+    @pl.loop(0, indices.shape[0] - LANES)
+    def _(i: Array) -> None:
+        numbers = [each[pl.ds(i, LANES)][0] for each in (indices, *others)]
+        pl.when(numbers[0] != IGNORED)(lambda: run(i, *numbers))
 
-    each_group(indices.shape[0], run_group)
+
+def _indirect(indices: Any) -> plsc.Indices:
+    return plsc.Indices(entries(indices), ignored_value=IGNORED)
 
 
 def _row(array: Any, index: Any) -> Any:

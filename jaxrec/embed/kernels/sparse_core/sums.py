@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +18,11 @@ from jaxrec.embed.kernels.sparse_core.subcores import (
     LANES,
     Subcores,
     block_size,
-    buffer,
-    each_group,
     each_row,
+    each_vector,
+    entries,
+    list_buffer,
+    rows_buffer,
 )
 
 
@@ -78,11 +81,11 @@ class SegmentTerms:
         dim = self.source.shape[1]
         size = block_size(dim)
         return Buffers(
-            *(buffer(size, dtype=dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32)),
-            buffer(size, dtype=jnp.int32),
-            buffer(LANES, dtype=jnp.int32),
-            buffer(size, dim),
-            buffer(size, dim),
+            *map(functools.partial(list_buffer, size), (jnp.int32, jnp.int32, jnp.float32)),
+            list_buffer(size),
+            list_buffer(LANES),
+            rows_buffer(size, dim),
+            rows_buffer(size, dim),
         )
 
     def sum_block(
@@ -96,9 +99,9 @@ class SegmentTerms:
 
         ``change`` is applied to rows of the source. Returns 0 if the block has no terms.
         """
-        size = buffers.targets.shape[0]
-        pltpu.sync_copy(self.targets.at[pl.ds(block * size, size)], buffers.targets)
-        pltpu.sync_copy(self.extents.at[pl.ds(block * LANES, LANES)], buffers.extent)
+        size = buffers.sums.shape[0]
+        pltpu.sync_copy(self.targets.at[pl.ds(block * size, size)], entries(buffers.targets))
+        pltpu.sync_copy(self.extents.at[pl.ds(block * LANES, LANES)], entries(buffers.extent))
         extent = buffers.extent[pl.ds(0, LANES)]
         first, turns = extent[0], extent[1]
 
@@ -106,11 +109,11 @@ class SegmentTerms:
         def _(i: Array) -> None:
             buffers.sums[pl.ds(i, 1), :] = jnp.zeros((1, self.source.shape[1]), jnp.float32)
 
-        def leave_out_others(group: Any) -> None:
-            segment = buffers.segments[group] - block * size
+        def leave_out_others(vector: Any) -> None:
+            segment = buffers.segments[vector] - block * size
             is_inside = (segment >= 0) & (segment < size)
-            buffers.segments[group] = segment
-            buffers.indices[group] = jnp.where(is_inside, buffers.indices[group], IGNORED)
+            buffers.segments[vector] = segment
+            buffers.indices[vector] = jnp.where(is_inside, buffers.indices[vector], IGNORED)
 
         def add(i: Array, _: Array, segment: Array, scale: Array) -> None:
             row = buffers.rows[pl.ds(i, 1), :]
@@ -120,10 +123,10 @@ class SegmentTerms:
         @pl.loop(0, turns)
         def _(turn: Array) -> None:
             here = pl.ds(pl.multiple_of(first + turn * size, LANES), size)
-            pltpu.sync_copy(self.indices.at[here], buffers.indices)
-            pltpu.sync_copy(self.segments.at[here], buffers.segments)
-            pltpu.sync_copy(self.scales.at[here], buffers.scales)
-            each_group(size, leave_out_others)
+            pltpu.sync_copy(self.indices.at[here], entries(buffers.indices))
+            pltpu.sync_copy(self.segments.at[here], entries(buffers.segments))
+            pltpu.sync_copy(self.scales.at[here], entries(buffers.scales))
+            each_vector(buffers.indices, leave_out_others)
             subcores.read_rows(self.source, buffers.indices, buffers.rows)
             each_row(buffers.indices, add, buffers.segments, buffers.scales)
 

@@ -18,8 +18,10 @@ from jaxrec.embed.kernels.sparse_core.subcores import (
     LANES,
     Subcores,
     block_size,
-    buffer,
     each_row,
+    entries,
+    list_buffer,
+    rows_buffer,
     sum_columns,
 )
 from jaxrec.embed.kernels.sparse_core.sums import SegmentTerms
@@ -78,8 +80,8 @@ def fused_update(
     size = block_size(dim)
     scratch = (
         terms.buffers,
-        tuple(buffer(LANES, dtype=each.dtype) for each in numbers),
-        jax.tree.map(lambda array: buffer(size, *array.shape[1:]), (table, state)),
+        tuple(list_buffer(LANES, each.dtype) for each in numbers),
+        jax.tree.map(lambda array: rows_buffer(size, *array.shape[1:]), (table, state)),
     )
     subcores = Subcores.of(interpret=interpret)
     kernel = functools.partial(_update, subcores=subcores, optimizer=set_now)
@@ -98,7 +100,7 @@ def _update(
 ) -> None:
     terms, numbers = inputs
     sums, own_numbers, rows = own
-    pltpu.sync_copy(numbers, own_numbers)
+    pltpu.sync_copy(numbers, jax.tree.map(entries, own_numbers))
     rates, counts = (each[pl.ds(0, LANES)] for each in own_numbers)
     rule, bound = with_numbers(optimizer, [rates[i] for i in range(LANES)]), optimizer.clip_value
     change = None if bound is None else functools.partial(jnp.clip, min=-bound, max=bound)
