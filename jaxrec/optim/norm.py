@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
@@ -13,6 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 SumColumns: TypeAlias = Callable[[Float[Array, "rows dim"]], Float[Array, " rows"]]
+
+
+def _sum_columns(rows: Float[Array, "rows dim"]) -> Float[Array, " rows"]:
+    return jnp.sum(rows, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +33,7 @@ class CutRows:
     dim: int
     total: Callable[[Float[Array, " rows"]], Float[Array, " rows"]]
     is_column: Bool[Array, "*rows dim"] | None = None
-    sum_columns: SumColumns = functools.partial(jnp.sum, axis=1)
+    sum_columns: SumColumns = _sum_columns
 
 
 # A context variable, not an argument: users implement `update`, and should not have to know that a
@@ -43,7 +46,7 @@ def cut_rows(
     dim: int,
     total: Callable[[Float[Array, " rows"]], Float[Array, " rows"]] = lambda sums: sums,
     is_column: Bool[Array, "*rows dim"] | None = None,
-    sum_columns: SumColumns = functools.partial(jnp.sum, axis=1),
+    sum_columns: SumColumns = _sum_columns,
 ) -> Iterator[None]:
     """Within this context, make the functions below sum over whole rows; see `CutRows`."""
     token = _cut_rows.set(CutRows(dim, total, is_column, sum_columns))

@@ -29,9 +29,7 @@ from jaxrec.embed.kernels.sparse_core.subcores import (
 from jaxrec.embed.kernels.sparse_core.sums import SegmentTerms
 
 
-def row_lookup(
-    table: Table, rows: RowIndices, *, interpret: bool = False
-) -> Float[Array, "n dim"]:
+def row_lookup(table: Table, rows: RowIndices, *, interpret: bool = False) -> Float[Array, "n dim"]:
     """Return the rows; see `jaxrec.embed.kernels.reference`."""
     output = jax.ShapeDtypeStruct((rows.size, table.shape[1]), table.dtype)
     if rows.size == 0:
@@ -45,7 +43,9 @@ def row_lookup(
     return out
 
 
-def _copy_rows(inputs: Any, _: Any, outputs: Any, own: Any, *, subcores: Subcores, count: int) -> None:
+def _copy_rows(
+    inputs: Any, _: Any, outputs: Any, own: Any, *, subcores: Subcores, count: int
+) -> None:
     rows, table = inputs
     numbers, indices, others, targets, values = own
     size, (num_rows, dim) = values.shape[0], table.shape

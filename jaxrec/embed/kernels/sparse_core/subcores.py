@@ -26,6 +26,17 @@ _BUFFER = 8192
 MOST_COLUMNS = _BUFFER // LANES
 
 
+def refuse_chip() -> str | None:
+    """Return why the kernels do not run on the chip that programs are traced for; None: they do."""
+    try:
+        lanes = plsc.get_sparse_core_info().num_lanes
+    except (RuntimeError, ValueError):  # a chip without SparseCores, or no TPU
+        return "it needs a TPU with SparseCores"
+    if lanes != LANES:
+        return f"its SparseCores have vectors of {LANES} numbers, and these of {lanes}"
+    return None
+
+
 def block_size(dim: int) -> int:
     """Return the number of rows of ``dim`` columns that a subcore holds in a buffer."""
     return _BUFFER // dim // LANES * LANES
@@ -64,7 +75,9 @@ class Subcores:
     def of(cls, *, interpret: bool) -> Subcores:
         """Return all subcores of the chip, or the one of the interpreter."""
         if not interpret:
-            return cls(plsc.VectorSubcoreMesh(core_axis_name=_CORE, subcore_axis_name=_SUBCORE), False)
+            return cls(
+                plsc.VectorSubcoreMesh(core_axis_name=_CORE, subcore_axis_name=_SUBCORE), False
+            )
         device = AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
         chip = AbstractMesh((1,), ("chip",), axis_types=(AxisType.Auto,), abstract_device=device)
         with jax.sharding.use_abstract_mesh(chip):
@@ -104,7 +117,7 @@ class Subcores:
         return run(inputs, refs), jax.tree.map(jax.freeze, refs)
 
     def each_block(self, count: int, run: Callable[[Int32[Array, ""]], None]) -> None:
-        """Run a function of the block's number for each of ``count`` blocks, on one subcore each."""
+        """Run a function of the block's number for each block, on one subcore each."""
         # Neighbouring blocks go to different subcores, so that all have work if only the first
         # blocks have any.
         subcore = jax.lax.axis_index(_SUBCORE) * self.mesh.num_cores + jax.lax.axis_index(_CORE)
