@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,17 +75,16 @@ class Subcores:
     @classmethod
     def of(cls, *, interpret: bool) -> Subcores:
         """Return all subcores of the chip, or the one of the interpreter."""
+        make_mesh = functools.partial(
+            plsc.VectorSubcoreMesh, core_axis_name=_CORE, subcore_axis_name=_SUBCORE
+        )
         if not interpret:
-            return cls(
-                plsc.VectorSubcoreMesh(core_axis_name=_CORE, subcore_axis_name=_SUBCORE), False
-            )
+            return cls(make_mesh(), interpret)
+        # A mesh is checked against a chip, which need not exist.
         device = AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
         chip = AbstractMesh((1,), ("chip",), axis_types=(AxisType.Auto,), abstract_device=device)
         with jax.sharding.use_abstract_mesh(chip):
-            mesh = plsc.VectorSubcoreMesh(
-                core_axis_name=_CORE, subcore_axis_name=_SUBCORE, num_cores=1, num_subcores=1
-            )
-        return cls(mesh, True)
+            return cls(make_mesh(num_cores=1, num_subcores=1), interpret)
 
     def launch(
         self,
@@ -97,7 +97,8 @@ class Subcores:
         """Run ``kernel(inputs, changed, outputs, scratch)`` on each subcore.
 
         The kernel gets trees of references: to arrays in the chip's memory, and to the subcore's
-        own memory for ``scratch``, a tree of `buffer`. Arrays of ``changed`` are changed in place.
+        own memory for ``scratch``, a tree of `rows_buffer` and `list_buffer`. Arrays of ``changed``
+        are changed in place.
         Returns the outputs and the changed arrays.
         """
         refs = jax.tree.map(jax.new_ref, changed)

@@ -28,6 +28,20 @@ from jaxrec.embed.kernels.sparse_core.subcores import (
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Buffers:
+    """A subcore's memory for the sums of a block."""
+
+    indices: Any
+    segments: Any  # counted from the block's first
+    scales: Any
+    targets: Any
+    extent: Any
+    rows: Any
+    sums: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class SegmentTerms:
     """The terms of the sums, cut into blocks of segments. A subcore sums a block at a time.
 
@@ -131,17 +145,3 @@ class SegmentTerms:
             each_row(buffers.indices, add, buffers.segments, buffers.scales)
 
         return turns
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Buffers:
-    """A subcore's memory for the sums of a block."""
-
-    indices: Any
-    segments: Any  # counted from the block's first
-    scales: Any
-    targets: Any
-    extent: Any
-    rows: Any
-    sums: Any
