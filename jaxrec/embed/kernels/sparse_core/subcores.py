@@ -51,7 +51,7 @@ def rows_buffer(size: int, *dim: int) -> Any:
 def list_buffer(size: int, dtype: DTypeLike = jnp.int32) -> Any:
     """Return the type of a list of numbers in a subcore's memory; see `entries`."""
     # Room for the vector that begins at the last number.
-    return pltpu.VMEM((size + LANES,), dtype)
+    return pltpu.VMEM((size + LANES,), jnp.dtype(dtype))
 
 
 def entries(numbers: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +58,7 @@ class SegmentTerms:
     @classmethod
     def of(
         cls,
-        source: Float[Array, "rows dim"],
+        source: Any,
         indices: Int32[Array, " terms"],
         segments: Int32[Array, " terms"],
         scales: Float[Array, " terms"] | None,
@@ -92,14 +91,15 @@ class SegmentTerms:
     @property
     def buffers(self) -> Buffers:
         """The types of the buffers that `sum_block` needs."""
-        dim = self.source.shape[1]
-        size = block_size(dim)
+        size, dim = block_size(self.source.shape[1]), self.source.shape[1]
         return Buffers(
-            *map(functools.partial(list_buffer, size), (jnp.int32, jnp.int32, jnp.float32)),
-            list_buffer(size),
-            list_buffer(LANES),
-            rows_buffer(size, dim),
-            rows_buffer(size, dim),
+            indices=list_buffer(size),
+            segments=list_buffer(size),
+            scales=list_buffer(size, jnp.float32),
+            targets=list_buffer(size),
+            extent=list_buffer(LANES),
+            rows=rows_buffer(size, dim),
+            sums=rows_buffer(size, dim),
         )
 
     def sum_block(
