@@ -98,15 +98,18 @@ def sharded_step(exchange: str, *, ragged: bool = False) -> mesh.Step:
     return mesh.Step(exchange, "1x8x1", ragged=ragged, samples=SAMPLES)
 
 
-def over_eight_chips(step: mesh.Step) -> Program:
-    """Return a sharded step, for eight chips."""
+def over_eight_chips(
+    step: mesh.Step, *kernels: str, chips: tuple[str, ...] = tuple(CHIPS)
+) -> Program:
+    """Return a sharded step by the named kernels, for eight chips."""
 
     def lower(chip: Chip) -> Lowered:
-        lowered, _ = mesh.lower_step(step, chip.devices(8), ("reference",), "tpu")
+        lowered, _ = mesh.lower_step(step, chip.devices(8), (*kernels, "reference"), "tpu")
         rows = mesh.TABLES * mesh.ROWS // 8
         return Lowered(lowered, frozenset([(rows, mesh.DIM), (rows,)]), 4 * rows * (mesh.DIM + 1))
 
-    return Program(f"step 8 chips {step.exchange}{' ragged' * step.ragged}", lower)
+    name = " ".join(["step 8 chips", step.exchange, *["ragged"] * step.ragged, *kernels])
+    return Program(name, lower, chips=chips)
 
 
 def every() -> Iterator[Program]:
@@ -140,6 +143,8 @@ def sparse_core_programs() -> Iterator[Program]:
             yield on_one_chip(program, chips=chips)
     tables = programs.tables_step("sparse_core", "reference", tables=4, rows=100_000, batch=512)
     yield on_one_chip(tables, chips=chips)
+    # Its updates are in a loop.
+    yield over_eight_chips(sharded_step("rows"), "sparse_core", chips=chips)
 
 
 def read_rows(rows: int, dim: int, count: int) -> programs.Program:

@@ -76,7 +76,12 @@ def fused_update(
     # Numbers that change from step to step (rates, hyperparameters) are operands of the kernel.
     set_now, count = resolve(optimizer, step)
     rates = jnp.stack(numbers_of_step(set_now, count))
-    numbers = jnp.pad(rates, (0, LANES - rates.size)), jnp.full(LANES, count)
+    # Within a loop or a branch, libtpu does not compile a kernel with a constant operand, as the
+    # rates may be. So each array gets some numbers behind it that are not constant.
+    numbers = (
+        jnp.concatenate([rates, jnp.zeros(LANES - rates.size), gradients[0, :LANES]]),
+        jnp.concatenate([jnp.full(LANES, count), targets[:1]]),
+    )
     size = block_size(dim)
     scratch = (
         terms.buffers,
@@ -100,7 +105,8 @@ def _update(
 ) -> None:
     terms, numbers = inputs
     sums, own_numbers, rows = own
-    pltpu.sync_copy(numbers, jax.tree.map(entries, own_numbers))
+    for array, own_array in zip(numbers, own_numbers, strict=True):
+        pltpu.sync_copy(array.at[pl.ds(0, LANES)], entries(own_array))
     rates, counts = (each[pl.ds(0, LANES)] for each in own_numbers)
     rule, bound = with_numbers(optimizer, [rates[i] for i in range(LANES)]), optimizer.clip_value
     change = None if bound is None else functools.partial(jnp.clip, min=-bound, max=bound)
