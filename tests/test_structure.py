@@ -200,6 +200,7 @@ TESTED_BY = {
     "commands/test_export": ("serve/exported_run",),
     "serve/quantized/test_quality_report": ("serve/quantized/table_quality",),
     "nn/test_towers": ("mesh/towers",),
+    "embed/kernels/sparse_core/test_lookups": ("embed/kernels/sparse_core/sums",),
 }
 LISTED = [module for modules in TESTED_BY.values() for module in modules]
 

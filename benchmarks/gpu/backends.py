@@ -7,7 +7,9 @@ from types import ModuleType
 from jaxrec.embed.kernels.registry import IMPLEMENTATIONS
 
 # Those that must pass a trial on a card are written for GPUs; the reference runs in XLA.
-BACKENDS = tuple(each.name for each in IMPLEMENTATIONS if each.is_tried)
+BACKENDS = tuple(
+    each.name for each in IMPLEMENTATIONS if "cuda" in each.platforms and each.is_tried
+)
 NAMES = ("reference", *BACKENDS)
 
 

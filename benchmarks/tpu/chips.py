@@ -23,6 +23,7 @@ class Chip:
         eight: Shape of the topology of eight chips, on two hosts.
         memory_rate: Bytes a second of the memory, by data sheet; see `jaxrec.plan.machines`.
         link_rate: Bytes a second from a chip to others, by data sheet.
+        has_sparse_cores: Whether Pallas describes its SparseCores.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Chip:
     eight: str
     memory_rate: float
     link_rate: float
+    has_sparse_cores: bool = True
 
     def devices(self, count: int) -> tuple[Any, ...]:
         """Return 1 or 8 described devices."""
@@ -74,7 +76,7 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v5e", "1x1", "2x4", 0.819e12, 200e9),
+        Chip("v5e", "1x1", "2x4", 0.819e12, 200e9, has_sparse_cores=False),
         Chip("v6e", "1x1", "2x4", 1.638e12, 400e9),
         Chip("v5p", "1x1x1", "2x2x2", 2.765e12, 600e9),
     )

@@ -76,7 +76,7 @@ def main(options: Options) -> None:
         results = Results.read(path)
         failures: list[str] = []
         for program in every:
-            if options.quick and not program.is_quick:
+            if chip not in program.chips or (options.quick and not program.is_quick):
                 continue
             if options.only is not None and not re.search(options.only, program.name):
                 continue

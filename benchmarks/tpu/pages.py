@@ -55,6 +55,7 @@ def page(chip: str, results: Results, every: Sequence[Program], versions: str) -
         every: All programs, in the order of the page.
         versions: Versions of the compiler.
     """
+    every = [each for each in every if chip in each.chips]
     done = [each for each in every if each.name in results.lines]
 
     def reasons(is_supported: bool) -> list[str]:

@@ -19,8 +19,8 @@ import jaxrec
 from benchmarks.gpu import mesh, programs
 from benchmarks.gpu.batches import Shape
 from benchmarks.gpu.step_shapes import STEPS
-from benchmarks.tpu.chips import Chip
-from jaxrec.embed.kernels import reference, use_kernels
+from benchmarks.tpu.chips import CHIPS, Chip
+from jaxrec.embed.kernels import reference, sparse_core, use_kernels
 from jaxrec.embed.tables import read_slots, write_slots
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "hstu_ranker.py"
@@ -60,16 +60,22 @@ class Program:
         lower: Lowers it for a chip.
         is_quick: Whether it belongs to the cut that CI compiles.
         is_supported: Whether it must not fail; docs/tpu.md says why the others do.
+        chips: Names of the chips that it is for.
     """
 
     name: str
     lower: Callable[[Chip], Lowered]
     is_quick: bool = False
     is_supported: bool = True
+    chips: tuple[str, ...] = tuple(CHIPS)
 
 
 def on_one_chip(
-    program: programs.Program, *, is_quick: bool = False, is_supported: bool = True
+    program: programs.Program,
+    *,
+    is_quick: bool = False,
+    is_supported: bool = True,
+    chips: tuple[str, ...] = tuple(CHIPS),
 ) -> Program:
     """Return a program of one device, for a chip."""
 
@@ -84,7 +90,7 @@ def on_one_chip(
         )
         return Lowered(lowered, program.tables, table_bytes)
 
-    return Program(program.name.replace("reference ", ""), lower, is_quick, is_supported)
+    return Program(program.name.replace("reference ", ""), lower, is_quick, is_supported, chips)
 
 
 def sharded_step(exchange: str, *, ragged: bool = False) -> mesh.Step:
@@ -92,20 +98,24 @@ def sharded_step(exchange: str, *, ragged: bool = False) -> mesh.Step:
     return mesh.Step(exchange, "1x8x1", ragged=ragged, samples=SAMPLES)
 
 
-def over_eight_chips(step: mesh.Step) -> Program:
-    """Return a sharded step, for eight chips."""
+def over_eight_chips(
+    step: mesh.Step, *kernels: str, chips: tuple[str, ...] = tuple(CHIPS)
+) -> Program:
+    """Return a sharded step by the named kernels, for eight chips."""
 
     def lower(chip: Chip) -> Lowered:
-        lowered, _ = mesh.lower_step(step, chip.devices(8), ("reference",), "tpu")
+        lowered, _ = mesh.lower_step(step, chip.devices(8), (*kernels, "reference"), "tpu")
         rows = mesh.TABLES * mesh.ROWS // 8
         return Lowered(lowered, frozenset([(rows, mesh.DIM), (rows,)]), 4 * rows * (mesh.DIM + 1))
 
-    return Program(f"step 8 chips {step.exchange}{' ragged' * step.ragged}", lower)
+    name = " ".join(["step 8 chips", step.exchange, *["ragged"] * step.ragged, *kernels])
+    return Program(name, lower, chips=chips)
 
 
 def every() -> Iterator[Program]:
     """Yield the programs, small ones first."""
     yield from calls()
+    yield from sparse_core_programs()
     yield from steps()
     yield from sharded_steps()
 
@@ -119,6 +129,22 @@ def calls() -> Iterator[Program]:
         yield on_one_chip(programs.pooled_lookup(reference, shape))
     yield on_one_chip(read_rows(400_000, 128, 4096))
     yield on_one_chip(write_rows(400_000, 128, 4096))
+
+
+def sparse_core_programs() -> Iterator[Program]:
+    """Yield the programs of our own kernels for SparseCores."""
+    chips = tuple(name for name, chip in CHIPS.items() if chip.has_sparse_cores)
+    for dim, rows in ((128, 1_000_000), (1024, 100_000)):
+        shape = Shape(f"D{dim} float32 L20", 4, rows, dim, 512, 20)
+        yield on_one_chip(programs.row_lookup(sparse_core, shape), chips=chips)
+        yield on_one_chip(programs.pooled_lookup(sparse_core, shape), chips=chips)
+        for optimizer in ("sgd", "adagrad", "rowwise_adagrad"):
+            program = programs.fused_update(sparse_core, optimizer, shape)
+            yield on_one_chip(program, chips=chips)
+    tables = programs.tables_step("sparse_core", "reference", tables=4, rows=100_000, batch=512)
+    yield on_one_chip(tables, chips=chips)
+    # Its updates are in a loop.
+    yield over_eight_chips(sharded_step("rows"), "sparse_core", chips=chips)
 
 
 def read_rows(rows: int, dim: int, count: int) -> programs.Program:

@@ -181,8 +181,8 @@ def describe(call: str, choice: Choice) -> list[str]:
     is_tiled = name == "reference" and choice.primitive.startswith("attention")
     lines = [f"{call}: {'tiles of XLA' if is_tiled else name}"]
     for name, reason in choice.refused.items():
-        # Without a GPU, the reason why a GPU kernel does not run is noise.
-        if name not in _tried() or trial.cards():
+        # Without such a card, the reason why a kernel for GPUs or TPUs does not run is noise.
+        if name not in _tried() or name in _tried(_platform()):
             lines.append(f"  not {name}: {reason}")
     return lines
 
@@ -226,17 +226,19 @@ def problems(choices: Sequence[Choice]) -> list[str]:
         )
     if named := os.environ.get("JAXREC_KERNELS"):
         found.append(f"JAXREC_KERNELS={named} keeps other kernels from running: unset it.")
+    if not is_gpu:
+        return found + failed_trials(choices)
     for choice in choices:
-        if not is_gpu or choice.chosen.get("cuda") in _tried() or "cuda" in choice.tuned:
+        if choice.chosen.get("cuda") in _tried("cuda") or "cuda" in choice.tuned:
             continue
         for name, reason in choice.refused.items():
-            if name in _tried():
+            if name in _tried("cuda"):
                 found.append(f"{choice.primitive} runs without its {name} kernel: {reason}.")
     return found
 
 
 def failed_trials(choices: Sequence[Choice]) -> list[str]:
-    """Return sentences about kernels that failed their trials on this machine's GPU."""
+    """Return sentences about kernels that failed their trials on this machine's GPU or TPU."""
     # A kernel may also be refused because it is not made for this card, as attention's is for
     # Hopper cards only. That is no fault to report.
     return [
@@ -247,9 +249,16 @@ def failed_trials(choices: Sequence[Choice]) -> list[str]:
     ]
 
 
-def _tried() -> set[str]:
-    """Return the names of the implementations for GPUs, which run only after a trial."""
-    return {each.name for each in registry.IMPLEMENTATIONS if each.is_tried}
+def _tried(platform: str | None = None) -> set[str]:
+    """Return the names of the implementations that run only after a trial on a card.
+
+    ``platform`` is that of the card; None: any.
+    """
+    return {
+        each.name
+        for each in registry.IMPLEMENTATIONS
+        if each.is_tried and platform in (None, *each.platforms)
+    }
 
 
 def _layout() -> BagLayout:

@@ -6,9 +6,16 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
+
+SumColumns: TypeAlias = Callable[[Float[Array, "rows dim"]], Float[Array, " rows"]]
+
+
+def _sum_columns(rows: Float[Array, "rows dim"]) -> Float[Array, " rows"]:
+    return jnp.sum(rows, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +26,14 @@ class CutRows:
         dim: Columns of the whole row.
         total: Function from ``[rows]`` sums over the present columns to sums over whole rows.
         is_column: Which present columns are not padding, ``[dim]`` or ``[rows, dim]``; None: all.
+        sum_columns: Function that sums the present columns, ``[rows, dim]`` to ``[rows]``, where
+            `jax.numpy.sum` cannot.
     """
 
     dim: int
     total: Callable[[Float[Array, " rows"]], Float[Array, " rows"]]
     is_column: Bool[Array, "*rows dim"] | None = None
+    sum_columns: SumColumns = _sum_columns
 
 
 # A context variable, not an argument: users implement `update`, and should not have to know that a
@@ -36,9 +46,10 @@ def cut_rows(
     dim: int,
     total: Callable[[Float[Array, " rows"]], Float[Array, " rows"]] = lambda sums: sums,
     is_column: Bool[Array, "*rows dim"] | None = None,
+    sum_columns: SumColumns = _sum_columns,
 ) -> Iterator[None]:
     """Within this context, make the functions below sum over whole rows; see `CutRows`."""
-    token = _cut_rows.set(CutRows(dim, total, is_column))
+    token = _cut_rows.set(CutRows(dim, total, is_column, sum_columns))
     try:
         yield
     finally:
@@ -52,7 +63,7 @@ def sums_of_squares(rows: Float[Array, "rows dim"]) -> Float[Array, " rows"]:
         return jnp.sum(squares, axis=1)
     if cut.is_column is not None:
         squares = jnp.where(jnp.atleast_2d(cut.is_column), squares, 0)
-    return cut.total(jnp.sum(squares, axis=1))
+    return cut.total(cut.sum_columns(squares))
 
 
 def mean_squares(rows: Float[Array, "rows dim"]) -> Float[Array, " rows"]:

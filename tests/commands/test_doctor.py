@@ -96,6 +96,24 @@ def test_attention_has_kernels_for_some_cards_alone(monkeypatch):
     ]
 
 
+def test_a_tpu_has_kernels_for_its_sparse_cores(monkeypatch):
+    monkeypatch.setattr(doctor, "_platform", lambda: "tpu")
+    refused = {"triton": "there is no NVIDIA GPU here", "sparse_core": "its rows are float32"}
+    choice = Choice("row_lookup", {"tpu": "reference"}, refused)
+    assert doctor.describe("row_lookup", choice) == [
+        "row_lookup: reference",
+        "  not sparse_core: its rows are float32",
+    ]
+    # XLA reads rows on SparseCores, too, so that only a failure is to be mended.
+    before = doctor.problems([])
+    assert doctor.problems([choice]) == before
+    failed = Choice("row_lookup", {"tpu": "reference"}, {"sparse_core": "on this v6e it fails"})
+    assert doctor.problems([failed]) == [
+        *before,
+        "row_lookup runs without its sparse_core kernel: on this v6e it fails.",
+    ]
+
+
 def test_both_backends_are_named_on_a_gpu(capsys, monkeypatch):
     def trials(implementation: registry.Implementation) -> types.SimpleNamespace:
         failure = "it fails: OOM" if implementation.name == "triton" else None

@@ -5,6 +5,7 @@
 * `cpu`, `native_call`: the implementation for CPUs, in C++ (`native/`).
 * `triton`, `mosaic`: the implementations for NVIDIA GPUs, by two backends of Pallas; `segments`
   serves both.
+* `sparse_core`: the implementation for the SparseCores of TPUs, by Pallas.
 * `registry`: the implementations, and the choice of the one that runs a call.
 * `trial`, `answers`: trials of kernels on the card at hand, and the file that keeps their results.
 """

@@ -204,7 +204,7 @@ def tunable_device(platform_name: str) -> Any:
 
 
 class Trials:
-    """Runs each form of one implementation once on a GPU, and keeps the results."""
+    """Runs each form of one implementation once on a GPU or a TPU, and keeps the results."""
 
     def __init__(self, name: str, kernels: ModuleType, card: Any):
         self.name, self.kernels, self.card = name, kernels, card

@@ -22,7 +22,8 @@ form and an example.
 #
 # 1. Names that the user gave: `use_kernels`, or the environment variable JAXREC_KERNELS.
 # 2. A choice of `jaxrec tune` for calls like this one.
-# 3. A trial: a kernel for GPUs that fails on the card at hand refuses the calls of that form.
+# 3. A trial: a kernel for GPUs or TPUs that fails on the card at hand refuses the calls of that
+#    form.
 #
 # `answers` keeps 2 and 3 in a file of the user's cache directory.
 #
@@ -68,6 +69,10 @@ class Implementation:
     is_tried: bool = False
 
     @property
+    def is_for_tpus(self) -> bool:
+        return self.platforms == ("tpu",)
+
+    @property
     def module(self) -> Any:
         return importlib.import_module(f"jaxrec.embed.kernels.{self.name}")
 
@@ -83,7 +88,9 @@ class Implementation:
         trials = None
         try:
             if self.is_tried and not is_named and (trials := _trials(self)) is None:
-                return "there is no NVIDIA GPU here to try it on"
+                return (
+                    f"there is no {'TPU' if self.is_for_tpus else 'NVIDIA GPU'} here to try it on"
+                )
             module = self.module
         except ImportError as error:  # Pallas' backends for GPUs come and go.
             return f"JAX {jax.__version__} has no such backend: {error}"
@@ -109,14 +116,15 @@ IMPLEMENTATIONS = (
     Implementation("triton", ("cuda",), is_tried=True),
     # The backend that JAX keeps; behind Triton's until both were timed on one card.
     Implementation("mosaic", ("cuda",), is_tried=True),
+    Implementation("sparse_core", ("tpu",), is_tried=True),
     Implementation("reference", PLATFORMS),
 )
 
 
 @functools.cache
 def _trials(implementation: Implementation) -> Trials | None:
-    """Return the object that tries an implementation's kernels on the GPU; None without a GPU."""
-    cards = trial.cards()
+    """Return the object that tries an implementation's kernels on a card; None without a card."""
+    cards = trial.tpus() if implementation.is_for_tpus else trial.cards()
     return Trials(implementation.name, implementation.module, cards[0]) if cards else None
 
 

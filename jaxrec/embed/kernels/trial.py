@@ -5,9 +5,9 @@ form, the kernel runs twice on small data. Both results must have the same bits 
 reference. If they do not, the reference runs calls of that form, and a warning says why.
 """
 
-# Why on the user's card
+# Why on the user's card, which is a GPU or a TPU
 #
-# The tests run without a GPU: they interpret the kernels, and compile them to machine code. The
+# The tests run without one: they interpret the kernels, and compile them to machine code. The
 # numbers that come out of a card also depend on its driver and on the compiler there, and a wrong
 # embedding shows only in a model that learns a bit worse. So no kernel is trusted before it was
 # compared with the reference on the card where it will run.
@@ -365,7 +365,16 @@ def _difference(wanted: Any, found: Any, precision: float | None) -> str | None:
 
 def cards() -> list[Any]:
     """Return this process's NVIDIA GPUs."""
+    return _devices("cuda")
+
+
+def tpus() -> list[Any]:
+    """Return this process's TPUs."""
+    return _devices("tpu")
+
+
+def _devices(platform: str) -> list[Any]:
     try:
-        return jax.local_devices(backend="cuda")
+        return jax.local_devices(backend=platform)
     except RuntimeError:
         return []

@@ -13,7 +13,7 @@ import pytest
 
 from jaxrec import optim
 from jaxrec.embed import kernels
-from jaxrec.embed.kernels import cpu, mosaic, reference, registry, triton
+from jaxrec.embed.kernels import cpu, mosaic, reference, registry, sparse_core, triton
 from tests.embed.kernels.gpu_cases import backend
 
 ROWS = jnp.array([3, 1, 3], jnp.int32)
@@ -96,7 +96,9 @@ def test_a_call_that_no_implementation_takes():
         kernels.build_runs(ROWS, num_rows=4)
 
 
-@pytest.mark.parametrize("module", [cpu, triton, mosaic], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [cpu, triton, mosaic, sparse_core], ids=lambda module: module.__name__
+)
 def test_implementations_have_the_parameters_of_the_reference(module):
     """Hints may be missing, and GPU kernels add options with defaults, such as ``interpret``."""
     functions = [name for name in registry.PRIMITIVES if hasattr(module, name)]

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxrec import optim
 from jaxrec.embed import kernels
 from jaxrec.embed.formats import FORMATS, TABLE_FORMATS, PackedRows
-from jaxrec.embed.kernels import answers, mosaic, reference, registry, trial, triton
+from jaxrec.embed.kernels import answers, mosaic, reference, registry, sparse_core, trial, triton
 from jaxrec.embed.kernels.answers import Answers, Trials
 from jaxrec.embed.kernels.trial import Form, compare
 from jaxrec.embed.kernels.triton.readers import reader_of
@@ -176,10 +176,11 @@ def test_forms_of_other_formats_do_not_last():
 @pytest.mark.jax_version
 def test_each_primitive_of_the_kernels_is_tried():
     tried = {form.primitive for form in [*FORMS, *ATTENTION]}
-    of_gpus = {
-        name for name in registry.PRIMITIVES if hasattr(triton, name) or hasattr(mosaic, name)
+    modules = triton, mosaic, sparse_core
+    of_cards = {
+        name for name in registry.PRIMITIVES if any(hasattr(module, name) for module in modules)
     }
-    assert of_gpus == tried
+    assert of_cards == tried
 
 
 @pytest.mark.parametrize(
