@@ -337,12 +337,6 @@ LEFT_OUT = {
     "python -m benchmarks.interaction_baselines work/movielens.parquet work/beauty.parquet "
     "--output interaction_baselines": "needs data sets",
     "python -m benchmarks.generative amazon-beauty.txt --output generative": "takes hours",
-    "python -m benchmarks.generative amazon-beauty.txt --models SASRec --seeds 0 "
-    "--output generative": "takes minutes",
-    "python -m benchmarks.generative amazon-beauty.txt --models generative --seeds 0 "
-    "--output generative --generative.num-levels 2 --generative.batch-size 128 "
-    "--generative.evaluate-every 3 --generative.validation-users 1000 "
-    "--generative.seconds 400": "takes minutes",
     "python -m benchmarks.plan_scale hosts": "takes minutes",
     "pip install 'jaxrec[tpu]'": "takes 1.5 GB",
     "python -m benchmarks.tpu.estimates": "needs libtpu",

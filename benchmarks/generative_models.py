@@ -24,18 +24,18 @@ from jaxrec.train import compile_step
 class GenerativeSettings:
     """Sizes and training of semantic ids and of the decoder."""
 
-    num_levels: int = 3
+    num_levels: int = 2
     codebook_size: int = 256
     balanced: bool = False
     epochs: int = 100
-    seconds: float = float("inf")
+    seconds: float = 400.0
     """Processor time after which training ends."""
     patience: int = 4
     """Evaluations without a better NDCG@10 of validation items, after which training ends."""
-    evaluate_every: int = 5
+    evaluate_every: int = 3
     """Epochs."""
-    validation_users: int = 2000
-    batch_size: int = 256
+    validation_users: int = 1000
+    batch_size: int = 128
     longest: int = 20
     dim: int = 64
     num_layers: int = 2
