@@ -388,6 +388,8 @@ def join_processes(
     If a process is lost later, the others end with exit code 1, within a few seconds after
     ``lost_after``. Their last line on standard error names the lost process.
 
+    Programs of CPUs then run one after the other: ``jax_cpu_enable_async_dispatch`` is off.
+
     Args:
         coordinator: Address of process 0, ``host:port``, if JAX cannot detect it.
         num_processes: Number of processes, if JAX cannot detect it. With 1, and no coordinator,
@@ -413,9 +415,6 @@ def join_processes(
     if num_processes == 1 and coordinator is None:
         return
     by_hand = num_processes is not None or coordinator is not None
-    # A CPU orders programs on one device of a process apart from those on several of them: a gather
-    # of numbers might start before the step in one process, and after it in another.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
     try:
         jax.distributed.initialize(
             coordinator,
@@ -431,6 +430,10 @@ def join_processes(
         if by_hand or not any(reason in str(error) for reason in alone):
             raise
         return
+    # A CPU orders programs on one device of a process apart from those on several of them: a gather
+    # of numbers might start before the step in one process, and after it in another. JAX reads this
+    # when it makes its devices, which joining does not.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     watch_processes(lost_after)
 
 

@@ -120,11 +120,11 @@ def shard(
         TypeError: The plan, the mesh, the model or ``dense`` has a wrong type; the plan has caches,
             but the model is not a function; the model's tables are pruned.
         ValueError: ``is_ragged`` on CPUs or over more than 32 GPUs; a process of the job has no
-            device in the mesh; a table has no placement, or its placement does not fit the table or
-            the mesh; the mesh lacks the axis; the planner made the plan for another number of
-            devices; processes have different plans or tables; a table has both a cache and
-            replicas; a row store does not fit its table; the sharding of a parameter does not fit
-            it or the mesh.
+            device in the mesh, or one of several CPU devices without `join_processes`; a table has
+            no placement, or its placement does not fit the table or the mesh; the mesh lacks the
+            axis; the planner made the plan for another number of devices; processes have different
+            plans or tables; a table has both a cache and replicas; a row store does not fit its
+            table; the sharding of a parameter does not fit it or the mesh.
         BlockingIOError: Another run has a row store open.
         OSError: A row store cannot be reached, read or written.
 
@@ -229,7 +229,7 @@ def _check_devices(mesh: Mesh) -> None:
     if missing := sorted(set(range(jax.process_count())) - owners):
         raise ValueError(
             f"{who_has(missing)} no device in the mesh, and {jax.process_count()} processes take "
-            "part in the job; make the mesh of as many devices of each"
+            "part in the job; make the mesh of devices of all of them, as many of each"
         )
     # A CPU orders programs on one device apart from those on several, such as gathers of numbers.
     is_one_of_many = len(mesh.local_devices) == 1 < jax.local_device_count()

@@ -29,7 +29,7 @@ from jaxrec.embed.kernels.sparse_core.update import fused_update as fused_update
 from jaxrec.embed.kernels.sparse_core.update import refuse_update
 
 _OLDEST_JAX = (0, 12, 0)
-# Tiles of a table in a TPU's memory have so many columns, and a copy of a row is of whole tiles.
+# A TPU keeps a table in tiles of 128 columns, and a copy by index takes whole tiles of a row.
 _TILE = 128
 
 
