@@ -46,7 +46,7 @@ from jaxrec.train.config import FEATURES_DIRECTORY, DataConfig, TrainConfig
 from jaxrec.train.hold_out import split_of
 from jaxrec.train.open_vocabularies import check_fixed, with_dynamic_columns
 from jaxrec.train.progress import counted
-from jaxrec.train.row_memory import check_groups, converted_group_bytes
+from jaxrec.train.row_memory import check_groups, converted_group_bytes, return_freed_memory
 
 # Types of `--data.types`.
 COLUMN_TYPES = {
@@ -134,6 +134,7 @@ def run_encoder(
 
 def convert_files(data: DataConfig, console: Console) -> None:
     """Convert files of other formats than Parquet, with a bar; later reads find the results."""
+    return_freed_memory(data.memory)
     for path in (data.path, data.eval_path):
         if path is None or (kind := format_of(path)) is None:
             continue
