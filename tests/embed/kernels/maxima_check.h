@@ -39,7 +39,7 @@ void check_largest(const Data& data, const Element& element, const LookUp& look_
   std::vector<float> values;
   std::vector<int32_t> expected;
   largest_of(data, element, values, expected);
-  for (int threads : {1, 5}) {
+  for (int threads : team_sizes({1, 5})) {
     for (bool has_winners : {true, false}) {
       std::vector<float> out(values.size());
       std::vector<int32_t> winners(has_winners ? values.size() : 0);
@@ -86,7 +86,7 @@ void check_max(Data data) {
 
 // Lengths that do not fit their ids lead neither past the end nor to a largest element of no rows.
 void check_max_of_bad_lengths(const Case& shape) {
-  for (int32_t bad : {-1, 1 << 30, std::numeric_limits<int32_t>::min()}) {
+  for (int32_t bad : bad_lengths()) {
     Data data(shape);
     for (size_t i = 0; i < data.lengths.size(); i += 2) data.lengths[i] = bad;
     check_max(data);
@@ -107,7 +107,7 @@ void check_max_gradients(int64_t num_bags, int64_t num_lookups, int64_t dim) {
       expected[winner * dim + d] = gradients[bag * dim + d];
     }
   }
-  for (int threads : {1, 4}) {
+  for (int threads : team_sizes({1, 4})) {
     std::vector<float> out(num_lookups * dim, NAN);
     with_team(threads, [&](Team& team) {
       max_gradients(team, winners.data(), gradients.data(), num_bags, dim, out.data(), num_lookups);
@@ -142,7 +142,7 @@ void check_drop_ids(int64_t num_features, int64_t stride, int64_t capacity, int 
     }
     for (; kept < capacity; ++kept) expected[feature.id_start + kept] = feature.dropped;
   }
-  for (int threads : {1, 4}) {
+  for (int threads : team_sizes({1, 4})) {
     std::vector<int32_t> found(ids.size()), new_lengths(lengths.size()), sources(ids.size(), -1);
     with_team(threads, [&](Team& team) {
       drop_ids(team, ids.data(), static_cast<int64_t>(ids.size()), lengths.data(),

@@ -66,6 +66,26 @@ void with_team(int num_threads, const Work& work) {
   work(team);
 }
 
+// With the sanitizer of threads each access takes long, and so does the start of a team. It checks what
+// matters to threads; what matters to addresses and to bits alone, another run of this file checks.
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kOnlyThreads = true;
+#else
+constexpr bool kOnlyThreads = false;
+#endif
+
+// Numbers of threads that one work has, ascending; of all of them the last has the most races.
+std::vector<int> team_sizes(std::vector<int> sizes) {
+  if (kOnlyThreads) sizes.erase(sizes.begin(), sizes.end() - 1);
+  return sizes;
+}
+
+// Lengths of bags that no batch may have.
+std::vector<int32_t> bad_lengths() {
+  if (kOnlyThreads) return {1 << 30};
+  return {-1, 1 << 30, std::numeric_limits<int32_t>::min()};
+}
+
 float from_bits(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, 4);
@@ -226,7 +246,7 @@ void check_pooled(Data data, int64_t num_parts) {
     }
   }
   std::vector<float> first;
-  for (int threads : {1, 2, 5}) {
+  for (int threads : team_sizes({1, 2, 5})) {
     std::vector<float> out(expected.size());
     const Apart pooled(out.data(), data.num_bags(), shape.dim * 4, num_parts);
     with_team(threads, [&](Team& team) {
@@ -271,7 +291,7 @@ void check_rows(Data& data) {
 
 // Lengths that do not fit their ids must not lead past the end.
 void check_bad_lengths(const Case& shape) {
-  for (int32_t bad : {-1, 1 << 30, std::numeric_limits<int32_t>::min()}) {
+  for (int32_t bad : bad_lengths()) {
     Data data(shape);
     for (size_t i = 0; i < data.lengths.size(); i += 2) data.lengths[i] = bad;
     std::vector<float> out(data.num_bags() * shape.dim);
@@ -302,7 +322,7 @@ void check_update(Data& data, Rule rule, bool stochastic) {
 
   std::vector<char> first_table;
   std::vector<float> first_state;
-  for (int threads : {1, 2, 5}) {
+  for (int threads : team_sizes({1, 2, 5})) {
     std::vector<char> table = data.table;
     std::vector<float> state(data.num_rows() * shape.dim, 0.5f);
     std::vector<float> second(data.num_rows() * shape.dim, 0.25f), counts(data.num_rows(), 0.0f);
@@ -396,7 +416,7 @@ void check_stretches() {
   step.rule = Rule::kSgd;
   step.rate = -1.0f;
   step.max_norm = kNone;
-  for (int threads : {1, 2, 5}) {
+  for (int threads : team_sizes({1, 2, 5})) {
     std::vector<float> table(num_rows, 0.0f), sums(num_rows, 7.0f);
     void* sum_places = sums.data();
     with_team(threads, [&](Team& team) {
@@ -469,7 +489,7 @@ void check_packed(const Data& data, Code code) {
     }
   }
   std::vector<float> first;
-  for (int threads : {1, 2, 5}) {
+  for (int threads : team_sizes({1, 2, 5})) {
     std::vector<float> out(expected.size());
     with_team(threads, [&](Team& team) {
       packed_pooled_lookup(team, table, data.batch(), out.data(), Type::kF32);
@@ -507,7 +527,7 @@ void check_packed(const Data& data, Code code) {
 
 // Lengths that do not fit their ids must not lead a packed lookup past the end.
 void check_bad_packed_lengths(const Case& shape) {
-  for (int32_t bad : {-1, 1 << 30, std::numeric_limits<int32_t>::min()}) {
+  for (int32_t bad : bad_lengths()) {
     Data data(shape);
     for (size_t i = 0; i < data.lengths.size(); i += 2) data.lengths[i] = bad;
     const int64_t row_bytes = 4 + shape.dim;
@@ -525,7 +545,7 @@ void check_runs() {
   std::vector<int32_t> rows(20000);
   for (int32_t& row : rows) row = random() % 3 == 0 ? 5 : static_cast<int32_t>(random() % 3000) - 9;
   const int32_t count = static_cast<int32_t>(rows.size()), num_rows = 2900;
-  for (int threads : {1, 4}) {
+  for (int threads : team_sizes({1, 4})) {
     std::vector<int32_t> order(count), segments(count), unique(count), inverse(count), counts(7);
     std::vector<int32_t> grouped(count);
     with_team(threads, [&](Team& team) {
@@ -611,7 +631,8 @@ void check_pairs(int64_t samples, int64_t n, int64_t dim) {
     }
   }
   std::vector<float> first_products, first_gradients;
-  for (int threads : {1, 3}) {
+  const std::vector<int> sizes = team_sizes({1, 3});
+  for (int threads : sizes) {
     std::vector<float> found(products.size(), NAN), summed(gradients.size(), NAN);
     const Vectors of = {vectors.data(), samples, n, dim};
     with_team(threads, [&](Team& team) {
@@ -625,7 +646,7 @@ void check_pairs(int64_t samples, int64_t n, int64_t dim) {
     for (size_t i = 0; i < summed.size(); ++i) {
       require(is_close(summed[i], gradients[i], 1e-4), "gradients of " + what);
     }
-    if (threads == 1) {
+    if (threads == sizes.front()) {
       first_products = found;
       first_gradients = summed;
     }
@@ -729,7 +750,7 @@ void check_attention(const AttentionData& of) {
     }
   }
   std::unique_ptr<AttentionResults> before;
-  for (int threads : {1, 3}) {
+  for (int threads : team_sizes({1, 3})) {
     AttentionResults found(of);
     with_team(threads, [&](Team& team) {
       attend(team, of.attention(of.offsets), found.out.data());
@@ -795,13 +816,8 @@ int main() {
       {257, Type::kF32, true, true, 1, 20, 5, 0.0},
       {4096, Type::kF32, false, false, 1, 3, 3, 0.0},
   };
-  // Each number of columns behind a row's last whole vector. They matter to addresses: the sanitizer of
-  // threads, with which each team is slow to start, checks a few of them.
-#if defined(__SANITIZE_THREAD__)
-  constexpr int64_t kStep = 9;
-#else
-  constexpr int64_t kStep = 1;
-#endif
+  // Each number of columns behind a row's last whole vector; they matter to addresses.
+  constexpr int64_t kStep = kOnlyThreads ? 9 : 1;
   for (int64_t dim = 2; dim <= 34; dim += kStep) {
     for (Type type : {Type::kF32, Type::kBF16, Type::kF16}) {
       cases.push_back({dim, type, dim % 2 == 1, false, 1, 8, 3, 0.2});
