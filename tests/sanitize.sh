@@ -9,7 +9,7 @@ trap 'rm -rf "$out"' EXIT
 # The address sanitizer finds accesses outside of objects itself, so that undefined behaviour's check of their
 # sizes would test each pointer twice and take the compiler longer. Reports name lines, for which
 # -g1 has enough.
-flags=(-std=c++17 -O1 -g1 -fno-sanitize=object-size -fno-sanitize-recover=all
+flags=(-std=c++17 -Og -g1 -fno-sanitize=object-size -fno-sanitize-recover=all
     -Wall -Wextra -Werror -Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized)
 
 # Each access of a kernel calls the address sanitizer: with the check's code beside each of them GCC takes
