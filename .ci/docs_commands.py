@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs the commands of README.md and docs in a fresh environment with what README installs.
 
-Usage: python .ci/docs_commands.py [--keep DIRECTORY]
+Usage: python .ci/docs_commands.py [--keep DIRECTORY] [--first NUMBER]
 A copy of the last commit is installed by ``pip install .`` into a new environment, and each command
 runs there on small data: in a directory with the files that the docs name, or in the copy if it
 starts something of the checkout. Each command of the docs must be in one of the two lists here, in
@@ -450,12 +450,16 @@ def write_files(work: pathlib.Path, checkout: pathlib.Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--keep", type=pathlib.Path, help="directory to work in, and to keep")
-    keep = parser.parse_args().keep
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the command to begin with, as printed"
+    )
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        return run_all(pathlib.Path(temporary if keep is None else keep).resolve())
+        directory = pathlib.Path(temporary if args.keep is None else args.keep)
+        return run_all(directory.resolve(), args.first)
 
 
-def run_all(directory: pathlib.Path) -> int:
+def run_all(directory: pathlib.Path, first: int) -> int:
     checkout, work, environment = (directory / x for x in ("checkout", "work", "environment"))
     checkout.mkdir(parents=True)
     work.mkdir()
@@ -468,7 +472,7 @@ def run_all(directory: pathlib.Path) -> int:
     subprocess.run(["pip", "install", "--quiet", "."], cwd=checkout, env=env, check=True)
     write_files(work, checkout)
     failed = 0
-    for command, small in COMMANDS:
+    for number, (command, small) in enumerate(COMMANDS[first:], first):
         place = checkout if re.search(r"examples/|benchmarks\.", command) else work
         line = re.sub(r"\[CONFIG.yaml\] |\[|\]", "", command) + " " + small
         begun = time.monotonic()
@@ -478,7 +482,8 @@ def run_all(directory: pathlib.Path) -> int:
         is_good = done.returncode == 0 and "Traceback" not in done.stderr
         failed += not is_good
         verdict = "ok" if is_good else f"FAILED ({done.returncode})"
-        print(f"{verdict:12} {time.monotonic() - begun:4.0f} s  {line}", flush=True)
+        # The number is that of --first, which goes on where an earlier run ended.
+        print(f"{verdict:12} {time.monotonic() - begun:4.0f} s  {number:2} {line}", flush=True)
         if not is_good:
             print(done.stdout[-2000:], done.stderr[-4000:], flush=True)
     failed += not serves(checkout, directory / "serving", env)

@@ -8,7 +8,7 @@ import json
 import os
 import pathlib
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -114,6 +114,24 @@ class TableEncoder:
             return lengths.most(samples) if certain else lengths.usual(samples)
 
         return {name: capacity(name) for name in self.schema.categorical}
+
+    def without(self, names: Collection[str]) -> TableEncoder:
+        """Return the encoder of all other columns; the named ones are categorical.
+
+        Raises:
+            SchemaError: No categorical column is left, or one shares the table of a named column.
+        """
+
+        def others(columns: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: column for name, column in columns.items() if name not in names}
+
+        schema = dataclasses.replace(self.schema, categorical=others(self.schema.categorical))
+        example = self.example
+        if example is not None:
+            example = example.select(list(schema.feature_inputs))
+        return TableEncoder(
+            schema, others(self.vocabularies), self.moments, others(self.lengths), example
+        )
 
     @functools.cached_property
     def is_text(self) -> dict[str, bool]:

@@ -59,8 +59,13 @@ class Call:
         return jax.lax.platform_dependent(*operands, default=tiled, **special)
 
 
-def platforms(query: Array, key: Array, value: Array, bias: Array | None) -> tuple[str, ...]:
-    """Return the platforms on which kernels take a call, on the machines where they can."""
+def platforms(
+    query: Array, key: Array, value: Array, bias: Array | None, *, is_scaled: bool = False
+) -> tuple[str, ...]:
+    """Return the platforms on which kernels take a call, on the machines where they can.
+
+    ``is_scaled``: the result is multiplied by a factor for each query afterwards.
+    """
     # A kernel is opaque to XLA's partitioner, which would gather the whole batch on every device
     # for it.
     if jax.device_count() > 1 or {query.dtype, key.dtype, value.dtype} - _NARROW:
@@ -69,6 +74,10 @@ def platforms(query: Array, key: Array, value: Array, bias: Array | None) -> tup
     bias_shape = (0, query.shape[1]) if bias is None else bias.shape
     wide = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     found = ["cpu"] if _chosen("cpu", wide, bias_shape) == "cpu" else []
+    # Kernels of GPUs round the sums to the type of the queries, and their gradient too. Without the
+    # factor, often one over the length, sums overflow float16; with it, gradients vanish there.
+    if is_scaled and query.dtype == jnp.float16:
+        return tuple(found)
     same = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)]
     return (*found, "cuda") if _chosen("cuda", same, bias_shape) == "mosaic" else tuple(found)
 

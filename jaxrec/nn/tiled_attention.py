@@ -301,7 +301,9 @@ def _attend_pointwise(
     factor: float,
 ) -> Array:
     bias, has_times = biases["position"], biases["time"] is not None
-    platforms = () if has_times else native_attention.platforms(query, key, value, bias)
+    platforms = ()
+    if not has_times:
+        platforms = native_attention.platforms(query, key, value, bias, is_scaled=bool(scale))
     if platforms:
         tiled = functools.partial(_sum_without_times, alpha, factor)
         call = native_attention.Call(tiled, alpha, factor, platforms)

@@ -136,8 +136,9 @@ class DataConfig:
     """At a malformed line of text stop, or skip and count it."""
     memory: Annotated[str | None, tyro.conf.arg(aliases=["--memory"])] = None
     """Memory for the rows of files of columns while they are converted, read and shuffled, such as
-    500MB or 2GB, besides the program, its model and its vocabularies, and the items that two_tower
-    does not rank again. By default up to 2^20 rows are shuffled together."""
+    500MB or 2GB, besides the program, its model and its vocabularies, and what two_tower ranks: a
+    row of each item, and a vector of each held-out row. By default up to 2^20 rows are shuffled
+    together."""
     table_rows: int = 100_000
     """Number of rows of each table, for text and for raw ids, which are taken modulo this number;
     with --vocabulary dynamic, the rows that ids are given."""

@@ -191,6 +191,7 @@ class ParquetDataset:
         shard: Index of this process among all. Each process reads a range of the rows, in an order
             of its own. The sizes of these ranges differ by at most 1.
         memory: Memory for the rows, such as "2GB"; None: that of as many as are shuffled well.
+        besides: Bytes of this memory that a model keeps of the rows.
     """
 
     groups: RowsOf
@@ -198,6 +199,7 @@ class ParquetDataset:
     seed: int | None = None
     shard: Shard = _ALONE
     memory: str | None = None
+    besides: int = 0
 
     def __len__(self) -> int:
         return sum(self.groups.sizes)
@@ -217,7 +219,7 @@ class ParquetDataset:
         window = min(MAX_WINDOW_GROUPS, max(1, MAX_WINDOW_ROWS // max(groups.sizes)))
         if self.memory is not None:
             files, schema = files_of(self.groups), self.encoder.schema
-            window = window_within(self.memory, files, schema, window)
+            window = window_within(self.memory, files, schema, window, self.besides)
 
         def to_batch(rows: pa.Table) -> ClickBatch:
             return self.encoder.pack(rows, each)

@@ -59,6 +59,9 @@ COLUMN_TYPES = {
 # The training rows or the held-out rows of files.
 RowsOf: TypeAlias = GroupRange | SelectedGroups
 
+# Fewest rows for the conclusion that a column without repeated values tells nothing.
+_MIN_ROWS = 20
+
 # First bytes of a Parquet file.
 _MAGIC = b"PAR1"
 
@@ -240,6 +243,10 @@ def learn_features(
     console.print(
         f"learned the columns from {rows:,} rows in {time.perf_counter() - started:.1f} s"
     )
+    names = [name for name, x in encoder.vocabularies.items() if not len(x)]
+    if names and rows >= _MIN_ROWS:
+        encoder = _without_values(encoder, names, data, console)
+        check(encoder.schema)
     for name, vocabulary in encoder.vocabularies.items():
         console.print(f"  {name}: {len(vocabulary):,} values")
     for name, column in schema.dense.items():
@@ -250,6 +257,34 @@ def learn_features(
                 + (f"; {missing:,} rows have none, and zeros stand for it" if missing else "")
             )
     return encoder
+
+
+def _without_values(
+    encoder: TableEncoder, names: Sequence[str], data: DataConfig, console: Console
+) -> TableEncoder:
+    """Leave out columns whose vocabularies have no values, as far as the user did not name them.
+
+    A column of ids of the rows, such as UUIDs, has each value once.
+    """
+    schema = encoder.schema
+    named = {*data.item, *data.history, *data.users, *covered(data.categorical, names)}
+    left_out = [name for name in names if data.schema is None and name not in named]
+    if len(left_out) == len(schema.categorical):
+        left_out = []  # a model needs a table
+    for name in names:
+        count = schema.categorical[name].min_count
+        problem = f"no value of it is in {count} training rows or more"
+        if name in left_out:
+            console.print(
+                f"left out: column {name!r}, since {problem}; --categorical {name} takes it "
+                "nevertheless"
+            )
+        else:
+            console.print(
+                f"warning: column {name!r} tells rows nothing apart, since {problem}, and all of "
+                "its values are unknown ones; leave it out, or give min_count: 1 in a schema"
+            )
+    return encoder.without(left_out) if left_out else encoder
 
 
 def _with_logarithms(schema: Schema, names: Sequence[str]) -> Schema:

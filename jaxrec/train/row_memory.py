@@ -92,23 +92,40 @@ def converted_group_bytes(memory: str | None, kind: Format | None) -> int | None
     return size // _CONVERTED_PART
 
 
-def check_groups(memory: str | None, groups: ParquetGroups, schema: Schema) -> None:
-    """Raise a DataError if the memory is too small for one row group at a time."""
-    if memory is None or _needed(groups, schema, 1) <= parse_memory(memory):
+def check_groups(
+    memory: str | None, groups: ParquetGroups, schema: Schema, besides: int = 0
+) -> None:
+    """Raise a DataError if the memory is too small for one row group at a time.
+
+    ``besides`` is the number of bytes that a model keeps of the rows, as `pair_bytes`.
+    """
+    if memory is None or (needed := _needed(groups, schema, 1) + besides) <= parse_memory(memory):
         return
+    others = f", and the items of users, up to {_megabytes(besides)}" if besides else ""
     sizes = groups.bytes_of_groups
     largest = max(range(len(sizes)), key=sizes.__getitem__)
     raise DataError(
         f"--memory {memory} is too small: {groups.location(largest)[0]} has a row group of "
         f"{groups.sizes[largest]:,} rows, about {_megabytes(sizes[largest])}, and a run holds "
-        f"several; give --memory {_megabytes(_needed(groups, schema, 1))}, leave columns out, or "
-        "write smaller row groups"
+        f"several{others}; give --memory {_megabytes(needed)}, leave columns out, or write smaller "
+        "row groups"
     )
 
 
-def window_within(memory: str, groups: ParquetGroups, schema: Schema, most: int) -> int:
+def pair_bytes(rows: int) -> int:
+    """Return the bytes of the pairs of a user and an item in rows, at most, while they are sorted.
+
+    A pair is a number of 8 bytes. All rows may have different pairs. Sorted ones are copied once,
+    beside two booleans for each.
+    """
+    return (2 * 8 + 2) * rows
+
+
+def window_within(
+    memory: str, groups: ParquetGroups, schema: Schema, most: int, besides: int = 0
+) -> int:
     """Return the number of row groups to shuffle together, from 1 to ``most``."""
-    limit = parse_memory(memory)
+    limit = parse_memory(memory) - besides
     fitting = (n for n in range(most, 1, -1) if _needed(groups, schema, n) <= limit)
     return next(fitting, 1)
 

@@ -13,6 +13,7 @@ from jaxrec.embed import kernels
 from jaxrec.embed.kernels import cpu
 from jaxrec.nn import hstu_attention
 from tests.embed.kernels.gpu_cases import backend, kernels_in, lowered_for_cuda
+from tests.nn import attention_oracle as oracle
 
 pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("compiled_fast")]
 
@@ -105,26 +106,68 @@ def test_second_derivatives(monkeypatch):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+HOPPER = ["hstu_output", "hstu_query_gradients", "hstu_key_gradients"]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "biased", "names"),
+    ("dtype", "options", "names"),
     [
-        ("bfloat16", False, ["hstu_output", "hstu_query_gradients", "hstu_key_gradients"]),
-        ("float32", False, []),
-        ("bfloat16", True, []),
+        ("bfloat16", {}, HOPPER),
+        ("bfloat16", {"scale": np.full(CAPACITY, 0.1, np.float32)}, HOPPER),
+        ("float16", {}, HOPPER),
+        ("float16", {"scale": np.full(CAPACITY, 0.1, np.float32)}, []),
+        ("float32", {}, []),
+        ("bfloat16", {"position_bias": np.ones((9, 2), np.float32)}, []),
     ],
-    ids=["bfloat16", "float32", "biased"],
+    ids=["bfloat16", "bfloat16-scaled", "float16", "float16-scaled", "float32", "biased"],
 )
-def test_programs_for_hopper_cards(monkeypatch, dtype, biased, names):
+def test_programs_for_hopper_cards(monkeypatch, dtype, options, names):
     backend("mosaic")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    *vectors, bias = draw(dtype)
+    *vectors, _ = draw(dtype)
 
     def loss(*vectors):
-        options = {"position_bias": bias} if biased else {}
-        out = hstu_attention(*vectors, LENGTHS, num_targets=TARGETS, scale=0.1, **options)
+        given = {"num_targets": TARGETS, "scale": 0.1} | options
+        out = hstu_attention(*vectors, LENGTHS, **given)
         return (out.astype(jnp.float32) ** 2).sum()
 
     with kernels.use_kernels("mosaic", "reference"):
         program = lowered_for_cuda(jax.value_and_grad(loss, argnums=(0, 1, 2)), *vectors)
-    every = "hstu_output", "hstu_query_gradients", "hstu_key_gradients"
-    assert kernels_in(program, *every) == names
+    assert kernels_in(program, *HOPPER) == names
+
+
+# Sums of 2^18, and gradients of them of 2^-26: float16 holds neither, but all results.
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_scale_of_each_query_in_every_type(monkeypatch, dtype, devices):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    rng = np.random.default_rng(0)
+    lengths = np.array([40, 0, 25], np.int32)
+    n = int(lengths.sum())
+
+    def rounded(low, high, width):
+        values = rng.uniform(low, high, (n, 2, width))
+        return np.asarray(jnp.asarray(values, dtype), np.float64)
+
+    call = oracle.Call(
+        rounded(0.5, 2, 4), rounded(0.5, 2, 4), rounded(500, 1000, 3), lengths, oracle.Mask(),
+        scale=np.full(n, 2.0**-14),
+    )  # fmt: skip
+    cotangent = rounded(0.5, 1, 3) * 2.0**-12
+    out, gradients = oracle.hstu(call, cotangent)
+    assert np.abs(out).max() * 2**14 > 65504  # the largest float16
+
+    def attend(*arrays):
+        return hstu_attention(*arrays[:3], lengths, scale=arrays[3])
+
+    arrays = [jnp.asarray(x, dtype) for x in (call.q, call.k, call.v)]
+    arrays.append(jnp.asarray(call.scale, jnp.float32))
+    got, vjp = jax.vjp(attend, *arrays)
+    found = got, *vjp(jnp.asarray(cotangent, dtype))
+    wanted = out, *(gradients[name] for name in ("q", "k", "v", "scale"))
+    bound = {"float16": 3e-3, "bfloat16": 2e-2, "float32": 1e-5}[dtype]
+    for each, want in zip(found, wanted, strict=True):
+        error = np.abs(np.asarray(each, np.float64) - want).max()
+        # Below its normal numbers float16 has steps of 2^-24.
+        step = 2.0**-24 if each.dtype == jnp.float16 else 0.0
+        assert error <= bound * np.abs(want).max() + step

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import pathlib
 import re
 import shutil
+import uuid
 
 import jax
 import numpy as np
@@ -15,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from rich.console import Console
 
 import jaxrec
 from jaxrec.commands import main
@@ -390,3 +393,58 @@ def test_what_is_wrong_is_one_sentence(
     assert error.count("\n") == 1
     assert "learned the columns" not in said
     assert not (tmp_path / "model/config.yaml").exists()
+
+
+def test_a_column_of_unique_ids_is_left_out(tmp_path, capsys):
+    """Its vocabulary would have no value. Rows to predict may have the column, or lack it."""
+    rows = table(400).drop_columns(["importance", "tags"])
+    ids = [str(uuid.UUID(int=number)) for number in range(len(rows))]
+    rows = rows.append_column("request", pa.array(ids))
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    run = tmp_path / "run"
+    main(["train", "--data", str(tmp_path / "rows.parquet"), "--output", str(run), *SMALL])
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "left out: column 'request', since no value of it is in 2 training rows or more; "
+        "--categorical request takes it nevertheless" in said
+    )
+    encoder = TableEncoder.load(run / FEATURES_DIRECTORY)
+    assert [*encoder.schema.categorical] == [*encoder.table_rows] == ["city", "user", "item"]
+    assert encoder.example.column_names == [*encoder.schema.feature_inputs]
+    main(["export", str(run), str(tmp_path / "model")])
+    for number, each in enumerate((rows, rows.drop_columns(["request"]))):
+        pq.write_table(each, tmp_path / f"{number}.parquet")
+        scores = str(tmp_path / f"scores{number}.parquet")
+        main(
+            ["predict", str(tmp_path / "model"), str(tmp_path / f"{number}.parquet"), "-o", scores]
+        )
+    first, second = (pq.read_table(tmp_path / f"scores{number}.parquet") for number in range(2))
+    assert first["prediction"] == second["prediction"]
+
+
+@pytest.mark.parametrize("given", ["categorical", "item", "schema"])
+def test_a_column_of_unique_ids_that_is_named(tmp_path, given):
+    """It stays, with a warning."""
+    rows = {"label": [0, 1] * 15, "city": ["a", "b"] * 15, "id": [str(n) for n in range(30)]}
+    pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
+    (tmp_path / "s.yaml").write_text("label: label\ncategorical: [city, id]\n")
+    options = {"categorical": ("i*",), "item": ("id",), "schema": tmp_path / "s.yaml"}[given]
+    text = io.StringIO()
+    data = DataConfig(path=tmp_path / "rows.parquet", **{given: options})
+    encoder = learn_features(data, Console(file=text, width=1000, markup=False))
+    assert encoder.table_rows == {"city": 3, "id": 1}
+    assert (
+        "warning: column 'id' tells rows nothing apart, since no value of it is" in text.getvalue()
+    )
+
+
+def test_columns_of_unique_values_alone(tmp_path):
+    """A model needs a table. Of a few rows all values may differ."""
+    for rows in (10, 40):
+        columns = {"label": [0, 1] * (rows // 2), "id": [*map(str, range(rows))]}
+        pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+        text = io.StringIO()
+        console = Console(file=text, width=1000, markup=False)
+        encoder = learn_features(DataConfig(path=tmp_path / "rows.parquet"), console)
+        assert encoder.table_rows == {"id": 1}
+        assert ("warning: column 'id' tells" in text.getvalue()) == (rows == 40)

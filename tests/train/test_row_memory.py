@@ -8,6 +8,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from jaxrec.arguments import ConfigError
-from jaxrec.data import DataError, ParquetGroups, Schema
+from jaxrec.data import DataError, ParquetGroups, Schema, Shard
 from jaxrec.train.config import DataConfig, TrainConfig, parse_options
 from jaxrec.train.datasets import split_datasets
 from jaxrec.train.features import convert_files, learn_features, parquet_data
@@ -119,6 +120,46 @@ def test_converted_files_have_groups_that_fit(tmp_path, monkeypatch):
     config = parse_options(["--data", str(data.path), "--memory", "300MB"])
     training, _ = split_datasets(config, encoder=encoder)
     assert sum(int(batch.weights.sum()) for batch in training.batches(4096)) == 108_000
+
+
+def two_towers(path, memory, *options):
+    """The training rows of two towers over the columns of users and items."""
+    config = parse_options(
+        ["--data", str(path), "--memory", memory, "--model", "two_tower", "--item", "item",
+         "--user", "user", *options]
+    )  # fmt: skip
+    kind = KINDS["two_tower"](config, learn_features(config.data, needs_label=False))
+    return kind.datasets(Shard(0, 1))
+
+
+def test_pairs_of_two_towers_count(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = 300_000
+    columns = {name: rng.integers(0, 3000, rows) for name in ("user", "item")}
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet", row_group_size=10_000)
+    training, held_out = two_towers(tmp_path / "x.parquet", "100MB")
+    assert training.rows.besides == held_out.rows.besides == 18 * 270_000
+    # Pairs are not held where --exclude leaves the users out.
+    others, _ = two_towers(
+        tmp_path / "x.parquet", "100MB", "--exclude", "user", "--categorical=item"
+    )
+    assert others.rows.besides == 0
+    tracemalloc.start()
+    catalog = training.catalog(held_out)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 200_000 < len(catalog.pairs) == len(set(catalog.pairs.tolist()))
+    assert (np.diff(catalog.pairs) > 0).all()
+    assert peak < 18 * 270_000 + 20 * 10_000 * 8
+
+
+def test_pairs_that_do_not_fit_are_refused(tmp_path, monkeypatch):
+    columns = {name: np.arange(30_000) % 3000 for name in ("user", "item")}
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet", row_group_size=10_000)
+    monkeypatch.setattr("jaxrec.train.models.two_tower.pair_bytes", lambda rows: 1000 * rows)
+    message = "several, and the items of users, up to 27MB; give --memory 110MB, leave columns out"
+    with pytest.raises(DataError, match=message):
+        two_towers(tmp_path / "x.parquet", "100MB")
 
 
 REFUSED = {

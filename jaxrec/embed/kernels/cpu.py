@@ -246,9 +246,9 @@ def max_gradients(
     gradients: BagRows,
     bags: Int32[Array, " lookups"],
 ) -> Float[Array, "lookups dim"]:
-    # Winners are numbers of lookups, so the bags of lookups are not needed here.
     results = part_shapes((bags.size, winners.shape[1]), jnp.float32, 1)
-    (of_rows,) = native_function("max_gradients", results)(winners, gradients.astype(jnp.float32))
+    operands = winners, gradients.astype(jnp.float32), bags
+    (of_rows,) = native_function("max_gradients", results)(*operands)
     return of_rows
 
 

@@ -27,9 +27,11 @@ from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.train.config import TrainConfig
 from jaxrec.train.datasets import Dataset, ParquetDataset, split_datasets
 from jaxrec.train.explanation import as_results, column_importance, sample_size
+from jaxrec.train.features import files_of
 from jaxrec.train.models.kind import HeldOutBatches
 from jaxrec.train.models.ranking import RankingModel, full_ranks, rank_values
 from jaxrec.train.models.rows import check_categorical
+from jaxrec.train.row_memory import check_groups, pair_bytes
 from jaxrec.train.row_sample import RowSample
 
 TEMPERATURE = 0.1
@@ -147,7 +149,8 @@ class ItemDataset:
     def catalog(self, asked: ItemDataset) -> Catalog:
         """Return the items of all processes' rows, and those of each user whom ``asked`` has."""
         seen: set[int] = set()
-        parts, pairs = [], [np.zeros(0, np.int64)]
+        parts: list[pa.Table] = []
+        pairs: list[np.ndarray] = []
         table_rows = self.rows.encoder.table_rows[self.item]
         is_asked = None if self.user is None else asked._positive_users()
         for table in self._tables():
@@ -160,7 +163,7 @@ class ItemDataset:
                 users, items = self._positives(table)
                 own = (users * table_rows + items)[is_asked[users]]
                 pairs.append(np.unique(own))
-        return Catalog(pa.concat_tables(parts), np.unique(np.concatenate(pairs)), table_rows)
+        return Catalog(pa.concat_tables(parts), _distinct(pairs), table_rows)
 
     def _tables(self) -> Iterator[pa.Table]:
         """Yield the encoded rows of all processes."""
@@ -191,6 +194,22 @@ class ItemDataset:
         for table in self._tables():
             is_user[self._positives(table)[0]] = True
         return is_user
+
+
+def _distinct(parts: list[np.ndarray]) -> Int[np.ndarray, " pairs"]:
+    """Return the sorted, distinct numbers of arrays, which are taken from the list.
+
+    `pair_bytes` counts what this takes: `np.unique` alone would copy the numbers twice more.
+    """
+    pairs = np.empty(sum(map(len, parts)), np.int64)
+    end = len(pairs)
+    while parts:
+        part = parts.pop()
+        pairs[end - len(part) : end] = part
+        end -= len(part)
+    pairs.sort()
+    is_first = np.append(True, pairs[1:] != pairs[:-1])[: len(pairs)]
+    return pairs if is_first.all() else pairs[is_first]
 
 
 def _num_unknown(encoder: TableEncoder, name: str) -> int:
@@ -312,6 +331,13 @@ class TwoTowerKind(RankingModel):
         if not (isinstance(training, ParquetDataset) and isinstance(held_out, ParquetDataset)):
             raise ConfigError("model.name two_tower reads files of columns; give them with --data")
         names = self._item, self._user
+        memory, schema = self.config.data.memory, self.encoder.schema
+        if memory is not None and self._user is not None:
+            besides = pair_bytes(len(training))
+            for rows in (training, held_out):  # checked without the pairs before
+                check_groups(memory, files_of(rows.groups), schema, besides)
+            training = dataclasses.replace(training, besides=besides)
+            held_out = dataclasses.replace(held_out, besides=besides)
         return ItemDataset(training, *names), ItemDataset(held_out, *names)
 
     @functools.cached_property

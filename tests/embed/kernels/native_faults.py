@@ -141,7 +141,7 @@ CALLS = {
         {**_LAYOUT, "code": np.int32(0)},
     ),
     "max_gradients": Call(
-        {"winners": jnp.full((4, 3), 2**31 - 1, jnp.int32), "gradients": floats(4, 3)},
+        {"winners": ints(4, 3), "gradients": floats(4, 3), "bags": jnp.int32([0, 0, 3, -1, 4, 2])},
         {"result": floats(6, 3)},
     ),
     "drop_ids": Call(
@@ -314,6 +314,7 @@ FAULTS = {
         "max_gradients": [
             ("gradients_short", r"gradients \[3, 3\], the result", {"gradients": floats(3, 3)}),
             ("result_wide", r"the result \[6, 4\]", {"result": floats(6, 4)}),
+            ("bags_short", "`bags` has 5 elements, not 6", {"bags": ints(5)}),
         ],
         "drop_ids": [
             ("new_ids", "`new ids` has 5 elements, not 6", {"new_ids": ints(5)}),

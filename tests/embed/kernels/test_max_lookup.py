@@ -100,6 +100,27 @@ def test_a_nan_and_infinities(implementation):
 
 
 @with_implementation
+@pytest.mark.parametrize("dim", [3, 16, 32, 64, 100, 128, 200])
+def test_nan_among_infinities(implementation, dim):
+    """In every column of every width: a NaN wins, whatever comes before and after it."""
+    rng = np.random.default_rng(dim)
+    values = np.array([np.nan, -np.nan, np.inf, -np.inf, 1.0], np.float32)
+    rows = rng.choice(values, (400, dim), p=[0.02, 0.02, 0.06, 0.6, 0.3])
+    layout = BagLayout((0,), (400,), (0,), (80,), (0,), (400,), (False,), takes_max=True)
+    ids, lengths = jnp.arange(400, dtype=jnp.int32), jnp.full(80, 5, jnp.int32)
+    found, winners = kernels.max_lookup(jnp.asarray(rows), ids, lengths, layout, "float32")
+    bags = rows.reshape(80, 5, dim)
+    np.testing.assert_array_equal(found, bags.max(axis=1))  # as NumPy's, NaN if one is
+    winners = np.asarray(winners)
+    elements = np.where(winners < 0, -np.inf, np.take_along_axis(rows, np.maximum(winners, 0), 0))
+    np.testing.assert_array_equal(elements, bags.max(axis=1))
+    is_nan = np.isnan(bags).any(axis=1)
+    first = np.arange(0, 400, 5)[:, None] + bags.argmax(axis=1)
+    first = np.where(bags.max(axis=1) == -np.inf, -1, first)
+    np.testing.assert_array_equal(winners[~is_nan], first[~is_nan])
+
+
+@with_implementation
 def test_bags_whose_ids_are_used_up_are_empty(implementation):
     """Lengths may say more than there are ids, in a batch that was made without checks."""
     rows = -jnp.ones((2, 3), jnp.float32)

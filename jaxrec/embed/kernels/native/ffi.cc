@@ -165,7 +165,7 @@ ffi::Error packed_max_lookup_call(ffi::ThreadPool pool, Ints ids, Ints lengths, 
   return ffi::Error::Success();
 }
 
-ffi::Error max_gradients_call(ffi::ThreadPool pool, Positions winners, BagFloats gradients,
+ffi::Error max_gradients_call(ffi::ThreadPool pool, Positions winners, BagFloats gradients, Ints bags,
                               ffi::Result<BagFloats> out) {
   Checks checks;
   const Dimensions of_bags = winners.dimensions(), of_out = out->dimensions();
@@ -174,9 +174,11 @@ ffi::Error max_gradients_call(ffi::ThreadPool pool, Positions winners, BagFloats
                    shape_of(gradients.dimensions()), ", the result ", shape_of(of_out));
     return checks.error();
   }
+  checks.has_length("bags", bags, of_out[0]);
+  if (!checks.passed()) return checks.error();
   Team team = make_team(pool);
   max_gradients(team, winners.typed_data(), gradients.typed_data(), of_bags[0], of_bags[1],
-                out->typed_data(), of_out[0]);
+                bags.typed_data(), out->typed_data(), of_out[0]);
   return ffi::Error::Success();
 }
 
@@ -586,6 +588,7 @@ JAXREC_EXPORT(jaxrec_max_gradients, jaxrec::max_gradients_call,
                   .Ctx<ffi::ThreadPool>()
                   .Arg<jaxrec::Positions>()
                   .Arg<jaxrec::BagFloats>()
+                  .Arg<jaxrec::Ints>()
                   .Ret<jaxrec::BagFloats>());
 
 JAXREC_EXPORT(jaxrec_drop_ids, jaxrec::drop_ids_call,

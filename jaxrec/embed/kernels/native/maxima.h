@@ -17,7 +17,9 @@ JAXREC_INLINE void store_positions(int32_t* to, Mask x, Part part) {
   store(F32{}, reinterpret_cast<float*>(to), reinterpret_cast<Vec>(x), part);
 }
 
-// Whether elements may be NaN. Packed rows hold none.
+// Whether elements may be NaN. Packed rows hold none. Among elements that may be, NaN counts as
+// infinity at first, which takes one comparison in place of two: where the largest element is
+// infinite, `keep_nan` looks for NaN once more.
 struct MayBeNan {
   static constexpr bool kValue = true;
 };
@@ -37,25 +39,47 @@ struct Largest {
   }
   template <class Nan>
   JAXREC_MEMBER void add(Vec x, Mask position, Nan) {
+    // `best` is no NaN, so that "not less or equal" is true of larger elements and of NaN. The minimum
+    // of NaN and infinity is the second one, infinity.
 #if JAXREC_VECTOR_BYTES == 64
     // GCC makes vectors of the masks of the plain form, which takes twice the time.
-    __mmask16 wins = _mm512_cmp_ps_mask((__m512)x, (__m512)best, _CMP_GT_OQ);
-    if (Nan::kValue) wins |= _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
-    best = (Vec)_mm512_mask_mov_ps((__m512)best, wins, (__m512)x);
-    if (kWinners) {
-      winner = (Mask)_mm512_mask_mov_epi32((__m512i)winner, wins, (__m512i)position);
+    if constexpr (Nan::kValue) {
+      const __mmask16 wins = _mm512_cmp_ps_mask((__m512)x, (__m512)best, _CMP_NLE_UQ);
+      best = (Vec)_mm512_mask_min_ps((__m512)best, wins, (__m512)x, (__m512)splat(-kSmallest));
+      if (kWinners) {
+        winner = (Mask)_mm512_mask_mov_epi32((__m512i)winner, wins, (__m512i)position);
+      }
+    } else {
+      const __mmask16 wins = _mm512_cmp_ps_mask((__m512)x, (__m512)best, _CMP_GT_OQ);
+      best = (Vec)_mm512_mask_mov_ps((__m512)best, wins, (__m512)x);
+      if (kWinners) {
+        winner = (Mask)_mm512_mask_mov_epi32((__m512i)winner, wins, (__m512i)position);
+      }
     }
 #elif JAXREC_VECTOR_BYTES == 32
-    __m256 wins = _mm256_cmp_ps((__m256)x, (__m256)best, _CMP_GT_OQ);
-    if (Nan::kValue) {
-      wins = _mm256_or_ps(wins, _mm256_cmp_ps((__m256)x, (__m256)x, _CMP_UNORD_Q));
-    }
+    const __m256 wins = _mm256_cmp_ps((__m256)x, (__m256)best, Nan::kValue ? _CMP_NLE_UQ : _CMP_GT_OQ);
+    if (Nan::kValue) x = (Vec)_mm256_min_ps((__m256)x, (__m256)splat(-kSmallest));
     best = (Vec)_mm256_blendv_ps((__m256)best, (__m256)x, wins);
     if (kWinners) winner = (Mask)_mm256_blendv_ps((__m256)winner, (__m256)position, wins);
 #else
-    const Mask wins = Nan::kValue ? (x > best) | (x != x) : (x > best);
+    const Mask wins = Nan::kValue ? ~(x <= best) : (x > best);
+    if (Nan::kValue) x = select(x < -kSmallest, x, splat(-kSmallest));
     best = select(wins, x, best);
     if (kWinners) winner = choose(wins, position, winner);
+#endif
+  }
+  JAXREC_MEMBER void keep_nan(Vec x) { best = select(x != x, x, best); }
+  JAXREC_MEMBER bool has_infinity() const {
+#if JAXREC_VECTOR_BYTES == 64
+    return _mm512_cmp_ps_mask((__m512)best, (__m512)splat(-kSmallest), _CMP_EQ_OQ) != 0;
+#elif JAXREC_VECTOR_BYTES == 32
+    const __m256 infinite = _mm256_cmp_ps((__m256)best, (__m256)splat(-kSmallest), _CMP_EQ_OQ);
+    return _mm256_movemask_ps(infinite) != 0;
+#else
+    const Mask infinite = best == splat(-kSmallest);
+    int32_t any = 0;
+    for (int i = 0; i < kWidth; ++i) any |= infinite[i];
+    return any != 0;
 #endif
   }
 };
@@ -85,11 +109,25 @@ struct MaxRegisters {
   }
   template <class T>
   JAXREC_MEMBER void add(T type, const typename T::Storage* row, int32_t position) {
-    const Mask positions = splat_position(position);
+    Mask positions = splat_position(position);
+#if JAXREC_VECTOR_BYTES == 64
+    asm("" : "+v"(positions));  // GCC would copy the position to each vector from a plain register.
+#endif
 #pragma GCC unroll 8
     for (int i = 0; i < kVectors; ++i) {
       columns[i].add(load(type, row + i * kWidth, Whole{}), positions, MayBeNan{});
     }
+  }
+  template <class T>
+  JAXREC_MEMBER void keep_nan(T type, const typename T::Storage* row) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; ++i) columns[i].keep_nan(load(type, row + i * kWidth, Whole{}));
+  }
+  JAXREC_MEMBER bool has_infinity() const {
+    bool any = false;
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; ++i) any |= columns[i].has_infinity();
+    return any;
   }
   JAXREC_MEMBER void put(Type type, void* out, int32_t* winners, const BagResult& result) const {
 #pragma GCC unroll 8
@@ -115,6 +153,11 @@ struct MaxRegisterPart {
   JAXREC_MEMBER void add(T type, const typename T::Storage* row, int32_t position) {
     column.add(load(type, row, part), splat_position(position), MayBeNan{});
   }
+  template <class T>
+  JAXREC_MEMBER void keep_nan(T type, const typename T::Storage* row) {
+    column.keep_nan(load(type, row, part));
+  }
+  JAXREC_MEMBER bool has_infinity() const { return column.has_infinity(); }
   JAXREC_MEMBER void put(Type type, void* out, int32_t* winners, const BagResult& result) const {
     store_as(type, out, 0, result(column.best), part);
     if (kWinners) store_positions(winners, result(column.winner), part);
@@ -187,11 +230,17 @@ void find_max_of(const MaxBlock& block, T type) {
   };
   const bool into_first_level = prefetching().into_first_level;
   auto ask = [&](uint32_t id) JAXREC_ALWAYS { prefetch(row_at(id), row_bytes, into_first_level); };
-  auto put = [&](const auto& columns, const PooledBag& bag, int64_t column, char* out) JAXREC_ALWAYS {
+  const uint32_t num_rows = static_cast<uint32_t>(block.table.num_rows);
+  auto put = [&](auto& columns, const PooledBag& bag, int64_t column, char* out) JAXREC_ALWAYS {
     int32_t* winners = kWinners ? winners_of(block, bag, column) : nullptr;
+    if (__builtin_expect(columns.has_infinity(), 0)) {
+      for (int64_t position = bag.begin; position < bag.end; ++position) {
+        const uint32_t id = static_cast<uint32_t>(block.ids[position]);
+        if (id < num_rows) columns.keep_nan(type, row_at(id) + column);
+      }
+    }
     columns.put(block.out_type, out, winners, BagResult(bag));
   };
-  const uint32_t num_rows = static_cast<uint32_t>(block.table.num_rows);
   pool_each_bag<Panels>(block, num_rows, row_bytes, dim, ask, add, put);
 }
 

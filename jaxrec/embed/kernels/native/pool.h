@@ -56,6 +56,7 @@ JAXREC_INLINE void with_rows(const Source& source, int64_t dim, const Work& work
 // A bag whose rows were pooled.
 struct PooledBag {
   int64_t number, length;
+  int64_t begin, end;  // Of its ids.
   bool has_bad_id;  // Whether an id is outside of the table.
   bool is_empty;    // Also where its length is not 0, but all ids of the feature are used up.
 };
@@ -101,7 +102,8 @@ JAXREC_INLINE void pool_each_bag(const Bags& bags, uint32_t num_rows, int64_t ro
         }
         add(sums, column, position, id);
       }
-      put(sums, PooledBag{bag, length, outside, begin == end}, column, out + column * element_bytes);
+      put(sums, PooledBag{bag, length, begin, end, outside, begin == end}, column,
+          out + column * element_bytes);
     });
     begin = end;
   }
