@@ -20,7 +20,7 @@ from jaxrec.tier.ids.reference import RecordArray
 
 _LIBRARY = pathlib.Path(__file__).parents[1] / "native" / "libjaxrec_tier.so"
 # Version of the functions in native/library.cc: both change together.
-_INTERFACE = 5
+_INTERFACE = 6
 
 _COUNT, _HANDLE = ctypes.c_int64, ctypes.c_void_p
 
@@ -55,6 +55,7 @@ _ARGUMENTS = {
     "fingerprint": (_Array, _Array, _COUNT, _Array),
     "take_rows": (_Array, _COUNT, _Array, _COUNT, _Array),
     "put_rows": (_Array, _COUNT, _Array, _COUNT, _Array),
+    "copy_rows": (_Array, _Array, _Array, _COUNT, _Array, _COUNT, _Array),
     "record_uses": (_Array, _COUNT, _COUNT, _Array, _Array, _COUNT),
     "read_records": (*_FILE, _Array, _Array, _COUNT, *[_Array] * 3, _COUNT),
     "write_records": (*_FILE, _Array, _Array, _COUNT, _Array, _COUNT),
@@ -64,7 +65,10 @@ _ARGUMENTS = {
 # Whether `read_records` sets bits in `RecordArray.pages` for the pages that it reads.
 MARKS_PAGES = True
 
-_VOID = ("id_map_delete", "id_map_find", "fingerprint", "take_rows", "put_rows", "read_records")
+_VOID = (
+    "id_map_delete", "id_map_find", "fingerprint", "take_rows", "put_rows", "copy_rows",
+    "read_records",
+)  # fmt: skip
 _RESULTS = {"id_map_new": _HANDLE, **dict.fromkeys(_VOID)}
 
 
@@ -250,6 +254,18 @@ def take_rows(array: np.ndarray, places: np.ndarray) -> np.ndarray:
 
 def put_rows(array: np.ndarray, places: np.ndarray, rows: np.ndarray) -> None:
     _library().jaxrec_put_rows(array, array.shape[1], places, places.size, rows)
+
+
+def copy_rows(
+    sources: Sequence[np.ndarray],
+    which: np.ndarray,
+    index: np.ndarray,
+    places: np.ndarray,
+    rows: np.ndarray,
+) -> None:
+    starts = np.array(_addresses(*sources), np.uintp)
+    width = rows.shape[1]
+    _library().jaxrec_copy_rows(starts, which, index, width, places, places.size, rows)
 
 
 def read_records(

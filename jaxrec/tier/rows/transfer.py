@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from jaxrec.mesh.agree import gather_flags, gather_rows, in_all_processes
-from jaxrec.tier.ids import implementation
 from jaxrec.tier.ids.id_map import num_cores
 from jaxrec.tier.rows.records import RecordLayout, StoreTraffic
 from jaxrec.tier.rows.under_way import EvictedRows, RowsUnderWay, WantedRows, WrittenIds
@@ -44,7 +43,7 @@ class StoredRows:
     ids: np.ndarray
     owners: np.ndarray | None
     stored: concurrent.futures.Future[tuple[np.ndarray, np.ndarray]]
-    under_way: tuple[WantedRows, ...]
+    under_way: WantedRows
 
     def are_stored(self) -> np.ndarray:
         """Wait for the store; return whether each id has a row there or on its way, bool ``[n]``.
@@ -75,16 +74,13 @@ class StoredRows:
         if self.owners is not None:
             self.transfer.check()
         found, records = self._read()
-        if self.under_way:
-            places = np.cumsum(found, dtype=np.int32) - 1
-        row_copies = implementation.current()
-        for wanted in self.under_way:
+        if len(self.under_way):
             # The wait raises no error, so that `check` can raise the one of the writer, which says
             # more.
-            concurrent.futures.wait([wanted.evicted.records])
+            self.under_way.wait()
             self.transfer.check()
-            rows = row_copies.take_rows(wanted.evicted.records.result(), wanted.index)
-            row_copies.put_rows(records, places[wanted.positions], rows)
+            places = np.cumsum(found, dtype=np.int32) - 1
+            self.under_way.copy_to(records, places[self.under_way.positions])
         return found, records
 
     def _read(self) -> tuple[np.ndarray, np.ndarray]:
@@ -339,12 +335,11 @@ class RowTransfer:
         return StoredRows(self, ids, self.owners(ids), stored, under_way)
 
     def _get(
-        self, ids: np.ndarray, under_way: tuple[WantedRows, ...]
+        self, ids: np.ndarray, under_way: WantedRows
     ) -> tuple[np.ndarray, np.ndarray]:
         with self.traffic.reading():
             found, records = self._get_own(ids)
-        for wanted in under_way:
-            found[wanted.positions] = True
+        found[under_way.positions] = True
         return found, records if found.all() else records[found]
 
     def replaced(self) -> None:
