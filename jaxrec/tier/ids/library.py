@@ -22,7 +22,7 @@ _LIBRARY = pathlib.Path(__file__).parents[1] / "native" / "libjaxrec_tier.so"
 # Version of the functions in native/library.cc: both change together.
 _INTERFACE = 6
 
-_COUNT, _HANDLE = ctypes.c_int64, ctypes.c_void_p
+_COUNT, _HANDLE, _BYTE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char
 
 
 # ctypes calls `from_param` itself, so that the calls below can name arrays, not their addresses.
@@ -30,8 +30,13 @@ class _Array:
     """Argument type of a NumPy array or None, which the library gets as an address."""
 
     @staticmethod
-    def from_param(array: np.ndarray | None) -> ctypes.c_void_p | None:
-        return None if array is None else ctypes.c_void_p(array.ctypes.data)
+    def from_param(array: np.ndarray | None) -> Any:
+        if array is None:
+            return None
+        try:
+            return ctypes.byref(_BYTE.from_buffer(array))  # as in `_address`
+        except (TypeError, ValueError):
+            return ctypes.c_void_p(array.ctypes.data)
 
 
 # The first arguments of functions on records: `RecordArray`'s `bytes`, and numbers.
@@ -305,7 +310,16 @@ def _file(file: RecordArray) -> tuple[Any, ...]:
 
 
 def _addresses(*arrays: np.ndarray) -> list[int]:
-    return [array.ctypes.data for array in arrays]
+    return [_address(array) for array in arrays]
+
+
+def _address(array: np.ndarray) -> int:
+    # Five times as fast as `array.ctypes.data`, which a batch of 26 tables would take 500 times.
+    # Empty and read-only arrays have no such buffer.
+    try:
+        return ctypes.addressof(_BYTE.from_buffer(array))
+    except (TypeError, ValueError):
+        return array.ctypes.data
 
 
 def _checked(size: int) -> int:
