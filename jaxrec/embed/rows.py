@@ -235,7 +235,10 @@ def _read(
     store: Any, slots: Array, group: str, with_state: bool = True
 ) -> tuple[Array, dict[str, Array]]:
     rows, state = store.read_rows(group, slots)
-    return store.devices.gather((rows, state if with_state else {}))
+    of_all = store.devices.gather((rows, state if with_state else {}))
+    # Into pinned memory of the host, by the program itself: `to_host` then copies nothing, and the
+    # devices need not wait for it.
+    return jax.device_put(of_all, jax.memory.Space.Host)
 
 
 @functools.partial(jax.jit, static_argnums=4, donate_argnums=0)

@@ -374,10 +374,26 @@ void check_rows(int64_t width, Random& random) {
   put_rows(array.data(), width, places.data(), kRoom, rows.data());
   take_rows(array.data(), width, places.data(), kRoom, same.data());
   require(rows == same, "rows of an array");
-  places[7] = -1;
+  const int32_t place = std::exchange(places[7], -1);
   take_rows(array.data(), width, places.data(), kRoom, same.data());
   std::fill_n(rows.begin() + 7 * width, width, 0);
   require(rows == same, "a row without a place");
+
+  // Rows of two arrays, in turn, to shuffled places.
+  const uint8_t* const sources[] = {array.data(), rows.data()};
+  std::vector<int32_t> which(kRoom), index(kRoom);
+  for (int32_t i = 0; i < kRoom; ++i) {
+    which[i] = i % 2;
+    index[i] = static_cast<int32_t>(random() % kRoom);
+  }
+  places[7] = place;
+  std::vector<uint8_t> copied(rows.size());
+  copy_rows(sources, which.data(), index.data(), width, places.data(), kRoom, copied.data());
+  for (int64_t i = 0; i < kRoom; ++i) {
+    require(std::equal(copied.begin() + places[i] * width, copied.begin() + (places[i] + 1) * width,
+                       sources[which[i]] + index[i] * width),
+            "a row of several arrays");
+  }
 }
 
 void check_fingerprint() {

@@ -252,6 +252,22 @@ def put_rows(array: np.ndarray, places: np.ndarray, rows: np.ndarray) -> None:
     array[places] = rows
 
 
+def copy_rows(
+    sources: Sequence[np.ndarray],
+    which: np.ndarray,
+    index: np.ndarray,
+    places: np.ndarray,
+    rows: np.ndarray,
+) -> None:
+    """Set ``rows[places[i]] = sources[which[i]][index[i]]`` for distinct places.
+
+    ``which``, ``index`` and ``places`` are int32 ``[n]``; arrays of rows are uint8 ``[_, width]``.
+    """
+    for number, source in enumerate(sources):
+        is_here = which == number
+        rows[places[is_here]] = source[index[is_here]]
+
+
 def record_tags(ids: np.ndarray, records: np.ndarray) -> np.ndarray:
     """Return the checksums of records and their ids, uint64 ``[n]``, never 0."""
     count, width = records.shape

@@ -5,6 +5,8 @@
 namespace jaxrec {
 namespace {
 
+constexpr int64_t kAhead = 32;  // ids whose entries are asked for before they are needed
+
 uint32_t entry_for(int32_t slot) { return static_cast<uint32_t>(slot) + 1; }
 
 }  // namespace
@@ -22,7 +24,13 @@ int32_t IndexMap::slot_of(int64_t id) const {
 }
 
 void IndexMap::find(const int64_t* ids, int64_t count, int32_t* slots) const {
-  for (int64_t i = 0; i < count; ++i) slots[i] = slot_of(ids[i]);
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) {
+      const uint64_t coming = static_cast<uint64_t>(ids[i + kAhead]);
+      __builtin_prefetch(entries_.get() + (coming < static_cast<uint64_t>(num_ids_) ? coming : 0));
+    }
+    slots[i] = slot_of(ids[i]);
+  }
 }
 
 int64_t IndexMap::insert(const int64_t* ids, const int32_t* slots, int64_t count) {

@@ -49,7 +49,7 @@ void in_parts(int64_t count, int64_t of_thread, int64_t max_threads, Work work) 
 }  // namespace
 
 // Raised by each change of the functions below, so that Python refuses a library of other sources.
-JAXREC_EXPORT int64_t jaxrec_tier_interface() { return 5; }
+JAXREC_EXPORT int64_t jaxrec_tier_interface() { return 6; }
 
 JAXREC_EXPORT IdMap* jaxrec_id_map_new(int64_t capacity, uint64_t seed, int64_t num_ids) {
   try {
@@ -175,6 +175,12 @@ JAXREC_EXPORT void jaxrec_take_rows(const uint8_t* array, int64_t width, const i
 JAXREC_EXPORT void jaxrec_put_rows(uint8_t* array, int64_t width, const int32_t* places,
                                    int64_t count, const uint8_t* rows) {
   jaxrec::put_rows(array, width, places, count, rows);
+}
+
+JAXREC_EXPORT void jaxrec_copy_rows(const uint8_t* const* sources, const int32_t* which,
+                                    const int32_t* index, int64_t width, const int32_t* places,
+                                    int64_t count, uint8_t* rows) {
+  jaxrec::copy_rows(sources, which, index, width, places, count, rows);
 }
 
 JAXREC_EXPORT void jaxrec_read_records(uint8_t* base, int64_t start, int64_t stride, int64_t width,

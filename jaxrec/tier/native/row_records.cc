@@ -242,4 +242,13 @@ void put_rows(uint8_t* array, int64_t width, const int32_t* places, int64_t coun
   }
 }
 
+void copy_rows(const uint8_t* const* sources, const int32_t* which, const int32_t* index,
+               int64_t width, const int32_t* places, int64_t count, uint8_t* rows) {
+  auto row = [=](int64_t i) { return sources[which[i]] + index[i] * width; };
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) fetch(row(i + kAhead), width);
+    std::memcpy(rows + places[i] * width, row(i), width);
+  }
+}
+
 }  // namespace jaxrec

@@ -44,6 +44,10 @@ void take_rows(const uint8_t* array, int64_t width, const int32_t* places, int64
 void put_rows(uint8_t* array, int64_t width, const int32_t* places, int64_t count,
               const uint8_t* rows);
 
+// Copies row index[i] of array sources[which[i]] to row places[i] of `rows`, for distinct places.
+void copy_rows(const uint8_t* const* sources, const int32_t* which, const int32_t* index,
+               int64_t width, const int32_t* places, int64_t count, uint8_t* rows);
+
 // Sets the tags of records that have one to 0. Returns 0 or the error number.
 int64_t erase_records(const Records& records, int file, const int64_t* slots, int64_t count);
 

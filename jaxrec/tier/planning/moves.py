@@ -19,7 +19,7 @@ from jaxrec.mesh.store import MeshStore
 from jaxrec.tier.planning.model_tables import TableVocabulary, collection_at
 from jaxrec.tier.rows.first_rows import NewRows, reset
 from jaxrec.tier.rows.row_exchange import send_to_owners, write_from_owners
-from jaxrec.tier.rows.transfer import StoredRows, receive
+from jaxrec.tier.rows.transfer import StoredRows, fetch_all, receive, send_all
 from jaxrec.tier.rows.under_way import EvictedRows
 from jaxrec.tier.vocabulary.vocabulary import NO_CHANGE, Assignment
 
@@ -37,19 +37,30 @@ class Move:
 NO_MOVE = Move(NO_CHANGE, None, None)
 
 
-def begin_move(each: TableVocabulary, assignment: Assignment) -> Move:
-    """Register a batch's evicted ids, and start reading the rows of its new ids from the store."""
-    if not assignment.new_ids.size and not assignment.evicted_ids.size:
-        return NO_MOVE
-    if each.transfer is None:
-        return Move(assignment, None, None)
+def begin_moves(
+    vocabularies: Sequence[TableVocabulary], assignments: Sequence[Assignment]
+) -> list[Move]:
+    """Register a batch's evicted ids, and start reading the rows of its new ids from the stores.
+
+    There is an assignment for each vocabulary.
+    """
+    pairs = list(zip(vocabularies, assignments, strict=True))
+    bringing = [(v, each.transfer) for v, (each, assignment) in enumerate(pairs)
+                if each.transfer is not None and assignment.new_ids.size]  # fmt: skip
     # Fetch before announcing: rows that return were evicted by earlier batches. The fetch looks for
     # them among the announced rows, too, which may still be on their way to the store.
-    fetched = each.transfer.fetch(assignment.new_ids) if assignment.new_ids.size else None
-    evicted = (
-        each.transfer.announce(assignment.evicted_ids) if assignment.evicted_ids.size else None
+    stored = fetch_all(
+        [transfer for _, transfer in bringing], [assignments[v].new_ids for v, _ in bringing]
     )
-    return Move(assignment, evicted, fetched)
+    fetched = {v: rows for (v, _), rows in zip(bringing, stored, strict=True)}
+    moves = []
+    for v, (each, assignment) in enumerate(pairs):
+        evicted = None
+        if each.transfer is not None and assignment.evicted_ids.size:
+            evicted = each.transfer.announce(assignment.evicted_ids)
+        is_change = assignment.new_ids.size or assignment.evicted_ids.size
+        moves.append(Move(assignment, evicted, fetched.get(v)) if is_change else NO_MOVE)
+    return moves
 
 
 def move_rows(
@@ -103,12 +114,14 @@ def move_rows(
         placed = reset(placed, fresh, keys[path])
         placed = _write(placed, returning, values)
         collection.tables.set_value(store.with_placed(placed))
+    sent = []
     for v, (each, move) in enumerate(zip(vocabularies, moves, strict=True)):
         if each.transfer is not None and move.evicted is not None:
             if each.transfer.division is None:  # `receive` raises the errors of all processes
                 each.transfer.check()
             parts = [evicted[v, table.collection, table.config.name] for table in each.tables]
-            each.transfer.send(move.evicted, functools.partial(_to_host, parts))
+            sent.append((each.transfer, move.evicted, functools.partial(_to_host, parts)))
+    send_all(sent)
 
 
 def _receive(moves: Sequence[Move]) -> dict[int, tuple[np.ndarray, list[dict[str, np.ndarray]]]]:

@@ -22,7 +22,7 @@ from jaxrec.tier.planning.batch_ids import BatchIds, Gather
 from jaxrec.tier.planning.batch_order import BatchOrder, ForeseenBatch, PlannedBatch
 from jaxrec.tier.planning.id_rows import find_rows, raw_ids
 from jaxrec.tier.planning.model_tables import TableVocabulary, collections_of
-from jaxrec.tier.planning.moves import NO_MOVE, Move, PendingMoves, begin_move, move_rows
+from jaxrec.tier.planning.moves import NO_MOVE, Move, PendingMoves, begin_moves, move_rows
 from jaxrec.tier.rows.records import step_of
 from jaxrec.tier.rows.transfer import RowTransfer
 from jaxrec.tier.store import TierStore
@@ -185,8 +185,8 @@ class Tier:
             proposals = self._propose(foreseen, number, held)
             assignments = commit_all([each.vocabulary for each in self.vocabularies], proposals)
             rows = [assignment.rows for assignment in assignments]
-            moves = map(begin_move, self.vocabularies, assignments)
-            sequence = self._pending.add(number, list(moves))
+            moves = begin_moves(self.vocabularies, assignments)
+            sequence = self._pending.add(number, moves)
         self.order.add(number, mark)
         return rows, number, sequence
 
@@ -292,7 +292,7 @@ class Tier:
                 assignment = vocabulary.bring(missing, rows, last_use, self.order.last_planned + 1)
             except VocabularyFullError as error:
                 raise batch.table_full(v, error, self.order.last_planned - last_use) from None
-            move = begin_move(each, assignment)
+            (move,) = begin_moves([each], [assignment])
             rows[is_missing] = vocabulary.map.find(ids[is_missing])
         return vocabulary.with_unknown(ids, rows), move
 
@@ -392,10 +392,8 @@ class Tier:
         Call it within `settled`.
         """
         assignment = of.vocabulary.give_rows(ids, self.order.last_taken)
-        moves = [
-            begin_move(of, assignment) if each is of else NO_MOVE for each in self.vocabularies
-        ]
-        self._move(model, moves)
+        (move,) = begin_moves([of], [assignment])
+        self._move(model, [move if each is of else NO_MOVE for each in self.vocabularies])
 
     def forget(self, model: nnx.Module, of: TableVocabulary, ids: np.ndarray) -> None:
         """Remove distinct ids, ``[n]``, from the table and its store; skip those without a row.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, Int64, Shaped, UInt32
+from jaxtyping import Array, Int32, Int64, UInt32
 
 from jaxrec.embed.config import TableConfig
 from jaxrec.embed.first_values import draw_and_scale, draw_rows, slice_columns, table_key
@@ -36,34 +36,31 @@ def reset(store: TableStore, tables: Sequence[NewRows], key: UInt32[np.ndarray, 
     ``store`` is donated: its arrays change in place. No row of a table may occur twice. ``key`` is
     the data of the random key of the tables' collection.
     """
-    drawn = [
-        draw_and_scale(t.config.initializer, t.config.num_embeddings, t.config.embedding_dim)
-        for t in tables
-    ]
-    keys = _keys(tuple(t.config.name for t in tables), (int(key[0]), int(key[1])))
-    words = np.concatenate([np.ascontiguousarray(t.ids).view(np.uint32) for t in tables])
-    sizes = [t.rows.size for t in tables]
-    per_row: dict[str, np.ndarray] = {
-        "low": words[::2],
-        "high": words[1::2],
-        "table": np.repeat(np.arange(len(tables), dtype=np.int32), sizes),
-        "scale": np.repeat(np.array([scale for _, scale in drawn], np.float32), sizes),
-    }
-    places = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    draws, scales_and_keys = _draws(tuple(t.config for t in tables), (int(key[0]), int(key[1])))
+    sizes = np.array([t.rows.size for t in tables])
+    if not sizes.any():
+        return store
+    per_row = np.empty((sizes.sum(), 3), np.int32)
+    per_row[:, :2] = np.concatenate([t.ids for t in tables]).view(np.int32).reshape(-1, 2)
+    per_row[:, 2] = np.repeat(np.arange(len(tables)), sizes)
+    places = np.split(np.arange(sizes.sum()), np.cumsum(sizes)[:-1])
     # Tables of one initializer and width share a program. The others stay in the list without rows,
     # since `places` goes by a table's number.
-    kinds = [(draw, t.config.embedding_dim) for t, (draw, _) in zip(tables, drawn, strict=True)]
+    kinds = [(draw, t.config.embedding_dim) for t, draw in zip(tables, draws, strict=True)]
     for kind in dict.fromkeys(kinds):
         alike = [
             TableRows(t.config.name, t.rows if each == kind else t.rows[:0])
             for t, each in zip(tables, kinds, strict=True)
         ]
         for group, slots in group_slots(store, alike).items():
-            place = slots.gather(places)
-            per_slot = {name: values[place] for name, values in per_row.items()}
-            per_slot["first_column"], per_slot["stop_column"] = slots.column_bounds()
-            on_devices = store.devices.put((slots.slots, per_slot))
-            store = _reset(store, *on_devices, keys, group, *kind)
+            # One array goes to the devices: a copy of seven small ones would take longer.
+            per_slot = np.stack(
+                [slots.slots, *np.moveaxis(per_row[slots.gather(places)], -1, 0),
+                 *slots.column_bounds()],
+                axis=-1,
+            )  # fmt: skip
+            on_devices = store.devices.put(per_slot)
+            store = _reset(store, on_devices, scales_and_keys, group, *kind)
     return store
 
 
@@ -90,35 +87,53 @@ def first_rows(
 
 
 @functools.lru_cache(maxsize=64)
-def _keys(names: tuple[str, ...], key: tuple[int, int]) -> np.ndarray:
-    """Return the data of each table's random key, uint32 ``[tables, 2]``, by name and ``key``."""
+def _draws(
+    configs: tuple[TableConfig, ...], key: tuple[int, int]
+) -> tuple[tuple[Callable, ...], np.ndarray]:
+    """Return how to draw the rows of each table.
+
+    The array, uint32 ``[tables, 3]``, has for each table the bits of its scale, and the data of its
+    random key, by name and ``key``.
+    """
     words = np.array(key, np.uint32)
-    return np.stack([np.asarray(table_key(words, name)) for name in names])
+    draws, numbers = [], []
+    for config in configs:
+        draw, scale = draw_and_scale(
+            config.initializer, config.num_embeddings, config.embedding_dim
+        )
+        draws.append(draw)
+        bits = np.float32(scale).view(np.uint32)
+        numbers.append([bits, *np.asarray(table_key(words, config.name))])
+    return tuple(draws), np.array(numbers, np.uint32)
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6), donate_argnums=0)
+@functools.partial(jax.jit, static_argnums=(3, 4, 5), donate_argnums=0)
 def _reset(
     store: TableStore,
-    slots: Int32[Array, "*devices n"],
-    per_slot: dict[str, Shaped[Array, "*devices n"]],
-    keys: UInt32[Array, "tables 2"],
+    per_slot: Int32[Array, "*devices n 6"],
+    scales_and_keys: UInt32[Array, "tables 3"],
     group: str,
     draw: Callable,
     dim: int,
 ) -> TableStore:
+    # Of each slot: the slot, two words of its id, the number of its table, the first column of its
+    # slice of the row and the one after its last.
     of_group = store.groups[group]
 
     def part(row, first_column, stop_column):
         return slice_columns(row, first_column, stop_column, of_group.dim)
 
-    def rows_and_state(of_slots, keys):
-        words = keys[of_slots["table"]], of_slots["high"], of_slots["low"]
-        rows = draw_rows(draw, of_slots["scale"], *words, dim)
-        rows = jax.vmap(part)(rows, of_slots["first_column"], of_slots["stop_column"])
+    def rows_and_state(of_slots, scales_and_keys):
+        _, low, high, table, first_column, stop_column = of_slots.T
+        low, high = (jax.lax.bitcast_convert_type(word, jnp.uint32) for word in (low, high))
+        of_table = scales_and_keys[table]
+        scale = jax.lax.bitcast_convert_type(of_table[:, 0], jnp.float32)
+        rows = draw_rows(draw, scale, of_table[:, 1:], high, low, dim)
+        rows = jax.vmap(part)(rows, first_column, stop_column)
         return rows, {
             name: jnp.broadcast_to(array[0], (len(rows), *array.shape[1:]))
             for name, array in of_group.optimizer.init(1, of_group.dim).items()
         }
 
-    rows, state = store.devices.map(rows_and_state, per_slot, keys)
-    return store.write_rows(group, slots, rows, state)
+    rows, state = store.devices.map(rows_and_state, per_slot, scales_and_keys)
+    return store.write_rows(group, per_slot[..., 0], rows, state)

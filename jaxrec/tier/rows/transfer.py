@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from jaxrec.mesh.agree import gather_flags, gather_rows, in_all_processes
-from jaxrec.tier.ids import implementation
 from jaxrec.tier.ids.id_map import num_cores
 from jaxrec.tier.rows.records import RecordLayout, StoreTraffic
 from jaxrec.tier.rows.under_way import EvictedRows, RowsUnderWay, WantedRows, WrittenIds
@@ -22,6 +21,7 @@ from jaxrec.tier.stores.row_store import RecordFormat, RowStore
 from jaxrec.tier.stores.urls import Division
 
 _Thread = concurrent.futures.ThreadPoolExecutor
+_Future = concurrent.futures.Future
 
 # Most evictions in memory that wait for the store.
 _MOST_SENT = 16
@@ -44,7 +44,7 @@ class StoredRows:
     ids: np.ndarray
     owners: np.ndarray | None
     stored: concurrent.futures.Future[tuple[np.ndarray, np.ndarray]]
-    under_way: tuple[WantedRows, ...]
+    under_way: WantedRows
 
     def are_stored(self) -> np.ndarray:
         """Wait for the store; return whether each id has a row there or on its way, bool ``[n]``.
@@ -54,7 +54,7 @@ class StoredRows:
         return _flags_of_all([self], [_attempt(lambda: (self._read()[0], []))])[0]
 
     def result(self) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
-        """Wait for the rows; call it after `RowTransfer.send` of all earlier evictions.
+        """Wait for the rows; call it after `send_all` of all earlier evictions.
 
         Returns whether each id has a row, bool ``[n]``, and for each table the rows and states of
         the ids that have one. With a divided store every process calls this, and gets the rows of
@@ -75,16 +75,13 @@ class StoredRows:
         if self.owners is not None:
             self.transfer.check()
         found, records = self._read()
-        if self.under_way:
-            places = np.cumsum(found, dtype=np.int32) - 1
-        row_copies = implementation.current()
-        for wanted in self.under_way:
+        if len(self.under_way):
             # The wait raises no error, so that `check` can raise the one of the writer, which says
             # more.
-            concurrent.futures.wait([wanted.evicted.records])
+            self.under_way.wait()
             self.transfer.check()
-            rows = row_copies.take_rows(wanted.evicted.records.result(), wanted.index)
-            row_copies.put_rows(records, places[wanted.positions], rows)
+            places = np.cumsum(found, dtype=np.int32) - 1
+            self.under_way.copy_to(records, places[self.under_way.positions])
         return found, records
 
     def _read(self) -> tuple[np.ndarray, np.ndarray]:
@@ -95,6 +92,55 @@ class StoredRows:
                 f"rows of ids that return could not be read from {self.transfer.store!r}: "
                 f"{error!r}; the last checkpoint is whole"
             ) from error
+
+
+def fetch_all(transfers: Sequence[RowTransfer], ids: Sequence[np.ndarray]) -> list[StoredRows]:
+    """Start to read rows of distinct ids, int64 ``[n]`` for each transfer, in threads."""
+    # A thread gets one task for all of its stores: a wake-up for each table of a model would take
+    # longer than many reads.
+    tasks: dict[_Thread, list[tuple[StoredRows, np.ndarray]]] = {}
+    fetched = []
+    for transfer, of_transfer in zip(transfers, ids, strict=True):
+        own = transfer._own(of_transfer)
+        # Before the read is queued: a row that arrives at the store between the two is found twice,
+        # and never missed.
+        under_way = transfer._under_way.find(own)
+        stored = StoredRows(
+            transfer, of_transfer, transfer.owners(of_transfer), _Future(), under_way
+        )
+        tasks.setdefault(transfer._reader, []).append((stored, own))
+        fetched.append(stored)
+    for thread, task in tasks.items():
+        thread.submit(_read_all, task)
+    return fetched
+
+
+def _read_all(task: Sequence[tuple[StoredRows, np.ndarray]]) -> None:
+    for stored, own in task:
+        try:
+            stored.stored.set_result(stored.transfer._get(own, stored.under_way))
+        except BaseException as error:
+            stored.stored.set_exception(error)
+
+
+def send_all(sent: Sequence[tuple[RowTransfer, EvictedRows, Callable[[], Any]]]) -> None:
+    """Send announced rows to their stores, in threads; wait if one has `_MOST_SENT` under way.
+
+    Each item has a function that returns the rows and states of the tables (`jaxrec.embed.rows`)
+    that this process owns.
+    """
+    tasks: dict[_Thread, list[tuple[RowTransfer, EvictedRows, Callable[[], Any]]]] = {}
+    for transfer, evicted, rows in sent:
+        with transfer.traffic.waiting():
+            transfer._room.acquire()
+        tasks.setdefault(transfer._writer, []).append((transfer, evicted, rows))
+    for thread, task in tasks.items():
+        thread.submit(_send_all, task)
+
+
+def _send_all(task: Sequence[tuple[RowTransfer, EvictedRows, Callable[[], Any]]]) -> None:
+    for transfer, evicted, rows in task:
+        transfer._send(evicted, rows)
 
 
 def receive(fetched: Sequence[StoredRows]) -> list[tuple[np.ndarray, list[dict[str, np.ndarray]]]]:
@@ -193,20 +239,14 @@ class RowTransfer:
         return self.division.is_own(ids)
 
     def announce(self, ids: np.ndarray) -> EvictedRows:
-        """Register evicted ids, int64 ``[n]``, whose rows `send` brings later."""
+        """Register evicted ids, int64 ``[n]``, whose rows `send_all` brings later."""
         return self._under_way.add(self._own(ids))
 
-    def send(self, evicted: EvictedRows, rows: Any) -> None:
-        """Send announced rows to the store; wait if `_MOST_SENT` evictions are under way.
+    def send(self, evicted: EvictedRows, rows: Callable[[], Any]) -> None:
+        """Send announced rows to the store, as `send_all`."""
+        send_all([(self, evicted, rows)])
 
-        ``rows()`` returns the rows and states of the tables (`jaxrec.embed.rows`) that this process
-        owns.
-        """
-        with self.traffic.waiting():
-            self._room.acquire()
-        self._writer.submit(self._send, evicted, rows)
-
-    def _send(self, evicted: EvictedRows, rows: Any) -> None:
+    def _send(self, evicted: EvictedRows, rows: Callable[[], Any]) -> None:
         try:
             records = self.layout.pack(rows())
             # Before the write: an id that returns at once gets its row from here.
@@ -331,20 +371,12 @@ class RowTransfer:
 
     def fetch(self, ids: np.ndarray) -> StoredRows:
         """Start to read the rows of distinct ids, int64 ``[n]``, in a thread."""
-        own = self._own(ids)
-        # Before the read is queued: a row that arrives at the store between the two is found twice,
-        # and never missed.
-        under_way = self._under_way.find(own)
-        stored = self._reader.submit(self._get, own, under_way)
-        return StoredRows(self, ids, self.owners(ids), stored, under_way)
+        return fetch_all([self], [ids])[0]
 
-    def _get(
-        self, ids: np.ndarray, under_way: tuple[WantedRows, ...]
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _get(self, ids: np.ndarray, under_way: WantedRows) -> tuple[np.ndarray, np.ndarray]:
         with self.traffic.reading():
             found, records = self._get_own(ids)
-        for wanted in under_way:
-            found[wanted.positions] = True
+        found[under_way.positions] = True
         return found, records if found.all() else records[found]
 
     def replaced(self) -> None:

@@ -8,6 +8,7 @@ import threading
 
 import numpy as np
 
+from jaxrec.tier.ids import implementation
 from jaxrec.tier.ids.id_map import Places
 
 _FIRST_ROOM = 1024
@@ -29,15 +30,32 @@ class EvictedRows:
 
 @dataclasses.dataclass(frozen=True)
 class WantedRows:
-    """The requested rows that one eviction holds.
+    """Requested rows that evictions hold.
 
-    ``index`` has their indices in the eviction, int32 ``[n]``; ``positions`` their positions among
-    the requested rows.
+    The row of request ``positions[i]`` is row ``index[i]`` of ``evictions[which[i]]``; all three
+    arrays are int32 ``[n]``.
     """
 
-    evicted: EvictedRows
+    evictions: tuple[EvictedRows, ...]
+    which: np.ndarray
     index: np.ndarray
     positions: np.ndarray
+
+    def __len__(self) -> int:
+        return self.positions.size
+
+    def wait(self) -> None:
+        """Wait until the rows are on the host, or an error keeps them from it."""
+        concurrent.futures.wait([each.records for each in self.evictions])
+
+    def copy_to(self, rows: np.ndarray, places: np.ndarray) -> None:
+        """Copy the rows to some places, int32 ``[n]``, of ``rows``, after `wait`."""
+        sources = [each.records.result() for each in self.evictions]
+        implementation.current().copy_rows(sources, self.which, self.index, places, rows)
+
+
+_NO_INDICES = np.zeros(0, np.int32)
+_NO_ROWS = WantedRows((), _NO_INDICES, _NO_INDICES, _NO_INDICES)
 
 
 class RowsUnderWay:
@@ -78,11 +96,11 @@ class RowsUnderWay:
             self._last[places] = np.arange(first, first + ids.size)
             return evicted
 
-    def find(self, ids: np.ndarray) -> tuple[WantedRows, ...]:
-        """Return the rows of distinct ids that are under way, by their last eviction."""
+    def find(self, ids: np.ndarray) -> WantedRows:
+        """Return the rows of distinct ids that are under way, of their last eviction each."""
         with self._lock:
             if not self._evictions:
-                return ()
+                return _NO_ROWS
             if self._places is None:
                 last = self._last[ids]
             else:
@@ -90,15 +108,21 @@ class RowsUnderWay:
                 last = np.where(places >= 0, self._last[places], 0)
             # Older numbers are those of evictions that have arrived; they are not erased from the
             # array.
-            positions = np.flatnonzero(last >= min(self._evictions) << 32)
+            first = min(self._evictions)
+            positions = np.flatnonzero(last >= first << 32).astype(np.int32)
+            if not positions.size:
+                return _NO_ROWS
             last = last[positions]
             number, index = last >> 32, last.astype(np.int32)  # of the lower half
-            return tuple(
-                WantedRows(evicted, index[is_of], positions[is_of])
-                for of in np.unique(number).tolist()
-                if (evicted := self._evictions.get(of)) is not None
-                for is_of in [number == of]
-            )
+            most = int(number.max())
+            if most - first + 1 > len(self._evictions):  # some in between have arrived
+                is_here = np.isin(number, list(self._evictions))
+                positions, number, index = positions[is_here], number[is_here], index[is_here]
+            # Evictions beyond the last one that is wanted may be sent later than the caller waits.
+            evictions = [each for of, each in self._evictions.items() if of <= most]
+            places = np.zeros(most - first + 1, np.int32)
+            places[[each.number - first for each in evictions]] = np.arange(len(evictions))
+            return WantedRows(tuple(evictions), places[number - first], index, positions)
 
     def remove(self, evicted: EvictedRows) -> None:
         """Forget an eviction whose rows the store has."""

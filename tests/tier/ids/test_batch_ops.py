@@ -224,6 +224,23 @@ def test_rows_of_arrays(count, width, seed):
         assert changed.tolist() == after
 
 
+@settings(max_examples=max_examples(50))
+@given(st.integers(1, 4), st.integers(1, 300), st.integers(0, 40), st.integers(0, 2**32 - 1))
+def test_rows_of_several_arrays(num_sources, width, count, seed):
+    rng = np.random.default_rng(seed)
+    sources = [rng.integers(0, 256, (9, width), np.uint8) for _ in range(num_sources)]
+    which = rng.integers(0, num_sources, count).astype(np.int32)
+    index = rng.integers(0, 9, count).astype(np.int32)
+    places = rng.permutation(50)[:count].astype(np.int32)
+    expected = np.zeros((50, width), np.uint8)
+    for i in range(count):
+        expected[places[i]] = sources[which[i]][index[i]]
+    for module in IMPLEMENTATIONS:
+        rows = np.zeros((50, width), np.uint8)
+        module.copy_rows(sources, which, index, places, rows)
+        np.testing.assert_array_equal(rows, expected)
+
+
 # The first outputs of Java's SplittableRandom, and of Vigna's splitmix64.c, with seed 1234567.
 PUBLISHED = (
     6457827717110365317,

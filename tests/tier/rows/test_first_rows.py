@@ -170,16 +170,10 @@ def test_no_copy_of_a_table(dtype):
     config = jaxrec.EmbeddingBagConfig("big", rows, DIM, dtype=dtype, initializer="normal")
     store = make_store([config])
     (group,) = store.groups
-    slots = jnp.zeros(64, jnp.int32)
-    per_slot = dict.fromkeys(("low", "high"), jnp.zeros(64, jnp.uint32)) | {
-        "table": slots,
-        "first_column": slots,
-        "stop_column": slots + DIM,
-        "scale": jnp.ones(64),
-    }
-    keys = np.zeros((1, 2), np.uint32)
+    per_slot = jnp.zeros((64, 6), jnp.int32).at[:, -1].set(DIM)
+    scales_and_keys = np.zeros((1, 3), np.uint32)
     compiled = first_rows._reset.lower(
-        store, slots, per_slot, keys, group, jax.random.normal, DIM
+        store, per_slot, scales_and_keys, group, jax.random.normal, DIM
     ).compile(AS_USERS_DO)
     assert find_copies(compiled, (rows, DIM)) == []
     assert compiled.memory_analysis().temp_size_in_bytes < rows * DIM * 2 / 10

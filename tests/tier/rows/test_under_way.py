@@ -30,10 +30,13 @@ def test_the_last_eviction_of_an_id_is_found(num_ids, steps):
         elif kind == "remove" and alive:  # not always the first: a write may have failed
             under_way.remove(alive.pop(len(ids) // 3 % len(alive)))
         found = {}
-        for wanted in under_way.find(array):
-            for position, index in zip(wanted.positions.tolist(), wanted.index, strict=True):
-                assert wanted.evicted.ids[index] == array[position]
-                found[ids[position]] = wanted.evicted
+        wanted = under_way.find(array)
+        for position, which, index in zip(
+            wanted.positions.tolist(), wanted.which, wanted.index, strict=True
+        ):
+            evicted = wanted.evictions[which]
+            assert evicted.ids[index] == array[position]
+            found[ids[position]] = evicted
         assert found == {i: last[i] for i in ids if last.get(i) in alive}
         assert len(under_way) == len(alive)
 
@@ -42,7 +45,8 @@ def test_the_last_eviction_of_an_id_is_found(num_ids, steps):
 def test_many_ids(num_ids):
     under_way, ids = RowsUnderWay(num_ids), np.arange(5000)
     evicted = under_way.add(ids)
-    [wanted] = under_way.find(ids[::-1].copy())
+    wanted = under_way.find(ids[::-1].copy())
+    assert wanted.evictions == (evicted,)
     np.testing.assert_array_equal(wanted.index, ids[::-1])
     under_way.remove(evicted)
-    assert under_way.find(ids) == ()
+    assert len(under_way.find(ids)) == 0
