@@ -1,11 +1,11 @@
-"""Compiles steps that fetch rows ahead for several NVIDIA GPUs without one, and runs their schedule.
+"""Compiles steps that fetch rows ahead for NVIDIA GPUs without one, and runs their schedules.
 
     python -m benchmarks.gpu.ahead [--exchange rows bags pooled] [--topology 1x8x1] [--stale 0.595]
 
-The step is that of DLRM-DCNv2 with the bags of MLPerf and 8,192 samples a device, plain, routed, and
-with `jaxrec.train.RoutedSteps(fetch_ahead=True)`. A message holds half of a device's lookups, and
-one of rows that are sent again holds ``--stale`` of that: what log-uniform ids need. Tables are cut
-to 4,096 rows, which the schedule does not depend on.
+The step is that of DLRM-DCNv2 with the bags of MLPerf and 8,192 samples a device: plain, routed,
+and with `jaxrec.train.RoutedSteps(fetch_ahead=True)`. A message holds half of a device's lookups,
+and one of rows that are sent again holds ``--stale`` of that: what log-uniform ids need. Tables are
+cut to 4,096 rows, on which the schedule does not depend.
 
 The schedule then runs on a device whose kernels and links have the rates of data sheets (see
 `benchmarks.gpu.timeline`). For each collective of rows the command prints its time, and how much of
@@ -50,8 +50,8 @@ from jaxrec.mesh.store import stale_lines
 ROWS = 4096
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
 HEADER = (
-    "| exchange | topology | step | step ms | temporaries GB | collective | what it carries | MB a device | ms "
-    "| of it under matrix products | under any kernel |",
+    "| exchange | topology | step | step ms | temporaries GB | collective | what it carries "
+    "| MB a device | ms | share under matrix products | share under any kernel |",
     "|---|---|---|---|---|---|---|---|---|---|---|",
 )
 Kind = Literal["plain", "routed", "fetched"]
@@ -96,8 +96,8 @@ def main(options: Options) -> None:
         path.write_text(
             "# Steps that fetch rows ahead, compiled for NVIDIA H200s\n\n"
             "Made by `python -m benchmarks.gpu.ahead` without a GPU, by JAX "
-            f"{jax.__version__}. Nothing was timed: the times are those of bytes and products at the "
-            "rates of data sheets.\n\n" + "\n".join((*lines, ""))
+            f"{jax.__version__}. Nothing was timed: the times are those of bytes and products at "
+            "the rates of data sheets.\n\n" + "\n".join((*lines, ""))
         )
         print(path)
 
