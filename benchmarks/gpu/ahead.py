@@ -1,6 +1,6 @@
 """Compiles steps that fetch rows ahead for NVIDIA GPUs without one, and runs their schedules.
 
-    python -m benchmarks.gpu.ahead [--exchange rows bags pooled] [--topology 1x8x1] [--stale 0.595]
+    python -m benchmarks.gpu.ahead [--exchange rows bags pooled] [--topology 1x8x1] [--stale 0.61]
 
 The step is that of DLRM-DCNv2 with the bags of MLPerf and 8,192 samples a device: plain, routed,
 and with `jaxrec.train.RoutedSteps(fetch_ahead=True)`. A message holds half of a device's lookups,
@@ -73,7 +73,7 @@ class Options:
     exchange: tuple[Literal["rows", "bags", "pooled"], ...] = ("rows", "bags", "pooled")
     topology: tuple[str, ...] = ("1x8x1", "2x8x1")
     step: tuple[Kind, ...] = ("plain", "routed", "fetched")
-    stale: float = 0.595
+    stale: float = 0.61
     capacity: float = 0.5
     kernels: tuple[str, ...] = ("triton", "reference")
 
