@@ -17,7 +17,7 @@ MEMORY, WITHIN, BETWEEN = 4.8e12, 450e9, 50e9
 SORT_PASSES = 4
 _SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
 _SIZES |= {"f32": 4, "s32": 4, "u32": 4, "s64": 8, "u64": 8, "token": 0}
-_NO_WORK = re.compile(
+NO_WORK = re.compile(
     r"parameter|constant|get-tuple-element|bitcast|tuple|partition-id|iota|after-all|.*-done"
 )
 
@@ -91,13 +91,13 @@ def work_on_tables(program: str, topology: Topology) -> Work:
         program: The optimized program of a device.
         topology: The devices, of `data_sheet`.
     """
-    computations = _computations(program)
+    computations = computations_of(program)
     instructions = instructions_of_entry(program)
     # The dense part of the step is outside of every `shard_map`.
     total = _work(instructions, computations, topology, within="shard_map")
     if any("/update/pallas_call" in each.line for each in instructions.values()):
         return total
-    bodies = (_called(each, "body") for each in instructions.values() if each.kind == "while")
+    bodies = (called_by(each, "body") for each in instructions.values() if each.kind == "while")
     updates = [
         computations[name]
         for name in bodies
@@ -117,24 +117,24 @@ def _work(
     for each in instructions.values():
         # A ragged all-to-all does not say where it comes from.
         is_within = within in each.line or each.kind.startswith("ragged")
-        if _NO_WORK.fullmatch(each.kind) or not is_within:
+        if NO_WORK.fullmatch(each.kind) or not is_within:
             continue
         operands = [instructions[name].shape for name in each.operands if name in instructions]
         if each.kind == "while":
             turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', each.line)
-            if turns and (body := _called(each, "body")):
+            if turns and (body := called_by(each, "body")):
                 total += _work(computations[body], computations, topology) * int(turns[1])
         elif each.kind == "conditional":
             branches = re.findall(r"%([\w.-]+)", each.line.partition("branch_computations=")[2])
             branches += re.findall(r"(?:true|false)_computation=%([\w.-]+)", each.line)
             known = [computations[name] for name in branches if name in computations]
             total += _cheapest([_work(branch, computations, topology) for branch in known])
-        elif each.kind.removesuffix("-start") in _COLLECTIVES:
-            total += _collective(each, operands, topology)
+        elif each.kind.removesuffix("-start") in COLLECTIVES:
+            total += collective_work(each, operands, topology)
         else:
-            called = _called(each, "calls")
+            called = called_by(each, "calls")
             is_sort = called and any(x.kind == "sort" for x in computations[called].values())
-            total += Work(1, _bytes_moved(each, operands, bool(is_sort)))
+            total += Work(1, bytes_moved(each, operands, bool(is_sort)))
     return total
 
 
@@ -142,15 +142,16 @@ def _cheapest(works: list[Work]) -> Work:
     return min((each for each in works if each.kernels), key=lambda x: x.seconds, default=Work())
 
 
-def _called(each: Instruction, role: str) -> str | None:
+def called_by(each: Instruction, role: str) -> str | None:
+    """Return the name of the computation that an instruction calls in a role, such as "body"."""
     found = re.search(rf"{role}=%([\w.-]+)", each.line)
     return None if found is None else found[1]
 
 
-_COLLECTIVES = ("all-to-all", "ragged-all-to-all", "all-gather", "reduce-scatter", "all-reduce")
+COLLECTIVES = ("all-to-all", "ragged-all-to-all", "all-gather", "reduce-scatter", "all-reduce")
 
 
-def _collective(each: Instruction, operands: list[str], topology: Topology) -> Work:
+def collective_work(each: Instruction, operands: list[str], topology: Topology) -> Work:
     """Return the work of a collective; its bytes are read and written in memory, too."""
     kind = each.kind.removesuffix("-start")
     # A ragged one sends part of its first operand; the others are its result and the sizes.
@@ -170,7 +171,7 @@ def _collective(each: Instruction, operands: list[str], topology: Topology) -> W
     return Work(1, sent + received, seconds)
 
 
-def _bytes_moved(each: Instruction, operands: list[str], is_sort: bool) -> float:
+def bytes_moved(each: Instruction, operands: list[str], is_sort: bool) -> float:
     """Return the bytes that a kernel reads and writes."""
     result = shape_bytes(each.shape)
     if is_sort:
@@ -200,10 +201,11 @@ def instructions_of_entry(program: str) -> dict[str, Instruction]:
     """Return the instructions of an optimized program's entry, by name."""
     entry = re.search(r"^ENTRY %([\w.-]+)", program, re.M)
     assert entry is not None
-    return _computations(program)[entry[1]]
+    return computations_of(program)[entry[1]]
 
 
-def _computations(program: str) -> dict[str, dict[str, Instruction]]:
+def computations_of(program: str) -> dict[str, dict[str, Instruction]]:
+    """Return the instructions of each computation of an optimized program, by their names."""
     return {
         name: dict(_instructions(text))
         for name, text in re.findall(

@@ -16,7 +16,7 @@ carry no variables out, `require_jaxrec_gradient` finds lookups that `jax.grad` 
 #     taps       zeros, added to the output of a call    in: its gradient is asked for
 #     residuals  None, then the rows that a call read    out
 #     ahead      routes or embeddings computed before    in: taken by the first call that comes
-#     is_read    True, once the next step's rows are read  in: no update comes before
+#     is_read    True, once the next step's rows came      in: no derivative or update comes before
 
 from __future__ import annotations
 
@@ -94,6 +94,11 @@ class TappedModule(nnx.Module):
         # True: compiled lookups call back to the host, which checks each id.
         self.debug = False
 
+    @property
+    def reads(self) -> list[Bool[Array, ""]]:
+        """True, once rows that come ahead for the next step are here; empty: none do."""
+        return [variable.get_value() for variable in self.is_read]
+
     def apply_gradients(
         self,
         gradients: SealedCalls,
@@ -102,8 +107,7 @@ class TappedModule(nnx.Module):
     ) -> None:
         """Update each row once by the gradients of all calls, ``Gradients.tables[path]``."""
         opened = [{name: each.open() for name, each in call.items()} for call in gradients]
-        for variable in self.is_read:
-            is_read = variable.get_value()
+        for is_read in self.reads:
             is_applied = is_read if is_applied is None else is_applied & is_read
         tables = self.tables.get_value()
         self.tables.set_value(tables.update(opened, step, is_applied))
@@ -203,6 +207,11 @@ class TapProbe(Probe):
     def read(self, name, rows):
         self.tables[name] = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
         return rows
+
+
+def ahead_reads(model: nnx.Module) -> list[Bool[Array, ""]]:
+    """Return the `TappedModule.reads` of a model's collections."""
+    return [is_read for module in tapped_modules(model).values() for is_read in module.reads]
 
 
 def probe_calls(loss: Callable[..., Any], model: nnx.Module, args: tuple) -> dict[str, TapProbe]:

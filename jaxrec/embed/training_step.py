@@ -76,6 +76,7 @@ from jaxtyping import Array, Bool
 from jaxrec.embed.gradients import Calls, Gradients, tie_to
 from jaxrec.embed.taps import (
     Tap,
+    ahead_reads,
     can_change,
     differentiating,
     lost_gradient,
@@ -144,7 +145,13 @@ def value_and_grad(
 
             def bound(model: nnx.Module, *args: Any) -> Any:
                 differentiation.begin()
-                return function(model, *args, **kwargs)
+                value = function(model, *args, **kwargs)
+                for is_read in ahead_reads(model):
+                    if has_aux:
+                        value = _wait(value[0], is_read), value[1]
+                    else:
+                        value = _wait(value, is_read)
+                return value
 
             # Numbers in the comments are those of the steps at the top of this file.
             own = _of_this_trace(model)
@@ -173,6 +180,25 @@ def value_and_grad(
         return value, Gradients.of(dense, tie_to(scalar, tables), stores, is_finite)
 
     return cast(Callable[Arguments, tuple[Value, Gradients]], evaluate)
+
+
+@jax.custom_vjp
+def _wait(loss: Array, is_read: Bool[Array, ""]) -> Array:
+    """Return the loss. Its derivative waits until rows that come ahead for the next step are here.
+
+    ``is_read`` is True then.
+    """
+    # A compiler that hides a transfer begins it as late as its time allows. No number of this step
+    # depends on these rows, and if only the update waits for them, they travel beside the small
+    # kernels after the last matrix product. Here the forward pass is left to hide them.
+    return loss
+
+
+def _wait_backward(is_read: Bool[Array, ""], gradient: Array) -> tuple[Array, None]:
+    return jnp.where(is_read, gradient, jnp.nan), None
+
+
+_wait.defvjp(lambda loss, is_read: (loss, is_read), _wait_backward)
 
 
 def _of_this_trace(model: nnx.Module) -> nnx.Module:

@@ -125,7 +125,8 @@ class ShardedTables(MeshStore):
                 placed: PlacedGroup, exchange: Exchange, awaited: Any, table: TableArray
             ) -> Any:
                 request, route = awaited
-                return exchange.fetch(placed, table, request, route, self.channel_of(placed))
+                with jax.named_scope("fetch"):
+                    return exchange.fetch(placed, table, request, route, self.channel_of(placed))
 
             is_read = jnp.array(True)
             for placed, exchange in self.layout:
@@ -174,7 +175,10 @@ class ShardedTables(MeshStore):
                 request, route, updated = awaited
                 written = WrittenRows.of(updated, placed.local_rows)
                 capacity, channel = self.stale_capacity(placed), self.channel_of(placed)
-                return exchange.refetch(placed, table, request, route, channel, written, capacity)
+                with jax.named_scope("refetch"):
+                    return exchange.refetch(
+                        placed, table, request, route, channel, written, capacity
+                    )
 
             for placed, exchange in self.layout:
                 name = placed.name

@@ -11,6 +11,7 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.embed import tables
+from jaxrec.embed.taps import AheadVariable
 
 pytestmark = pytest.mark.jax_version
 
@@ -230,3 +231,26 @@ class TestTransformationsInTheLoss:
 
         with pytest.raises(RuntimeError, match=r"changes a BatchStat .* nnx\.scan"):
             jax.lax.scan(body, None, jnp.arange(2))
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_a_derivative_waits_for_rows_of_the_next_step(has_aux):
+    """Only the derivative: False, which never happens, makes it NaN."""
+    model = make()
+
+    def evaluate(flag, has_aux):
+        model.is_read = nnx.List([AheadVariable(jnp.array(flag))])
+        loss = (lambda model: (sum_of(model), "aux")) if has_aux else sum_of
+        value, gradients = jaxrec.value_and_grad(loss, has_aux=has_aux)(model)
+        (calls,) = gradients.tables.values()
+        return value, [np.asarray(each.open().values) for each in calls[0].values()]
+
+    value, without = jaxrec.value_and_grad(sum_of)(model)
+    (calls,) = without.tables.values()
+    expected = [np.asarray(each.open().values) for each in calls[0].values()]
+    waited, gradients = evaluate(True, has_aux)
+    never, nans = evaluate(False, has_aux)
+    assert waited == never == ((value, "aux") if has_aux else value)
+    for one, other, nan in zip(gradients, expected, nans, strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert np.isnan(nan).all()
