@@ -59,12 +59,12 @@ class LookupArguments:
 Stashed: TypeAlias = Residuals | HostResiduals | LookupArguments
 
 
-def check_stash(stash: Any, device: jax.Device | None = None) -> None:
+def check_stash(stash: Any, device: Any = None) -> None:
     """Raise a ValueError if a policy is unknown, or if the device's host memory cannot be pinned.
 
     Args:
         stash: The policy.
-        device: A device of the tables; None: the first one of this process.
+        device: A `jax.Device` of the tables; None: the first one of this process.
     """
     if stash is not None and stash not in STASHES:
         known = " or ".join(map(repr, STASHES))

@@ -103,7 +103,7 @@ def test_one_device(stash, options):
 
 
 @pytest.mark.parametrize("stash", STASHES)
-@pytest.mark.parametrize("axis", (AxisType.Auto, AxisType.Explicit), ids=str)
+@pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize(
     ("placement", "options"),
     [
@@ -207,7 +207,7 @@ def test_rows_are_not_exchanged_twice():
 
 
 def test_unknown_stash():
-    with pytest.raises(ValueError, match="stash is 'host' or 'recompute'.*got 'disk'"):
+    with pytest.raises(ValueError, match=r"stash is 'host' or 'recompute'.*got 'disk'"):
         Ranker("disk")
 
 
@@ -220,5 +220,5 @@ def test_no_pinned_memory():
             return [Memory()]
 
     check_stash("recompute", Device())
-    with pytest.raises(ValueError, match="needs memory of kind 'pinned_host'.*recompute"):
+    with pytest.raises(ValueError, match=r"needs memory of kind 'pinned_host'.*recompute"):
         check_stash("host", Device())
