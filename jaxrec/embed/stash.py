@@ -1,6 +1,6 @@
 """Stashing: where the residuals of a lookup are while the dense part runs.
 
-Residuals are routes, row indices, bags and factors, 8 to 25 bytes for each id of the batch. The
+Residuals are routes, row indices, bags and factors, 10 to 25 bytes for each id of a batch. The
 update needs them, but they lie on the device from the lookup on. A collection with ``stash=`` keeps
 less there:
 
