@@ -18,6 +18,7 @@ from jaxrec.embed.config import EmbeddingBagConfig, EmbeddingConfig, TableConfig
 from jaxrec.embed.functional import init_tables
 from jaxrec.embed.outputs import refuse_weighted_max, warn_of_unused_weights
 from jaxrec.embed.padding import zero_padding_rows
+from jaxrec.embed.stash import Stash, check_stash
 from jaxrec.embed.store import StoreFactory, TableStore, check_state
 from jaxrec.embed.taps import (
     TappedModule,
@@ -48,6 +49,7 @@ class Collection(TappedModule):
 
     Attributes:
         tables: A `TableVariable` with the store of the tables and their optimizer state.
+        stash: See `jaxrec.embed.stash`.
     """
 
     _config: ClassVar[type[TableConfig]]
@@ -61,6 +63,7 @@ class Collection(TappedModule):
         dtype: DTypeLike,
         rngs: nnx.Rngs,
         store: StoreFactory | None,
+        stash: Stash | None,
     ):
         tables = self._checked_tables(tables)
         optimizer = optim.rowwise_adagrad() if optimizer is None else optimizer
@@ -74,7 +77,9 @@ class Collection(TappedModule):
             raise TypeError(f"{name}: rngs is a flax.nnx.Rngs such as nnx.Rngs(0), got {rngs!r}")
         if is_weighted:
             refuse_weighted_max(tables)
+        check_stash(stash)
         super().__init__()
+        self.stash = stash
         key = rngs.params()
         self.tables = TableVariable(init_tables(tables, optimizer, key, store))
         # `nnx.jit` and `nnx.eval_shape` may make the model: a tracer would be dead afterwards.
@@ -336,6 +341,9 @@ class EmbeddingBagCollection(Collection):
         rngs: Gives the random key of the tables' first values.
         store: Makes the `TableStore` that holds the rows; None: `Tables` on one device, or on the
             mesh in a function that `jaxrec.shard` calls.
+        stash: Where data of a lookup that its update needs is while the dense part runs: "host",
+            in pinned host memory; "recompute", nowhere, it is computed again; None, on the device.
+            Numbers are the same.
 
     Raises:
         TypeError, ValueError: If the tables cannot form a collection.
@@ -361,6 +369,7 @@ class EmbeddingBagCollection(Collection):
         dtype: DTypeLike = "float32",
         rngs: nnx.Rngs,
         store: StoreFactory | None = None,
+        stash: Stash | None = None,
     ):
         super().__init__(
             tables,
@@ -369,6 +378,7 @@ class EmbeddingBagCollection(Collection):
             dtype=dtype,
             rngs=rngs,
             store=store,
+            stash=stash,
         )
 
     def __call__(self, features: KeyedJaggedArray) -> KeyedArray:
@@ -409,6 +419,9 @@ class EmbeddingCollection(Collection):
         rngs: Gives the random key of the tables' first values.
         store: Makes the `TableStore` that holds the rows; None: `Tables` on one device, or on the
             mesh in a function that `jaxrec.shard` calls.
+        stash: Where data of a lookup that its update needs is while the dense part runs: "host",
+            in pinned host memory; "recompute", nowhere, it is computed again; None, on the device.
+            Numbers are the same.
 
     Raises:
         TypeError, ValueError: If the tables cannot form a collection.
@@ -434,9 +447,16 @@ class EmbeddingCollection(Collection):
         dtype: DTypeLike = "float32",
         rngs: nnx.Rngs,
         store: StoreFactory | None = None,
+        stash: Stash | None = None,
     ):
         super().__init__(
-            tables, optimizer=optimizer, is_weighted=False, dtype=dtype, rngs=rngs, store=store
+            tables,
+            optimizer=optimizer,
+            is_weighted=False,
+            dtype=dtype,
+            rngs=rngs,
+            store=store,
+            stash=stash,
         )
         self.need_indices = need_indices
 

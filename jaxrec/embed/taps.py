@@ -14,7 +14,7 @@ carry no variables out, `require_jaxrec_gradient` finds lookups that `jax.grad` 
 # while it is differentiated.
 #
 #     taps       zeros, added to the output of a call    in: its gradient is asked for
-#     residuals  None, then the rows that a call read    out
+#     residuals  None, then what the update needs        out
 #     ahead      routes or embeddings computed before    in: taken by the first call that comes
 #     is_read    True, once the next step's rows came      in: no derivative or update comes before
 
@@ -36,6 +36,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrec.embed.gradients import SealedCalls
 from jaxrec.embed.row_gradients import Activations, Routes
+from jaxrec.embed.stash import Stash, stash_residuals
 from jaxrec.embed.store import TableStore
 from jaxrec.ragged import KeyedJaggedArray
 
@@ -93,6 +94,7 @@ class TappedModule(nnx.Module):
         self.is_trainable = True
         # True: compiled lookups call back to the host, which checks each id.
         self.debug = False
+        self.stash: Stash | None = None
 
     @property
     def reads(self) -> list[Bool[Array, ""]]:
@@ -132,7 +134,8 @@ class TappedModule(nnx.Module):
                 continue
             ahead = self._take_ahead()
             activations, residuals = tables.lookup(features, routes=ahead.routes, **options)
-            slot.set_value(residuals)
+            kept = stash_residuals(self.stash, residuals, features, ahead.routes, options)
+            slot.set_value(kept)
             # With activations given, the lookup above is for its residuals alone: XLA removes the
             # reading of rows as dead code.
             if ahead.activations is not None:

@@ -74,6 +74,7 @@ from flax import nnx
 from jaxtyping import Array, Bool
 
 from jaxrec.embed.gradients import Calls, Gradients, tie_to
+from jaxrec.embed.stash import restore_residuals
 from jaxrec.embed.taps import (
     Tap,
     ahead_reads,
@@ -161,6 +162,7 @@ def value_and_grad(
                     bound, argnums=nnx.DiffState(0, nnx.Any(wrt, Tap)), has_aux=has_aux
                 )(own, *args)
                 taps, dense = nnx.split_state(gradients, Tap, ...)
+                taps, dense = _await_dense(own, taps, dense)
                 tables = _table_gradients(own, taps)  # 3 and 4
         scalar = value[0] if has_aux else value
         is_finite = jnp.isfinite(scalar)
@@ -255,6 +257,24 @@ def _require_unchanged(before: _Values) -> None:
             )
 
 
+def _await_dense(
+    model: nnx.Module, taps: nnx.State, dense: nnx.State
+) -> tuple[nnx.State, nnx.State]:
+    """Make stashed residuals wait for the gradients of the dense part; return those gradients."""
+    modules = tapped_modules(model).values()
+    variables = [each for module in modules if module.stash for each in module.residuals]
+    if not variables:
+        return taps, dense
+    # Without the barrier, XLA would compute residuals once, and copy them back early. And without
+    # the parameters' gradients in it, XLA's scheduler for GPUs would compute these beside the
+    # copies or the exchange of ids, and hold the activations of all layers until then.
+    values = [_residuals(variable) for variable in variables]
+    values, taps, dense = jax.lax.optimization_barrier((values, taps, dense))
+    for variable, value in zip(variables, values, strict=True):
+        variable.set_value(value)
+    return taps, dense
+
+
 def _table_gradients(model: nnx.Module, taps: nnx.State) -> dict[str, Calls]:
     """Return the gradients of rows by the collection's path, one entry for each call.
 
@@ -268,7 +288,7 @@ def _table_gradients(model: nnx.Module, taps: nnx.State) -> dict[str, Calls]:
     for path, module in tapped_modules(model).items():
         store, own = module.tables.get_value(), cotangents.get(path, {})
         calls = [
-            store.row_gradients(_residuals(variable), own["taps", call])
+            store.row_gradients(restore_residuals(_residuals(variable), store), own["taps", call])
             for call, variable in enumerate(module.residuals)
         ]
         # A table that was read whole joins as one more call, which looked all of its rows up.

@@ -14,6 +14,7 @@ from jaxtyping import Array
 from jaxrec.embed.collection import Collection, find_collections
 from jaxrec.embed.functional import default_store
 from jaxrec.embed.layout import TableLayout
+from jaxrec.embed.stash import check_stash
 from jaxrec.mesh.agree import require_same
 from jaxrec.mesh.creation import init_on_mesh, layout_on_mesh, shard_tables
 from jaxrec.mesh.dense import DenseName, DenseRule, check_dense, dense_placements, place_dense
@@ -79,7 +80,7 @@ def shard(
 
     A table with a cache in the plan becomes a `jaxrec.tier.Cached` table: some rows are on the
     devices, and the others in the row store that the plan names. The training loop then takes its
-    batches from `jaxrec.tier.ahead`.
+    batches from `jaxrec.tier.ahead`. If the plan has a `stash`, all collections get it.
 
     Args:
         model: The model, changed in place; or a function that makes it. The function's tables and
@@ -151,7 +152,10 @@ def shard(
         require_same("plan", {name: repr(cache) for name, cache in plan.caches})
         model = plan.maker(cast(Callable[[], Model], model))
     placements = plan.to_dict()
-    require_same("plan", {name: repr(placement) for name, placement in placements.items()})
+    stash = getattr(plan, "stash", None)
+    check_stash(stash, mesh.devices.flat[0])
+    facts = {name: repr(placement) for name, placement in placements.items()}
+    require_same("plan", facts if stash is None else facts | {"(stash)": stash})
     if isinstance(model, nnx.Module):
         made = cast(Model, model)
         dense_part = dense_placements(made, dense, mesh, precision.dense)  # before anything moves
@@ -180,6 +184,7 @@ def shard(
             cast(MeshStore, tables.placed), precision=precision, is_ragged=is_ragged
         )
         collection.tables.set_value(tables.with_placed(placed))
+        collection.stash = collection.stash if stash is None else stash
     for _, module in nnx.iter_modules(made):
         if isinstance(module, PoolRows):
             module.place(mesh)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxrec.embed.config import MAX_ROWS
+from jaxrec.embed.stash import Stash
 from jaxrec.mesh.exchange import (
     ALONE,
     BAGS,
@@ -125,6 +126,7 @@ def consider_options(
     storages: Sequence[str],
     store: str | None = None,
     precision: ExchangePrecision = ExchangePrecision(),  # noqa: B008 (frozen)
+    stash: Stash | None = None,
 ) -> tuple[list[ShardingOption], list[str]]:
     """Return the options of a table, and the reasons why other ways are left out.
 
@@ -160,7 +162,9 @@ def consider_options(
                         workload, workload.dim // split.column_parts, exchange, precision
                     )
                     rows = part_sizes(table.rows, split.row_parts, split.shares)
-                    options.append(_option(workload, topology, kind, split, group, storage, rows))
+                    options.append(
+                        _option(workload, topology, kind, split, group, storage, rows, stash)
+                    )
     return options, reasons
 
 
@@ -246,6 +250,7 @@ def placed_options(
     placement: Placement,
     cache: TableCache | None = None,
     precision: ExchangePrecision = ExchangePrecision(),  # noqa: B008 (frozen)
+    stash: Stash | None = None,
 ) -> tuple[ShardingOption, ...]:
     """Return a fixed placement as options with one part and one site: one for each column slice."""
     mesh = MeshShape(topology.hosts, topology.devices_per_host)
@@ -266,7 +271,7 @@ def placed_options(
         site = tuple(range(topology.num_devices)) if placement.is_replicated else devices
         split, kind = Split((site,), row_parts=len(of_columns)), type(placement)
         rows = np.array([shard.num_rows for shard in of_columns])
-        options.append(_option(workload, topology, kind, split, group, storage, rows))
+        options.append(_option(workload, topology, kind, split, group, storage, rows, stash))
         # The columns of a row are moved together, so only the first slice bears the cache's costs.
         storage = dataclasses.replace(storage, perf=Perf(), stored_bytes=0.0)
     return tuple(options)
@@ -280,12 +285,19 @@ def _option(
     group: Group,
     storage: TableStorage,
     rows: np.ndarray,
+    stash: Stash | None,
 ) -> ShardingOption:
     """Return an option, given the cut of a table, the group of its shards and their rows."""
     costs, columns = make_costs(group, topology), split.column_parts
     load = costs.load(workload, rows, is_cache=storage.cache is not None)
     # Where a site has more devices than row parts, each device has all rows, of its own columns.
     shards = len(split.sites[0]) // split.row_parts
+    home, kept = costs.home(workload) + costs.restore(workload, stash), costs.kept_bytes(workload)
+    temporary = costs.temporary_bytes(workload)
+    if stash is not None:
+        # Stashed residuals are on the device while their group is exchanged.
+        kept -= costs.residual_bytes(workload)
+        temporary += costs.residual_bytes(workload)
     return ShardingOption(
         table=workload.name,
         kind=kind,
@@ -294,9 +306,9 @@ def _option(
         group=group,
         parts=split.parts,
         sites=split.sites,
-        home=costs.home(workload) * columns + storage.perf,
-        kept=columns * costs.kept_bytes(workload),
-        temporary=columns * costs.temporary_bytes(workload),
+        home=home * columns + storage.perf,
+        kept=columns * kept,
+        temporary=columns * temporary,
         round_capacity=columns * costs.round_capacity(workload),
         load=load if shards == 1 else Load.unstack(load.stacked.repeat(shards, axis=1)),
         stored_bytes=storage.stored_bytes,

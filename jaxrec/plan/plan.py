@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
+from jaxrec.embed.stash import STASHES, Stash
 from jaxrec.embed.state import state_bytes
 from jaxrec.mesh.agree import gather_texts, on_process_zero, require_same
 from jaxrec.mesh.placement import Placement
@@ -150,6 +151,7 @@ class ShardingPlan:
         estimate: Expected memory and time; None if made by hand.
         context: Tables, devices and settings that the plan is for; None if made by hand.
         caches: Name and cache of each table that has only some of its rows on the devices.
+        stash: The ``stash`` that `jaxrec.shard` gives all collections; None: they keep their own.
 
     Example:
         >>> from jaxrec.mesh import row_wise, table_wise
@@ -163,16 +165,21 @@ class ShardingPlan:
     estimate: Estimate | None = dataclasses.field(default=None, compare=False, repr=False)
     context: Context | None = dataclasses.field(default=None, compare=False, repr=False)
     caches: tuple[tuple[str, TableCache], ...] = ()
+    stash: Stash | None = None
 
     @classmethod
     def from_dict(
-        cls, placements: Mapping[str, Placement], caches: Mapping[str, TableCache] | None = None
+        cls,
+        placements: Mapping[str, Placement],
+        caches: Mapping[str, TableCache] | None = None,
+        stash: Stash | None = None,
     ) -> ShardingPlan:
         """Make a plan by hand.
 
         Args:
             placements: Placement of each table.
             caches: Cache of each table that has only some of its rows on the devices.
+            stash: The ``stash`` of all collections, "host" or "recompute"; None: their own.
 
         Raises:
             TypeError: If ``placements`` does not map names to placements, or ``caches`` names to
@@ -200,7 +207,7 @@ class ShardingPlan:
                     f"table {name!r} has a cache, whose rows need a placement such as row_wise(), "
                     f"got {placements.get(name)}"
                 )
-        return cls(tuple(placements.items()), caches=tuple((caches or {}).items()))
+        return cls(tuple(placements.items()), caches=tuple((caches or {}).items()), stash=stash)
 
     @property
     def num_devices(self) -> int | None:
@@ -262,6 +269,8 @@ class ShardingPlan:
         }
         if self.caches:
             fields["caches"] = {name: cache.to_dict() for name, cache in self.caches}
+        if self.stash is not None:
+            fields["stash"] = self.stash
         if self.estimate is not None:
             fields["estimate"] = self.estimate.to_dict()
         if self.context is not None:
@@ -300,6 +309,9 @@ class ShardingPlan:
                 (name, TableCache.from_dict(cache))
                 for name, cache in fields.get("caches", {}).items()
             )
+            stash = fields.get("stash")
+            if stash is not None and stash not in STASHES:
+                raise ValueError(f"stash {stash!r}")
             stated = fields["hash"] if context else None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"this is not a plan that to_json wrote: {error!r}") from None
@@ -322,18 +334,19 @@ class ShardingPlan:
                     "not say which cache it has: it was made before jaxrec.shard made caches. Plan "
                     "anew, with storages of 'device', 'host' and 'store'"
                 )
-        return cls(placements, estimate, context, caches)
+        return cls(placements, estimate, context, caches, stash)
 
     def __str__(self) -> str:
+        stash = [] if self.stash is None else [f"Stash   {self.stash}, in all collections"]
         if self.estimate is not None:
-            return render(self.estimate)
+            return "\n\n".join([render(self.estimate), *stash])
         lines, caches = [], dict(self.caches)
         for name, placement in self.placements:
             cached = ""
             if name in caches:
                 cached = f", {caches[name].rows:,} rows cached over {caches[name].store}"
             lines.append(f"{name}: {placement}{cached}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *stash])
 
     def plot(self, path: str | os.PathLike) -> None:
         """Draw the memory and time of each device as bars stacked by table, into a picture file.

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxrec.embed.stash import Stash, check_stash
 from jaxrec.mesh.precision import ExchangePrecision
 from jaxrec.plan.caches import only_cache
 from jaxrec.plan.constraints import STORAGES, ParameterConstraints, check_store
@@ -36,6 +37,7 @@ from jaxrec.plan.topology import Topology
 from jaxrec.plan.workload import TableWorkload, measure_workloads
 
 _DEVICE = ("device",)
+_CACHED = ("device", "host")
 # Bytes of dense parameters, gradients, optimizer state and temporaries, over those of parameters.
 _DENSE_FACTOR = 6
 # Fractions of the time limit for the proposers, for the averaged program (with the whole program to
@@ -59,6 +61,9 @@ class Planner:
         store: URL of the row store of "store", with ``{table}`` for the table's name, such as
             ``"file:///data/{table}"`` (`jaxrec.tier.stores.open_store`).
         precision: Formats in which rows and gradients travel, as given to `jaxrec.shard`.
+        stashes: Policies that the plan may have for data that updates need of lookups, as the
+            ``stash`` of a collection. Of those with which a plan fits, the planner takes None if it
+            is there, else the fastest: ``(None, "recompute", "host")`` stashes only if it must.
         reserve: Fraction of each device's memory to leave free.
         batches: Batches on a device at once: the step's, and those put there ahead of it.
         dense_bytes: Bytes of parameters other than tables; None: the model's.
@@ -92,6 +97,7 @@ class Planner:
     storages: Sequence[str] | None = None
     store: str | None = None
     precision: ExchangePrecision = ExchangePrecision()  # noqa: RUF009 (frozen)
+    stashes: Sequence[Stash | None] = (None,)
     reserve: float = 0.15
     batches: int = 3
     dense_bytes: int | None = None
@@ -112,6 +118,10 @@ class Planner:
             raise ValueError(f"storages are some of {', '.join(STORAGES)}, got {storages!r}")
         if self.store is not None:
             check_store(self.store)
+        if isinstance(self.stashes, str) or not self.stashes:
+            raise ValueError(f"stashes is a sequence such as (None, 'host'), got {self.stashes!r}")
+        for stash in self.stashes:
+            check_stash(stash)
         for field in ("time_limit", "gap"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field} is above 0, got {getattr(self, field)}")
@@ -149,13 +159,20 @@ class Planner:
 
     def _search_all(self, tables: ModelTables, is_function: bool, batch_size: int) -> ShardingPlan:
         """Return the plan with its context; rows may go to host memory if they do not fit."""
-        planner = self
         # The context is of the planner as the user made it, so that `Planner.context` gives the
         # same one when the plan is loaded.
         context = self._context(self._workloads(tables, batch_size), batch_size)
-        if self.storages is None and is_function and not self._fits(tables, batch_size, ()):
-            planner = dataclasses.replace(self, storages=("device", "host"))
-        return dataclasses.replace(planner._plan(tables, batch_size), context=context)
+        planners = [dataclasses.replace(self, stashes=(stash,)) for stash in self.stashes]
+        may_cache = self.storages is None and is_function
+        if may_cache or len(planners) > 1:
+            fitting = [each for each in planners if each._fits(tables, batch_size, ())]
+            if not fitting and may_cache:
+                planners = [dataclasses.replace(each, storages=_CACHED) for each in planners[:1]]
+            planners = fitting or planners[:1]
+        without = [each for each in planners if each.stashes == (None,)]
+        plans = [each._plan(tables, batch_size) for each in without or planners]
+        best = min(plans, key=lambda plan: 0.0 if plan.estimate is None else plan.estimate.seconds)
+        return dataclasses.replace(best, context=context)
 
     def _plan(self, tables: ModelTables, batch_size: int) -> ShardingPlan:
         start = time.monotonic()
@@ -191,7 +208,9 @@ class Planner:
         }
         placements = decided | chosen
         ordered = tuple((workload.name, placements[workload.name]) for workload in workloads)
-        return ShardingPlan(ordered, estimate, caches=tuple(caches.items()))
+        return ShardingPlan(
+            ordered, estimate, caches=tuple(caches.items()), stash=self._settings["stash"]
+        )
 
     def evaluate(self, model: Model, plan: ShardingPlan, *, batch_size: int) -> ShardingPlan:
         """Return a plan, made by hand or elsewhere, with an estimate.
@@ -213,7 +232,14 @@ class Planner:
         fixed = self._fixed_bytes(tables, workloads)
         caches = dict(plan.caches)
         decided = (
-            placed_options(w, self.topology, placements[w.name], caches.get(w.name), self.precision)
+            placed_options(
+                w,
+                self.topology,
+                placements[w.name],
+                caches.get(w.name),
+                self.precision,
+                plan.stash,
+            )
             for w in workloads
         )
         problem = dataclasses.replace(
@@ -273,7 +299,8 @@ class Planner:
     @property
     def _settings(self) -> dict[str, Any]:
         """Settings of the planner that options depend on."""
-        return {"store": self.store, "precision": self.precision}
+        stash = self.stashes[0]
+        return {"store": self.store, "precision": self.precision, "stash": stash}
 
     def _context(self, workloads: Sequence[TableWorkload], batch_size: int) -> Context:
         settings: dict[str, Any] = {
@@ -285,6 +312,8 @@ class Planner:
             settings["store"] = self.store
         if self.precision != ExchangePrecision():
             settings["precision"] = dataclasses.asdict(self.precision)
+        if tuple(self.stashes) != (None,):
+            settings["stashes"] = list(self.stashes)
         return Context.of(workloads, self.topology, batch_size, self.constraints, settings)
 
     def _workloads(self, tables: ModelTables, batch_size: int) -> tuple[TableWorkload, ...]:
@@ -331,7 +360,12 @@ class Planner:
                 devices = self.topology.num_devices
                 cache = only_cache(workload, constraint, self.store, devices)
                 decided += placed_options(
-                    workload, self.topology, constraint.placement, cache, self.precision
+                    workload,
+                    self.topology,
+                    constraint.placement,
+                    cache,
+                    self.precision,
+                    self.stashes[0],
                 )
                 continue
             names.append(workload.name)

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrec.embed.formats import RowFormat
 from jaxrec.embed.formats.floats import PlainRows
+from jaxrec.embed.stash import Stash
 from jaxrec.embed.state import state_bytes
 from jaxrec.mesh.exchange import Exchange
 from jaxrec.mesh.precision import ExchangePrecision, encoded_bytes
@@ -281,8 +282,29 @@ class ExchangeCosts(abc.ABC):
         arrays = 2 * embeddings
         if workload.takes_max:
             arrays += workload.bags + workload.capacity
-        kept = 12 * workload.capacity + arrays * self.group.gradient_bytes
-        return kept + self.route_bytes(workload)
+        return self.residual_bytes(workload) + arrays * self.group.gradient_bytes
+
+    def residual_bytes(self, workload: TableWorkload) -> float:
+        """Return the bytes of a lookup's residuals: the route and ``12 * capacity``.
+
+        A stash (`jaxrec.embed.stash`) takes them off the device until the group is updated.
+        """
+        return 12 * workload.capacity + self.route_bytes(workload)
+
+    def restore(self, workload: TableWorkload, stash: Stash | None) -> Perf:
+        """Return the seconds that every device takes to stash a table's residuals and restore them.
+
+        "host" moves `residual_bytes` twice at the rate of `Topology.host_moves`. "recompute" takes
+        ``sort(capacity) + copy(residual_bytes)`` and ``all_to_all(4 * round_capacity)``.
+        """
+        bytes, topology = self.residual_bytes(workload), self.topology
+        if stash == "host":
+            return Perf(backward_compute=2 * bytes * topology.host_moves.byte)
+        if stash == "recompute":
+            compute = workload.capacity * topology.sort.item + bytes * topology.copy.byte
+            ids = WORD * self.round_capacity(workload)
+            return Perf(backward_compute=compute, backward_exchange=all_to_all(ids, topology))
+        return Perf()
 
     @property
     def gradient_passes(self) -> int:
