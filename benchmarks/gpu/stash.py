@@ -116,8 +116,8 @@ def lines(exchange: str, layers: int) -> Iterator[str]:
     tables.set_value(dataclasses.replace(tables.get_value(), mesh=mesh))
 
     def described(array: jax.Array) -> jax.ShapeDtypeStruct:
-        is_placed = isinstance(array.sharding, NamedSharding)
-        spec = array.sharding.spec if is_placed else PartitionSpec()
+        placed = array.sharding
+        spec = placed.spec if isinstance(placed, NamedSharding) else PartitionSpec()
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
 
     for stash in (None, "host", "recompute"):

@@ -301,7 +301,7 @@ def _attend_pointwise(
     factor: float,
 ) -> Array:
     bias, has_times = biases["position"], biases["time"] is not None
-    platforms = ()
+    platforms: tuple[str, ...] = ()
     if not has_times:
         platforms = native_attention.platforms(query, key, value, bias, is_scaled=bool(scale))
     if platforms:
