@@ -96,6 +96,10 @@ void check_max_of_bad_lengths(const Case& shape) {
 void check_max_gradients(int64_t num_bags, int64_t num_lookups, int64_t dim) {
   std::vector<int32_t> winners(num_bags * dim, -1);
   std::vector<float> gradients(num_bags * dim), expected(num_lookups * dim);
+  std::vector<int32_t> bags(num_lookups);  // Of three lookups each; some of the rest are of no bag.
+  for (int64_t i = 0; i < num_lookups; ++i) {
+    bags[i] = i / 3 >= num_bags && i % 2 == 0 ? -1 : static_cast<int32_t>(i / 3);
+  }
   for (int64_t bag = 0; bag < num_bags; ++bag) {
     for (int64_t d = 0; d < dim; ++d) {
       // Each bag has lookups of its own, and those behind the last name none.
@@ -110,7 +114,8 @@ void check_max_gradients(int64_t num_bags, int64_t num_lookups, int64_t dim) {
   for (int threads : team_sizes({1, 4})) {
     std::vector<float> out(num_lookups * dim, NAN);
     with_team(threads, [&](Team& team) {
-      max_gradients(team, winners.data(), gradients.data(), num_bags, dim, out.data(), num_lookups);
+      max_gradients(team, winners.data(), gradients.data(), num_bags, dim, bags.data(), out.data(),
+                    num_lookups);
     });
     require(out == expected, "gradients of maxima");
   }
