@@ -189,14 +189,21 @@ class RowsOnDevices:
         target[part.index[is_row]] = rows[:, : target.shape[1]] if is_wide else rows
 
 
-def read(store: Any, requests: Sequence[TableRows], *, with_state: bool = True) -> RowsOnDevices:
+def read(
+    store: Any,
+    requests: Sequence[TableRows],
+    *,
+    with_state: bool = True,
+    is_leaving: bool = False,
+) -> RowsOnDevices:
     """Start to gather rows with their state; ``store`` is a `TableStore.placed`.
 
-    The devices may still compute when it returns.
+    The devices may still compute when it returns. Rows that leave for good, ``is_leaving``, go into
+    pinned memory of the host by the same program: copying them later makes no device wait.
     """
     groups = group_slots(store, requests)
     arrays = {
-        group: _read(store, store.devices.put(slots.slots), group, with_state)
+        group: _read(store, store.devices.put(slots.slots), group, with_state, is_leaving)
         for group, slots in groups.items()
     }
     return RowsOnDevices(tuple(requests), table_dims(store, requests), groups, arrays)
@@ -230,15 +237,13 @@ def write(
     return store
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _read(
-    store: Any, slots: Array, group: str, with_state: bool = True
+    store: Any, slots: Array, group: str, with_state: bool = True, is_leaving: bool = False
 ) -> tuple[Array, dict[str, Array]]:
     rows, state = store.read_rows(group, slots)
     of_all = store.devices.gather((rows, state if with_state else {}))
-    # Into pinned memory of the host, by the program itself: `to_host` then copies nothing, and the
-    # devices need not wait for it.
-    return jax.device_put(of_all, jax.memory.Space.Host)
+    return jax.device_put(of_all, jax.memory.Space.Host) if is_leaving else of_all
 
 
 @functools.partial(jax.jit, static_argnums=4, donate_argnums=0)

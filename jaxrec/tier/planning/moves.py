@@ -143,7 +143,7 @@ def _read(placed: TableStore, requests: Sequence[TableRows]) -> RowsOnDevices:
     # `Tier.divide_stores` divides all stores of a model, or none: the first request tells for all.
     if requests[0].owners is not None:
         return send_to_owners(cast(MeshStore, placed), requests)
-    return read(placed, requests)
+    return read(placed, requests, is_leaving=True)
 
 
 def _write(

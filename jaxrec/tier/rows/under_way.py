@@ -114,15 +114,17 @@ class RowsUnderWay:
                 return _NO_ROWS
             last = last[positions]
             number, index = last >> 32, last.astype(np.int32)  # of the lower half
-            most = int(number.max())
-            if most - first + 1 > len(self._evictions):  # some in between have arrived
-                is_here = np.isin(number, list(self._evictions))
-                positions, number, index = positions[is_here], number[is_here], index[is_here]
+            # The place of each eviction in the result; -1: it has arrived, as later ones may have.
+            place = np.full(int(number.max()) - first + 1, -1, np.int32)
+            numbers = [each for each in self._evictions if each - first < place.size]
+            place[np.array(numbers) - first] = np.arange(len(numbers))
+            which = place[number - first]
+            is_here = which >= 0
+            if not is_here.any():
+                return _NO_ROWS
             # Evictions beyond the last one that is wanted may be sent later than the caller waits.
-            evictions = [each for of, each in self._evictions.items() if of <= most]
-            places = np.zeros(most - first + 1, np.int32)
-            places[[each.number - first for each in evictions]] = np.arange(len(evictions))
-            return WantedRows(tuple(evictions), places[number - first], index, positions)
+            evictions = [self._evictions[each] for each in numbers[: which.max() + 1]]
+            return WantedRows(tuple(evictions), which[is_here], index[is_here], positions[is_here])
 
     def remove(self, evicted: EvictedRows) -> None:
         """Forget an eviction whose rows the store has."""

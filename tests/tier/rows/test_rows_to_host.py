@@ -19,7 +19,7 @@ def test_one_program_writes_the_rows_of_all_tables_into_pinned_memory():
     )
     store = collection.tables.get_value()
     requests = [TableRows("a", np.array([3, 0])), TableRows("b", np.array([19]))]
-    leaving = rows.read(store, requests)
+    leaving = rows.read(store, requests, is_leaving=True)
     assert len(leaving.arrays) == 1
     for array in jax.tree.leaves(dict(leaving.arrays)):
         assert array.sharding.memory_kind == "pinned_host"
@@ -27,5 +27,5 @@ def test_one_program_writes_the_rows_of_all_tables_into_pinned_memory():
     np.testing.assert_array_equal(first["rows"], collection.table("a")[np.array([3, 0])])
     np.testing.assert_array_equal(second["rows"], collection.table("b")[np.array([19])])
     (group,) = store.groups
-    program = rows._read.lower(store, np.zeros(64, np.int32), group).compile().as_text()
+    program = rows._read.lower(store, np.zeros(64, np.int32), group, True, True).compile().as_text()
     assert "callback" not in program

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxrec.tier.rows.under_way import RowsUnderWay
@@ -17,6 +17,7 @@ IDS = st.lists(st.integers(-9, 9).filter(lambda i: i != -1), unique=True, max_si
 @pytest.mark.parametrize("num_ids", [None, 19, 2**40])
 @settings(max_examples=max_examples(60))
 @given(st.lists(st.tuples(st.sampled_from(["add", "remove", "find"]), IDS), max_size=30))
+@example([("add", [1]), ("add", []), ("add", [0]), ("add", []), ("remove", [0, 1, 2, 3, 4, 5])])
 def test_the_last_eviction_of_an_id_is_found(num_ids, steps):
     under_way, alive = RowsUnderWay(num_ids), []
     last = {}  # eviction of each id
