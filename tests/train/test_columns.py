@@ -419,7 +419,8 @@ def test_a_column_of_unique_ids_is_left_out(tmp_path, capsys):
             ["predict", str(tmp_path / "model"), str(tmp_path / f"{number}.parquet"), "-o", scores]
         )
     first, second = (pq.read_table(tmp_path / f"scores{number}.parquet") for number in range(2))
-    assert first == second and first.num_rows == 400
+    assert first == second
+    assert first.num_rows == 400
 
 
 @pytest.mark.parametrize("given", ["categorical", "item", "schema"])
