@@ -199,13 +199,15 @@ def read(
     """Start to gather rows with their state; ``store`` is a `TableStore.placed`.
 
     The devices may still compute when it returns. Rows that leave for good, ``is_leaving``, go into
-    pinned memory of the host by the same program: copying them later makes no device wait.
+    pinned memory of the host: copying them later makes no device wait.
     """
     groups = group_slots(store, requests)
     arrays = {
-        group: _read(store, store.devices.put(slots.slots), group, with_state, is_leaving)
+        group: _read(store, store.devices.put(slots.slots), group, with_state)
         for group, slots in groups.items()
     }
+    if is_leaving:
+        arrays = _into_pinned_memory(arrays)
     return RowsOnDevices(tuple(requests), table_dims(store, requests), groups, arrays)
 
 
@@ -237,13 +239,18 @@ def write(
     return store
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def _read(
-    store: Any, slots: Array, group: str, with_state: bool = True, is_leaving: bool = False
+    store: Any, slots: Array, group: str, with_state: bool = True
 ) -> tuple[Array, dict[str, Array]]:
     rows, state = store.read_rows(group, slots)
-    of_all = store.devices.gather((rows, state if with_state else {}))
-    return jax.device_put(of_all, jax.memory.Space.Host) if is_leaving else of_all
+    return store.devices.gather((rows, state if with_state else {}))
+
+
+# A program of its own: JAX refuses results in host memory of one that calls back, as a store may.
+@jax.jit
+def _into_pinned_memory(arrays: Any) -> Any:
+    return jax.device_put(arrays, jax.memory.Space.Host)
 
 
 @functools.partial(jax.jit, static_argnums=4, donate_argnums=0)

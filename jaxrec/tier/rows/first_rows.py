@@ -116,8 +116,8 @@ def _reset(
     draw: Callable,
     dim: int,
 ) -> TableStore:
-    # Of each slot: the slot, two words of its id, the number of its table, the first column of its
-    # slice of the row and the one after its last.
+    # Columns of `per_slot`: the slot, the low and the high word of its id, the number of its table,
+    # and the first and the stop column of its slice of the row.
     of_group = store.groups[group]
 
     def part(row, first_column, stop_column):
