@@ -1,14 +1,16 @@
 """Which cases of a test with parameters run.
 
-A test takes two cases at most, and a third with ``--slow``, unless it is marked `every_case`.
-``JAXREC_TEST_CASES=all pytest`` runs every case and checks all annotations,
-``JAXREC_TEST_CASES=1 pytest`` runs one case of every test.
+A test takes one case, and three with ``--slow``, unless it is marked `every_case`. The one is
+another of the three for each test, so that each kind of mesh, optimizer and format occurs in some
+tests. ``JAXREC_TEST_CASES=all pytest`` runs every case and checks all annotations,
+``JAXREC_TEST_CASES=1 pytest`` runs the first case of every test.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -17,8 +19,7 @@ from tests import fuzz
 
 # "all", the largest number of cases of every test, or nothing.
 CASES = os.environ.get("JAXREC_TEST_CASES", "")
-DEFAULT_COUNT = 3
-QUICK_COUNT = 2  # of these; the others are slow
+DEFAULT_COUNT = 2  # one of these is slow
 
 # An address of memory, as the repr of a function ends with one.
 ADDRESS = re.compile(r"(?<![0-9A-Za-z])at[ _]0x[0-9a-f]")
@@ -45,6 +46,16 @@ def refuse_addresses(items: list[pytest.Item]) -> None:
         )
 
 
+def long_files_first(items: list[pytest.Item]) -> None:
+    """Put files with tests that are marked slow before the others.
+
+    The tests at the end are short ones then: no process of pytest-xdist has a minute's work left
+    when the others are done.
+    """
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
+
+
 def thin_out(items: list[pytest.Item]) -> list[pytest.Item]:
     """Leave out of ``items`` the cases that are not asked for, and return them."""
     if runs_all() or (fuzz.CASES and not CASES):  # a seed of a fuzz test is a case
@@ -53,7 +64,7 @@ def thin_out(items: list[pytest.Item]) -> list[pytest.Item]:
     for item in items:
         of_tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     kept: set[pytest.Item] = set()
-    for of_test in of_tests.values():
+    for name, of_test in of_tests.items():
         if len(of_test) == 1 or (not CASES and of_test[0].get_closest_marker("every_case")):
             kept.update(of_test)
         else:
@@ -61,11 +72,17 @@ def thin_out(items: list[pytest.Item]) -> list[pytest.Item]:
             places = choose(values, int(CASES or DEFAULT_COUNT))
             kept.update(of_test[place] for place in places)
             if not CASES:
-                for place in places[QUICK_COUNT:]:
+                places.pop(pick(name, len(places)))
+                for place in places:
                     of_test[place].add_marker(pytest.mark.slow)
     left_out = [item for item in items if item not in kept]
     items[:] = [item for item in items if item in kept]
     return left_out
+
+
+def pick(name: str, count: int) -> int:
+    """Choose one of ``count`` cases, the same in each process and another for each test's name."""
+    return zlib.crc32(name.encode()) % count
 
 
 def choose(cases: Sequence[Mapping[str, int]], count: int) -> list[int]:

@@ -14,7 +14,7 @@ import jaxtyping
 import pytest
 
 from tests import fuzz, typecheck
-from tests.cases import refuse_addresses, runs_all, thin_out
+from tests.cases import long_files_first, refuse_addresses, runs_all, thin_out
 from tests.data.streams.broker import broker  # noqa: F401
 from tests.pairs import forks, pair  # noqa: F401
 from tests.quick import (
@@ -78,6 +78,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     refuse_addresses(items)
+    long_files_first(items)
     left_out = thin_out(items)
     if not config.getoption("--slow"):
         left_out += [item for item in items if item.get_closest_marker("slow")]

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from tests.cases import choose, refuse_addresses
+from tests.cases import choose, pick, refuse_addresses
 
 pytestmark = pytest.mark.every_case
 
@@ -33,6 +33,10 @@ def test_no_case_is_chosen_twice():
     cases = product(kernel=2, shape=3)
     assert sorted(choose(cases, 100)) == list(range(6))
     assert len(set(choose(cases, 4))) == 4
+
+
+def test_each_place_is_picked_for_some_tests():
+    assert {pick(f"tests/test_a.py::test_{name}", 3) for name in "abcdefgh"} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("name", ["0x7f", "at=0x7f", "format 0x7f", "object"])

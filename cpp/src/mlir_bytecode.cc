@@ -8,7 +8,7 @@ namespace {
 
 using Problem = std::invalid_argument;
 
-constexpr std::string_view kMagic = "ML\xefR";
+constexpr std::string_view kBytecodeMagic = "ML\xefR";
 // Properties of operations have their own section from version 5 on.
 constexpr uint64_t kFirstVersion = 5, kLastVersion = 6;
 constexpr uint8_t kIsAligned = 0x80, kPadding = 0xCB;
@@ -44,9 +44,9 @@ std::string_view BytecodeReader::bytes(uint64_t size) {
 }
 
 Bytecode::Bytecode(std::string_view bytes) {
-  if (bytes.substr(0, kMagic.size()) != kMagic) throw Problem("it is not MLIR bytecode");
+  if (bytes.substr(0, kBytecodeMagic.size()) != kBytecodeMagic) throw Problem("it is not MLIR bytecode");
   BytecodeReader reader(bytes);
-  reader.bytes(kMagic.size());
+  reader.bytes(kBytecodeMagic.size());
   const uint64_t version = reader.number();
   if (version < kFirstVersion || version > kLastVersion) {
     throw Problem("it is MLIR bytecode of version " + std::to_string(version) +

@@ -16,7 +16,7 @@
 namespace jaxrec::serving {
 namespace {
 
-constexpr std::string_view kMagic = "\x93NUMPY";
+constexpr std::string_view kNpyMagic = "\x93NUMPY";
 
 // Returns the text after a key of the header, a Python dict such as
 // "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }".
@@ -85,7 +85,7 @@ MappedFile::~MappedFile() {
 
 NpyHeader read_npy_header(std::string_view file) {
   const auto byte = [&](size_t i) { return static_cast<size_t>(static_cast<unsigned char>(file[i])); };
-  if (file.size() < 12 || file.substr(0, kMagic.size()) != kMagic) {
+  if (file.size() < 12 || file.substr(0, kNpyMagic.size()) != kNpyMagic) {
     throw std::invalid_argument("it is not an npy file");
   }
   const size_t version = byte(6);

@@ -50,6 +50,7 @@ def assert_scores(outputs, logits) -> None:
     np.testing.assert_allclose(outputs["probability"], 1 / (1 + np.exp(-logits)), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_on_text_takes_raw_columns(of_text, tmp_path, capsys):
     model, rows = tmp_path / "model", tmp_path / "rows"
     assert main(["export", str(of_text), str(model), *ONE_SIZE]) == 0

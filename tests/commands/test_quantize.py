@@ -75,6 +75,7 @@ def test_a_run(work, capsys):
     assert not list(work.glob("*.unfinished"))
 
 
+@pytest.mark.slow
 def test_pruning_by_frequency(work, capsys):
     options = ["--prune", "cat_*=0.5", "cat_3=0", "--prune-by", "frequency", "--out", "small"]
     assert main(["quantize", "run", *options]) == 0
@@ -89,6 +90,7 @@ def test_pruning_by_frequency(work, capsys):
     assert_same(load_quantized("small"), quantize(model, prune=rules))
 
 
+@pytest.mark.slow
 def test_two_collections(work, capsys):
     options = ["--per-table", "*(linear)=int8", "--output-dtype", "bfloat16"]
     assert main(["quantize", "deepfm", "--dtype", "int2", *options]) == 0

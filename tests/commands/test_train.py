@@ -109,6 +109,7 @@ def test_results_are_written_before_they_are_explained(model, monkeypatch, capsy
     assert json.loads((model / "results.json").read_text())["log_loss"] > 0
 
 
+@pytest.mark.slow
 def test_an_interrupt_saves_and_says_so(tmp_path):
     """By SIGINT; by SIGTERM one of two processes is stopped below."""
     command = [*PROGRAM, "train", "--output=model", *SMALL, "--data.epochs=1000000"]
@@ -230,6 +231,7 @@ def test_two_processes_are_stopped_and_one_goes_on(tmp_path, never_killed, forks
         np.testing.assert_allclose(got, never_killed.embeddings.table(name), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_devices_and_one_device_agree(trained, tmp_path, capsys):
     assert main(["train", f"--output={tmp_path / 'many'}", *SMALL, "--devices=4"]) == 0
     assert "planning where the tables go on 4 devices\n" in capsys.readouterr().out
@@ -240,6 +242,7 @@ def test_devices_and_one_device_agree(trained, tmp_path, capsys):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:parameter .* stays whole")
 def test_sharded_dense_layers_agree(trained, tmp_path, monkeypatch, capsys):
     """With --dense-layers fsdp; the run is then loaded on one device."""
@@ -334,6 +337,7 @@ def test_the_order_of_a_file_is_that_of_the_run(model, capsys):
     assert "--seed 3 makes another order of the rows" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_best_checkpoints_stay(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = ["--checkpoint.every=3", "--checkpoint.keep-best=1", "--evaluate-every=2"]
@@ -368,6 +372,7 @@ def test_loss_that_is_no_number_keeps_the_last_good_checkpoint(model, capsys):
     assert np.isfinite(np.asarray(load_model(model).embeddings.table("cat_0"))).all()
 
 
+@pytest.mark.slow
 def test_a_full_disk(tmp_path):
     """A real one, a file system of 200 kB; making it takes a namespace of one's own.
 

@@ -71,6 +71,7 @@ def small_blocks(monkeypatch):
     creation._fill_shards.clear_cache()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_blocks")
 def test_tables_made_on_a_mesh_equal_those_made_on_a_device(mesh):
     alone = make_collection()
@@ -308,6 +309,7 @@ def test_no_device_holds_more_than_its_share_while_tables_move(mesh, small_copie
         np.testing.assert_array_equal(model.table(name), rows)
 
 
+@pytest.mark.slow
 def test_no_device_holds_a_table_while_it_is_exported_and_imported(mesh, small_copies, tmp_path):
     model = wide_collection()
     jaxrec.shard(model, plan_of({f"t{i}": row_wise() for i in range(NUM_TABLES)}), mesh)

@@ -190,6 +190,7 @@ def compiled(**options):
     return program, bytes_on_each_device(model, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.jax_version
 def test_memory_of_a_device_shrinks_as_computed():
     """Each sharded array and its two moments take an eighth of their bytes."""

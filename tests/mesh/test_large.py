@@ -128,6 +128,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("few_row_numbers")
 def test_equal_to_one_device(mesh, case):
@@ -212,6 +213,7 @@ def test_rows_are_read_and_set_by_id(mesh):
         many.rows("big", [203])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [8, 4, 1])
 @pytest.mark.usefixtures("few_row_numbers")
 def test_checkpoints_restore_on_other_devices(mesh, tmp_path, num_devices):

@@ -116,6 +116,7 @@ PART = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("collection", "optimizer", "devices", "axes"),
     WHOLE if os.environ.get("JAXREC_TEST_MATRIX") == "1" else PART,

@@ -150,6 +150,7 @@ def test_trained_rows_are_cut_as_they_are(dtype):
         assert (difference <= largest_step(before[name], dtype)).all()
 
 
+@pytest.mark.slow
 def test_rows_keep_their_bits():
     """In reads and writes of tables, of some rows, and in a checkpoint."""
     _, spread, _ = trained("int8")

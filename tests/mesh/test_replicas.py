@@ -62,6 +62,7 @@ def test_an_average_after_every_step_trains_as_one():
         np.testing.assert_allclose(found, alone.embeddings.table(table), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_copies_learn_apart_between_averages():
     """As two trainings on one device each do that see half of each batch.
 

@@ -216,6 +216,7 @@ def test_halves_of_rows_stay_together():
         jaxrec.shard(Ranker(OPTIMIZERS["ema_in_place"]), plan, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     ("name", "placements"),

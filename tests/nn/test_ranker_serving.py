@@ -25,6 +25,7 @@ TARGETS = ["c_item", "c_time"]
 LENGTHS, COUNTS = [12, 3, 0, 7], [3, 1, 2, 0]
 
 
+@pytest.mark.slow
 def test_recorded_targets_against_a_cache():
     arrays, case = load("stack_2_cached"), CASES["stack_2_cached"]
     meta = case["meta"]

@@ -65,6 +65,7 @@ def likelihoods(model, encoders):
     return np.stack(found, axis=1)
 
 
+@pytest.mark.slow
 @FORMS
 @pytest.mark.every_case
 def test_wide_beams_rank_all_items_by_their_likelihood(encoders):
@@ -96,6 +97,7 @@ def test_unknown_items_and_long_histories_are_not_a_number(encoders):
     assert np.isnan(loss).tolist() == [False, True, True, False]
 
 
+@pytest.mark.slow
 @FORMS
 @pytest.mark.parametrize("axes", ["Auto", "Explicit"])
 def test_eight_devices_generate_and_learn_what_one_does(encoders, axes):
@@ -112,6 +114,7 @@ def test_eight_devices_generate_and_learn_what_one_does(encoders, axes):
     np.testing.assert_allclose(losses(placed, batch).reshape(16), loss, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_training_learns_what_follows():
     """Item ``i`` is followed by ``i + 1``: the first beam says so."""
     ids = SemanticIds.of(CODES, sizes=(3, 3), last_size=6)

@@ -27,6 +27,7 @@ from tests.plan.models import criteo, plan_on_h100, six_tables
 lookup = nnx.jit(jaxrec.EmbeddingBagCollection.__call__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2, 8, 16])
 @pytest.mark.parametrize("model", [six_tables, criteo], ids=["six", "criteo"])
 def test_plans_fit_and_are_close_to_their_bound(model, devices):

@@ -167,6 +167,7 @@ print("end")
 """
 
 
+@pytest.mark.slow
 def test_a_program_ends_though_its_iterator_was_not_closed():
     """Rows that are to come back from the store wait for others that will never be sent there."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}

@@ -84,6 +84,7 @@ def test_a_plan_trains_as_whole_tables_do(tmp_path, hosts, each, kind, storage):
     close(model)
 
 
+@pytest.mark.slow
 @pytest.mark.jax_version
 def test_a_machine_too_small_for_a_model_trains_it():
     """The tables take 480 kB with their state, and the device has room for half of them."""

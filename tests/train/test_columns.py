@@ -246,6 +246,7 @@ def test_capacities_on_devices(directory, monkeypatch):
     assert devices._capacities(mesh, usual) == {"city": 8, "tags": 8}
 
 
+@pytest.mark.slow
 def test_a_run_repeats_from_its_options(trained, tmp_path, monkeypatch, capsys):
     """With its label, weight and features, also from another directory."""
     monkeypatch.chdir(tmp_path)
@@ -395,6 +396,7 @@ def test_what_is_wrong_is_one_sentence(
     assert not (tmp_path / "model/config.yaml").exists()
 
 
+@pytest.mark.slow
 def test_a_column_of_unique_ids_is_left_out(tmp_path, capsys):
     """Its vocabulary would have no value. Rows to predict may have the column, or lack it."""
     rows = table(400).drop_columns(["importance", "tags"])

@@ -140,6 +140,7 @@ def on_mesh():
 
 
 class TestRoutedAhead:
+    @pytest.mark.slow
     def test_the_same_numbers_as_one_by_one(self, monkeypatch):
         """While capacities follow the demand, and in a second call, which compiles nothing."""
         monkeypatch.setattr(ahead, "WINDOW", 2)

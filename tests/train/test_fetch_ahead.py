@@ -113,6 +113,7 @@ class WritesRowZero(WrappingStore):
         return self.with_inner(inner.write_rows(group, slots, rows + 1, state))
 
 
+@pytest.mark.slow
 def test_a_store_that_writes_more_rows_is_not_fetched():
     losses = []
     for is_ahead in (False, True):
@@ -141,6 +142,7 @@ def fetched_groups(steps):
     return {name for _, name in fetched_of(steps)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("exchange", "optimizer", "axes"),
     [("rows", ADAGRAD, AxisType.Explicit), ("bags", SGD, AxisType.Auto)],

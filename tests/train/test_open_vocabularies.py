@@ -114,6 +114,7 @@ def test_only_evaluated(trained, capsys):
     assert made == {path: path.stat().st_mtime_ns for path in trained[0].rglob("*")}
 
 
+@pytest.mark.slow
 def test_devices_and_one_device_agree(trained, tmp_path):
     output = tmp_path / "many"
     options = [*BASE, *ROOMY, f"--output={output}", "--devices=4", "--evaluate-every=5"]
@@ -157,6 +158,7 @@ def test_ids_of_text_stay_as_they_are():
         CriteoFile(KAGGLE, (50,) * 26, id_bits=16)
 
 
+@pytest.mark.slow
 def test_a_generated_run(tmp_path, capsys):
     rows = ["--data.generated-rows=40", "--data.generated-eval-rows=20"]
     assert main(["train", *BASE[2:], *rows, *ROOMY, f"--output={tmp_path / 'model'}"]) == 0
@@ -166,6 +168,7 @@ def test_a_generated_run(tmp_path, capsys):
     assert residents == set(clicks.ids[:, 2].tolist())
 
 
+@pytest.mark.slow
 def test_a_converted_log_with_raw_ids(tmp_path):
     convert(KAGGLE, tmp_path / "raw", Conversion(ids="raw"))
     options = [f"--data={tmp_path / 'raw'}", *BASE[1:], *ROOMY, f"--output={tmp_path / 'model'}"]

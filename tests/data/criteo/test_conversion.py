@@ -179,6 +179,7 @@ def test_stopped_and_gone_on_with(tmp_path, small_blocks):
     assert all((output / name).stat().st_mtime_ns == t for name, t in made.items())
 
 
+@pytest.mark.slow
 def test_killed_and_gone_on_with(tmp_path):
     """A real SIGKILL, and the same bytes as without."""
     source = tmp_path / "log"

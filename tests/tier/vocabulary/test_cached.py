@@ -147,6 +147,7 @@ def test_evaluation_reads_all_rows_and_changes_none(when: str):
     evaluate()
 
 
+@pytest.mark.slow
 def test_evaluation_of_an_open_vocabulary_with_a_store():
     """Evicted ids read their rows, ids that were never trained read zeros."""
     batches, names = models.stream(40, 600, samples=8)
@@ -204,6 +205,7 @@ def test_a_restored_run_goes_on(tmp_path, rows: int, placement: str | None):
     assert_same(all_rows(other), all_rows(model), rtol)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
     model = make_cached("sgd")
     save(tmp_path, model, jaxrec.Optimizer(model, models.TX))
