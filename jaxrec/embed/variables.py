@@ -92,7 +92,7 @@ _PLACEMENT = "dense_placement"
 
 @dataclasses.dataclass(frozen=True)
 class DensePlacement:
-    """Sharding of a dense parameter, and the form in which layers read it: here, sharded."""
+    """Sharding of a dense parameter, and how layers read it; in this class, as it is sharded."""
 
     sharding: NamedSharding
 

@@ -66,10 +66,10 @@ Member: TypeAlias = tuple[ShardingOption, int, list[int]]
 
 
 class Program:
-    """The mixed-integer program of a problem; times are over `scale`, bytes over the capacity.
+    """The mixed-integer program of a problem; times are in units of `scale`, bytes of the capacity.
 
-    Without ``with_sites``, a device's load is the average over all devices, or that of the largest
-    part.
+    Without ``with_sites`` the program does not assign parts to sites: a device's load is then the
+    average over all devices, or the load of the largest part if that is more.
     """
 
     def __init__(self, problem: Problem, *, with_sites: bool):
@@ -261,7 +261,12 @@ class Program:
         unit: float,
         decided: np.ndarray,
     ) -> None:
-        """Constrain ``most`` to be at least every device's load, and at least the average."""
+        """Constrain ``most`` to be at least every device's load, and at least the average.
+
+        ``most`` is the variable of the slowest device's time for count number ``count`` of `Load`,
+        and ``unit`` the time of one unit of it. ``decided``, ``[devices]``, is the time of tables
+        with a given placement.
+        """
         weights, width = self.problem.weights[count], self.problem.widths[count]
         members = [member for table in tables for member in table]
         # This holds for every plan. It is the only bound on a sum of small parts when there are no

@@ -152,7 +152,7 @@ def convert_files(data: DataConfig, console: Console) -> None:
 
 
 def _check_types(types: Iterable[str], data: DataConfig, path: pathlib.Path) -> None:
-    """Refuse types of columns that the data lack, or that have types of their own."""
+    """Refuse types of columns that the data lack, or of files that hold types themselves."""
     kind = format_of(path)
     if kind is None or not kind.takes_types:
         raise ConfigError(

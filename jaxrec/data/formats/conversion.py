@@ -244,7 +244,7 @@ def _write(
 def _write_copy(
     kind: Format, path: Address, target: pathlib.Path, types: Types, group_bytes: int | None
 ) -> int:
-    """Write a file of another machine as a Parquet file, by a copy that lasts as long."""
+    """Write a file of another machine as a Parquet file, through a temporary copy."""
     # The parsers read a file more than once: its header, values that change the type of a column.
     copy = target.with_name(path.name)
     try:

@@ -55,7 +55,7 @@ class SequenceGroups(Protocol):
         """Return the times of a group's candidates, whatever the window."""
 
     def requests(self, group: int) -> Requests:
-        """Return a group's requests, from the columns that decide about them."""
+        """Return a group's requests, from the columns alone that they depend on."""
 
     def read(self, group: int) -> SequenceRows:
         """Read a group's requests with all features."""

@@ -275,7 +275,7 @@ class Exchange(abc.ABC):
         route: Route,
         channel: Channel,
     ) -> Lines | None:
-        """Send the lines that `pool` or `rows` needs, ahead of the update before it.
+        """Send the lines that `pool` or `rows` needs before the update of the batch before.
 
         None, the default: the exchange cannot send them ahead. An exchange that can also implements
         `refetch`, reads ``request.lines`` in `pool` or `rows`, and has routes with two attributes:

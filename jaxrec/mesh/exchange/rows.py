@@ -168,7 +168,7 @@ class RowsRoute:
 
     @property
     def has_all_rows(self) -> Bool[Array, ""]:
-        """Whether `owned_rows` has them all: later rounds request more."""
+        """Whether `owned_rows` has every row that the update writes: if one round is enough."""
         return self.first.is_last
 
 
