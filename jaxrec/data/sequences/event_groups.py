@@ -197,7 +197,7 @@ class EventGroups:
 class _Decisive:
     """Columns of a group that decide about its requests.
 
-    ``columns`` are ``[events]`` by name, as the masks are.
+    ``columns`` are the columns of conditions by name. They and the two masks are ``[events]``.
     """
 
     times: FlatColumn

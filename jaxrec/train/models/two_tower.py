@@ -220,7 +220,7 @@ def _num_unknown(encoder: TableEncoder, name: str) -> int:
 
 
 def _single_ids(batch: ClickBatch, name: str, missing: int) -> Int[np.ndarray, " batch"]:
-    """Return the row index of each sample in a column without lists."""
+    """Return each sample's row index in a column without lists; ``missing`` for an empty bag."""
     column = batch.features[name]
     lengths = np.asarray(column.lengths)
     ids = np.full(len(lengths), missing, np.int32)
