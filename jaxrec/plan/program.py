@@ -228,10 +228,11 @@ class Program:
     def _overflows(
         self, group: int, tables: Sequence[Sequence[Member]]
     ) -> list[tuple[float, float]]:
-        """Return ``a_k`` and ``b_k``, in rounds, of each overflow of a group.
+        """Return ``(a_k, b_k)`` of each overflow of a group's exchange, in multiples of a round.
 
-        ``a_k`` is how much more demand then fits, ``b_k`` how many more positions are moved, with
-        forward and backward weighed by their cost.
+        With overflow ``k`` the exchange holds ``a_k`` more rows and moves ``b_k`` more positions
+        than before it. The positions of the forward and the backward pass are weighted by their
+        cost.
         """
         problem, decided, exchanged = self.problem, self.decided, LOADS.index("exchanged")
         demands = [

@@ -447,7 +447,7 @@ def with_shared_tables(schema: Schema, data: DataConfig) -> Schema:
 
 
 def parquet_data(path: pathlib.Path | None, data: DataConfig) -> DataFiles:
-    """Find the Parquet files of a path, or those that its files are converted to."""
+    """Find the Parquet files of a path; files of another format are converted to Parquet first."""
     if path is None:
         raise ConfigError("give the files with --data")
     types = _types_of(path, data)

@@ -158,7 +158,7 @@ class SequenceBatches(NumberedBatches[KeyedJaggedArray]):
 
     @functools.cached_property
     def _lengths(self) -> tuple[list[tuple[np.ndarray, np.ndarray]], SequenceCounts]:
-        """Events and candidates of each request, by group, and the counts of all."""
+        """Numbers of events and of candidates of each request, by group; and the counts of all."""
         limits = self.groups.limits
         # Small types: there may be billions of requests.
         kinds = [np.min_scalar_type(most) for most in (limits.history, limits.candidates)]
