@@ -2,7 +2,8 @@
 
 To add a kind, write a module here with a subclass of `ModelKind`, or of a family such as
 `jaxrec.train.models.rows.RowModel`, and list it in `jaxrec.train.models` and in
-`jaxrec.train.config.ModelName`. The command, checkpoints and `load_model` see only this interface.
+`jaxrec.train.option_groups.ModelName`. The command, checkpoints and `load_model` see only this
+interface.
 """
 
 from __future__ import annotations
