@@ -308,7 +308,7 @@ class _Run:
         return results
 
     def _explanation(self) -> dict[str, Any]:
-        """Return the entries of ``results.json`` on columns and calibration; {} if not wanted."""
+        """Return the entries of ``results.json`` on columns and calibration; {} without any."""
         if not self.config.explain_rows:
             return {}
         held_out = self._held_out_batches

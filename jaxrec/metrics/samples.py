@@ -116,7 +116,10 @@ class SampleMetric(Metric[SampleWindow]):
         return self._append(state, new, counts)
 
     def merge(self, state: SampleWindow, other: SampleWindow) -> SampleWindow:
-        """Merge two states; if the window overflows, keep the newest samples, half from each."""
+        """Merge two states; if the window overflows, keep the newest samples, half from each.
+
+        A state that fills less than half of the window keeps all of its samples.
+        """
         # Each state gets half of the window, and the rest of the other half if that is not full.
         half = self.window // 2
         of_state = jnp.maximum(self.window - half, self.window - other.filled)

@@ -326,7 +326,7 @@ class Program:
     ) -> None:
         """Constrain ``most`` to the load of the device with the most parts.
 
-        Of ``n`` parts on ``D`` devices, some device has ``ceil(n / D)``.
+        If ``n`` parts go to ``D`` devices, one device has at least ``ceil(n / D)`` of them.
         """
         num_devices = self.problem.topology.num_devices
         unit *= float(self.problem.weights[count].min())

@@ -63,7 +63,7 @@ def deciles(
 
 @dataclasses.dataclass(frozen=True)
 class Importance:
-    """By how much values worsen if the values of one column are shuffled over the rows.
+    """Worsening of values if the values of one column are shuffled over the rows.
 
     A column that the model does not use has 0. Columns with the same information share their
     importance, since the model still has the others (permutation importance: Breiman 2001, "Random

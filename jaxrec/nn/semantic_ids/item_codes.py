@@ -20,7 +20,7 @@ _METADATA = b"jaxrec.semantic_ids"
 
 @dataclasses.dataclass(frozen=True)
 class CodeReport:
-    """How well codes tell items apart, before the last code that resolves collisions.
+    """Report on how well codes tell items apart, before the last code that resolves collisions.
 
     Attributes:
         num_items: Number of items.

@@ -169,7 +169,7 @@ class ModelKind(abc.ABC):
 
     @property
     def hold_out(self) -> str:
-        """Which rows are held out, as text."""
+        """Description of the rows that are held out."""
         data = self.config.data
         if data.eval_path is not None:
             return f"the rows of {data.eval_path}"

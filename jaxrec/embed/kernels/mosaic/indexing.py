@@ -79,7 +79,7 @@ class _Access:
 
     @property
     def width(self) -> int:
-        """Number of a row's elements that are no padding."""
+        """Number of a row's elements that are not padding."""
         return self.stored or self.lanes.width
 
     @property
