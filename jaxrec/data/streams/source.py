@@ -159,7 +159,8 @@ class SourceReader(abc.ABC):
     One thread calls `read`; `lag` and `commit` may be called by another.
 
     Attributes:
-        starts: Where each of this process's parts begins that is known when the source is opened.
+        starts: First position to read in each of this process's parts, as far as the parts are
+            known when the source is opened.
     """
 
     @property
