@@ -16,19 +16,15 @@ run of all steps writes ``benchmarks/results/compiled_ahead.h200.md``.
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
 import warnings
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from benchmarks.gpu.environment import compile_without_cards
+
 if __name__ == "__main__":  # Who imports this has devices of its own.
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ["XLA_FLAGS"] = (
-        "--xla_gpu_autotune_level=0 --xla_force_host_platform_device_count=16 "
-        + os.environ.get("XLA_FLAGS", "")
-    )
+    compile_without_cards()
 
 import jax
 import numpy as np

@@ -25,7 +25,6 @@ import dataclasses
 import functools
 import importlib.util
 import math
-import os
 import pathlib
 import re
 import sys
@@ -35,12 +34,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ["XLA_FLAGS"] = (
-    "--xla_gpu_autotune_level=0 --xla_force_host_platform_device_count=16 "
-    + os.environ.get("XLA_FLAGS", "")
-)
+from benchmarks.gpu.environment import compile_without_cards
+
+if __name__ == "__main__":  # Who imports this has devices of its own.
+    compile_without_cards()
 
 import jax
 import numpy as np

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import pathlib
 import re
 import sys
@@ -31,13 +30,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from benchmarks.gpu.environment import compile_without_cards
+
 if __name__ == "__main__":  # Who imports this has devices of its own.
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ["XLA_FLAGS"] = (
-        "--xla_gpu_autotune_level=0 --xla_force_host_platform_device_count=16 "
-        + os.environ.get("XLA_FLAGS", "")
-    )
+    compile_without_cards()
 
 import jax
 import numpy as np

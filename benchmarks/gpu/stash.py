@@ -1,6 +1,6 @@
 """Compiles training steps with each `stash` for GPUs without one, and prints their bytes.
 
-    python -m benchmarks.gpu.stash [--exchange pooled bags rows] [--layers 24] [--write False]
+    python -m benchmarks.gpu.stash [--exchange pooled bags rows] [--layers 24] [--no-write]
 
 A step has eight tables of 80,000 rows of 128 columns over eight H200s, 8,192 samples a device, 20
 ids a bag, and a tower of ``--layers`` dense layers of 1,024 columns. The bytes are those that XLA's
@@ -11,20 +11,16 @@ exchanges writes ``benchmarks/results/stash.h200.md``.
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
 import re
 import warnings
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from benchmarks.gpu.environment import compile_without_cards
+
 if __name__ == "__main__":  # Who imports this has devices of its own.
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ["XLA_FLAGS"] = (
-        "--xla_gpu_autotune_level=0 --xla_force_host_platform_device_count=8 "
-        + os.environ.get("XLA_FLAGS", "")
-    )
+    compile_without_cards(devices=8)
 
 import jax
 import numpy as np

@@ -134,8 +134,8 @@ class RecordOptions:
 
 @dataclasses.dataclass(frozen=True)
 class HistoriesOptions:
-    """Group a log with a row for each event into Parquet files with a row for each user, whose
-    lists have the user's events in the order of time.
+    """Group a log of events by user. The Parquet files have a row for each user, with lists of the
+    user's events, the earliest first.
 
     Example: jaxrec data histories events.parquet users
     """

@@ -88,7 +88,7 @@ class PlanOptions:
     """Measure this machine's devices and write the topology to --output."""
 
     def check(self, given: set[str]) -> None:
-        """Raise ConfigError if the options, of which ``given`` are named, do not go together."""
+        """Raise ConfigError if options contradict each other; ``given`` are the named ones."""
         if self.calibrate and self.machines:
             raise ConfigError("--calibrate measures the devices here and takes no --machines")
         if self.machines and (others := sorted(given & _OF_ONE_PLAN)):

@@ -154,7 +154,7 @@ def _text_columns(served: ServedModel) -> set[str]:
 
 
 def _kept_types(files: DataFiles, keep: tuple[str, ...]) -> pa.Schema:
-    """Return the types in the output of the columns ``keep``, on which all input files agree."""
+    """Return the output types of the columns ``keep``; all input files must agree on them."""
     types = CommonTypes(keep)
     groups = ParquetGroups(files.paths, keep, sources=files.sources)
     for path, columns in groups.schemas_of_rows.items():

@@ -215,7 +215,7 @@ class _Run:
 
     @functools.cached_property
     def _others(self) -> Mapping[int, Dataset]:
-        """Rows besides the held-out ones to evaluate on, by step."""
+        """Further rows to evaluate on, by the step after which they are evaluated."""
         return self.kind.evaluations(self.rows, self.held_out)
 
     def evaluate(self) -> int:
@@ -308,7 +308,7 @@ class _Run:
         return results
 
     def _explanation(self) -> dict[str, Any]:
-        """Return what ``results.json`` tells of the columns and the predictions."""
+        """Return the entries of ``results.json`` on columns and calibration; {} without any."""
         if not self.config.explain_rows:
             return {}
         held_out = self._held_out_batches
@@ -426,7 +426,7 @@ class _Run:
 def _start_output(
     output: pathlib.Path, config: TrainConfig, encoder: TableEncoder | None, trainer: Trainer
 ) -> None:
-    """Write the options and the encoder of a run, if the disk has space for its checkpoints."""
+    """Write a run's options and encoder; raise an OSError if the disk cannot hold checkpoints."""
     # A full disk should stop the run now, not at its first checkpoint.
     checkpoint.require_space(output, trainer.model, trainer.optimizer)
     if jax.process_index() != 0:

@@ -45,7 +45,7 @@ _BUFFER_BYTES = 1 << 16
 class Address(pathlib.PosixPath):
     """Address of a file or directory in a file system of fsspec.
 
-    It is read as a path of this machine is: `stat`, `is_dir`, `open`. Nothing can be written to it.
+    Read it like a path of this machine: by `stat`, `is_dir`, `open`. Nothing can be written to it.
 
     Raises:
         FileNotFoundError: Reading raises it if the address names nothing.
@@ -88,7 +88,7 @@ class Address(pathlib.PosixPath):
 
     @functools.cached_property
     def _system(self) -> tuple[Any, str]:
-        """The file system, and its name of the file."""
+        """The file system, and the name that the file has in it."""
         with self._explained():
             try:
                 import fsspec
@@ -147,7 +147,7 @@ class Address(pathlib.PosixPath):
         return self
 
     def open(self, mode: str = "r", buffering: int = -1, *_: Any, **__: Any) -> Any:
-        """Open the file for reading bytes; ``buffering`` is 0, or bytes of a request at least."""
+        """Open the file for reading bytes; ``buffering`` is 0, or the smallest request in bytes."""
         if mode != "rb":
             raise OSError(errno.EROFS, "addresses are read as bytes, and never written", str(self))
         file: Any = RangeFile(self)
@@ -171,7 +171,7 @@ class Address(pathlib.PosixPath):
         yield from self._named(found, name)
 
     def _named(self, found: Mapping[str, Mapping[str, Any]], name: str) -> Iterator[Address]:
-        """Yield the addresses of what was found below the directory, which has a name there."""
+        """Yield an `Address` for each path of a listing, in which this directory is ``name``."""
         for each, info in found.items():
             address = self / each.strip("/").removeprefix(name.strip("/")).lstrip("/")
             address._known = info
@@ -201,7 +201,7 @@ class Address(pathlib.PosixPath):
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Make errors of file systems, each with classes of its own, those of Python."""
+        """Within this context, raise Python's errors in place of the file system's own ones."""
         try:
             yield
         except FileNotFoundError as error:
@@ -260,7 +260,7 @@ class RangeFile(io.RawIOBase):
         return self._position
 
     def size(self) -> int:
-        """Return the bytes of the file; Arrow asks for them."""
+        """Return the size of the file in bytes, which Arrow asks for."""
         return self._size
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:

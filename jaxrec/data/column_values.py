@@ -100,7 +100,7 @@ def _sample(rows: RowGroups) -> pa.Table:
 
 
 def _tells(column: pa.Array, labels: np.ndarray) -> str | None:
-    """Return as text how surely a column tells the labels ``[rows]``; None if it does not."""
+    """Describe how well a column predicts the labels ``[rows]``; None if it does not."""
     positives = int((labels == 1).sum())
     if min(positives, len(labels) - positives) < _MIN_ROWS:
         return None

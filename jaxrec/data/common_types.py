@@ -85,9 +85,9 @@ class _Column(NamedTuple):
 class CommonTypes:
     """Types of the columns of a data set's files, which must agree on each column.
 
-    They agree as `common_type` says, and all times are in one zone. ``names`` are the columns to
-    compare, those of a schema, which has zones of its own. None: all columns, and every file must
-    have every column that can be a feature, except for ``exclude``.
+    They agree as `common_type` says. ``names`` are the columns to compare, as those of a schema,
+    which names its time zones itself. None: all columns are compared, all times must be in one
+    zone, and every file must have every column that can be a feature, except for ``exclude``.
     """
 
     def __init__(self, names: Collection[str] | None = None, exclude: Collection[str] = ()):

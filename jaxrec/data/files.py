@@ -197,7 +197,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _is_hidden(name: str) -> bool:
-    """Return whether a file or directory is none of the data.
+    """Return whether a file or directory is not part of the data.
 
     Spark and others name unfinished files and metadata so: _temporary, _SUCCESS, .part-0.crc.
     """

@@ -184,7 +184,7 @@ def _features(
 
 
 def _parts(name: str, kind: pa.DataType, names: Collection[str]) -> Iterator[_Feature]:
-    """Yield the features of a column of times; a column of a part's name stands for itself."""
+    """Yield the parts of a column of times as features, except those that ``names`` has already."""
     zone = getattr(kind, "tz", None)
     zone = None if zone == "UTC" else zone
     parts: dict[str, Any] = {"age": DenseColumn("log1p", part="age")}

@@ -26,7 +26,7 @@ class LastOfEach(Split):
     Attributes:
         name: The column.
         time: Column of the times that order the rows of a value; equal times keep the order of the
-            files. None: all rows do.
+            files. None: the order of the files.
     """
 
     name: str

@@ -54,7 +54,7 @@ def needs_pass(schema: Schema, files: Iterable[pa.Schema]) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ColumnStatistics:
-    """Statistics of rows, from which an encoder is learned; those of two parts of the rows add up.
+    """Statistics of rows from which an encoder is learned; add them for several parts of the rows.
 
     Counts and sums are exact, so that any parts, added in any order, give the same encoder; only
     its `TableEncoder.example` is that of the leftmost part.
@@ -64,7 +64,8 @@ class ColumnStatistics:
         counts: Counts of the values of each column that owns a vocabulary.
         sums: Sums of each column of numbers whose mean is needed.
         lengths: Histogram of the list lengths of each column of lists.
-        types: Types of the schema's columns, with the name of a file that has them.
+        types: Each combination of types that the schema's columns have in a file, with the name of
+            one such file.
         example: The first two training rows, without labels; None: all rows are held out.
     """
 
@@ -189,7 +190,7 @@ def _common(schema: Schema, types: Mapping[pa.Schema, str | os.PathLike[str]]) -
 def _with_values(example: pa.Table, types: pa.Schema) -> pa.Table:
     """Give columns of nulls or booleans the types that other files have for them.
 
-    What an encoder takes later depends on these types, and must not on the order of the files.
+    An encoder later takes columns of these types, which must not depend on the order of the files.
     """
     for number, field in enumerate(example.schema):
         if field.name not in types.names:

@@ -120,7 +120,7 @@ def has_ratings(path: str | os.PathLike[str]) -> bool:
 def _find(
     path: pathlib.Path, formats: Sequence[_Format], missing: str
 ) -> tuple[pathlib.Path, _Format]:
-    """Return the file at a path, or the first in a directory, that has one of the formats, and it.
+    """Return the file at a path, or the first in a directory, that has a format, and the format.
 
     ``missing`` is the error's text if there is none.
     """

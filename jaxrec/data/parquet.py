@@ -96,7 +96,7 @@ class ParquetGroups(FileGroups):
 
     @property
     def bytes_of_groups(self) -> tuple[int, ...]:
-        """Bytes of the rows of each group in memory, about, by what the footers say."""
+        """Approximate bytes of each group's rows in memory, from the files' footers."""
         return tuple(size for size, _ in self._footprints)
 
     @property

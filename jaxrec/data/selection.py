@@ -83,10 +83,10 @@ class RowMask:
 
 
 class RowNumbers(int):
-    """Number of the first of some rows of a file, where others lie between them.
+    """Numbers of selected rows of a file, as an int: the number of the first one.
 
-    ``RowNumbers(numbers) + n`` is the number of the row ``n`` rows further among them, so that an
-    error names the right row. As an integer it is the first number.
+    ``RowNumbers(numbers) + n`` is ``numbers[n]``, so that code that adds a row's index to the
+    number of the first row names the right row in errors.
     """
 
     def __new__(cls, numbers: np.ndarray) -> RowNumbers:
@@ -152,7 +152,7 @@ class SelectedGroups:
 
 
 def selected_rows(groups: LocatedGroups, mask: RowMask) -> GroupRange | SelectedGroups:
-    """Return the groups of a set of rows; only the groups of a range are read, if it is one."""
+    """Return a set of rows as row groups: as a `GroupRange` if the rows are consecutive."""
     start, stop = mask.stretch
     if stop - start == mask.count:
         return GroupRange(groups, start, stop)

@@ -71,7 +71,7 @@ def deal_groups(sizes: Sequence[int], processes: int) -> tuple[tuple[int, ...], 
 def group_windows(
     groups: Sequence[int], window: int, seed: int | None, epoch: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the row groups of each window of an epoch; with a seed in an order of the epoch's."""
+    """Return the row groups of each window of an epoch; a seed gives each epoch a random order."""
     order = np.array(groups, np.int64)
     if seed is not None:
         order = np.random.default_rng([seed, epoch]).permutation(order)

@@ -65,7 +65,7 @@ def instants(column: Any, location: Location) -> pa.Array:
 
 
 def _of_text(texts: pa.Array, location: Location) -> pa.Array:
-    """Parse ISO 8601 text; an error names the first row that is none."""
+    """Parse ISO 8601 text; an error names the first row with other text."""
     try:
         return _parsed(texts)
     except pa.ArrowInvalid:

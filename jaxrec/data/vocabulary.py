@@ -127,7 +127,7 @@ def _added_up(pieces: tuple[pa.Table, ...]) -> pa.Table:
 class ValueIndex(NamedTuple):
     """Ascending hashes of a vocabulary's values, and the position of each hash's value.
 
-    With the seed ``seed`` all hashes differ.
+    ``seed`` is a seed of the hash with which all hashes differ.
     """
 
     hashes: UInt64[np.ndarray, " size"]

@@ -341,9 +341,9 @@ class EmbeddingBagCollection(Collection):
         rngs: Gives the random key of the tables' first values.
         store: Makes the `TableStore` that holds the rows; None: `Tables` on one device, or on the
             mesh in a function that `jaxrec.shard` calls.
-        stash: Where data of a lookup that its update needs is while the dense part runs: "host",
-            in pinned host memory; "recompute", nowhere, it is computed again; None, on the device.
-            Numbers are the same.
+        stash: Where a lookup's residuals, which its update needs, stay while the dense part runs.
+            None: on the device. "host": in pinned host memory. "recompute": nowhere, they are
+            computed again. Results are the same.
 
     Raises:
         TypeError, ValueError: If the tables cannot form a collection.
@@ -419,9 +419,9 @@ class EmbeddingCollection(Collection):
         rngs: Gives the random key of the tables' first values.
         store: Makes the `TableStore` that holds the rows; None: `Tables` on one device, or on the
             mesh in a function that `jaxrec.shard` calls.
-        stash: Where data of a lookup that its update needs is while the dense part runs: "host",
-            in pinned host memory; "recompute", nowhere, it is computed again; None, on the device.
-            Numbers are the same.
+        stash: Where a lookup's residuals, which its update needs, stay while the dense part runs.
+            None: on the device. "host": in pinned host memory. "recompute": nowhere, they are
+            computed again. Results are the same.
 
     Raises:
         TypeError, ValueError: If the tables cannot form a collection.

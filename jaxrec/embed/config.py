@@ -48,10 +48,10 @@ class TableConfig:
         optimizer: Row optimizer of this table; None: the collection's.
         trainable: Whether the table is trained. False is ``optimizer=jaxrec.optim.frozen()``: rows
             stay as they are, there is no optimizer state, and steps spend nothing on the table.
-        padding_id: An id that stands for no value, as batches of fixed length are filled up with;
-            None: there is none. It adds nothing to its bag and does not count in a mean, as in
-            PyTorch's ``nn.EmbeddingBag(padding_idx=)``; looked up by itself it gives zeros. Its row
-            is zeros and stays zeros: it gets no gradient, and no optimizer changes it or its
+        padding_id: An id that stands for no value, such as one that fills up bags of a fixed
+            length; None: there is none. It adds nothing to its bag and does not count in a mean, as
+            in PyTorch's ``nn.EmbeddingBag(padding_idx=)``; looked up by itself it gives zeros. Its
+            row is zeros and stays zeros: it gets no gradient, and no optimizer changes it or its
             state. Tables that are loaded, from checkpoints and TorchRec too, get zeros there.
         inference_format: Format of rows stored for inference alone, in place of ``dtype``'s;
             `jaxrec.serve.quantize` sets it.

@@ -176,7 +176,7 @@ def initialize_rows(
 
 
 def place_of(rows: tuple[int, int], start: int, columns: tuple[int, int]) -> Int32[np.ndarray, "6"]:
-    """Describe for `fill_rows` a part of a table that goes to an array, from row ``start`` on.
+    """Describe a part of a table for `fill_rows`, to be written to an array from row ``start`` on.
 
     The six numbers are the part's first row in the table (two words), its number of rows, its first
     row in the array, its first column, and the column after its last.

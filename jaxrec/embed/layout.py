@@ -163,10 +163,10 @@ class TableLayout:
         raise KeyError(f"no table is named {name!r}; there are {names}")
 
     def column_runs(self) -> list[tuple[int, slice]]:
-        """Cut the collection's output into runs of columns of the groups' outputs, in order.
+        """Return the collection's columns, in order, as slices of the outputs of the groups.
 
-        A run is (number of the group, columns). The output of a group is ``[batch, features *
-        dim]``; outputs of features that are neighbours there are one run.
+        A slice is (number of the group, columns). The output of a group is ``[batch, features *
+        dim]``; outputs that are neighbours in both are one slice.
         """
         # Most collections are a few runs: then the output is a few slices, not one for each
         # feature.

@@ -233,7 +233,7 @@ def _path_name(path: tuple[Any, ...]) -> str:
 
 
 def _on_arrays(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return a transformation like ``tx`` whose ``init`` reads the shards of placed parameters."""
+    """Return ``tx`` with an ``init`` that sees variables placed on a mesh as sharded arrays."""
     return optax.GradientTransformation(lambda state: tx.init(without_placements(state)), tx.update)
 
 

@@ -141,7 +141,7 @@ def _place(feature: DroppingFeature) -> tuple[int, int, int, int]:
 
 
 def _equals(ids: Any, number: Any) -> Bool[Array, " n"]:
-    """Return which ids, int32 or wide, are the number or the numbers of equal positions."""
+    """Return where ids, int32 or wide, equal ``number``, a scalar or ``[n]``."""
     number = np.asarray(number, np.int64)
     if isinstance(ids, WideIds):
         return jnp.asarray(ids.is_equal(WideIds.of(number)))

@@ -41,7 +41,7 @@ def fold_words(
 ) -> UInt32[Array, "*n 2"]:
     """Fold numbers of 64 bits, ``high * 2**32 + low``, into keys, and return the new keys' words.
 
-    Keys are one for all numbers, or one for each. Numbers below 2**32 give the words that
+    There is one key for all numbers, or one for each. Numbers below 2**32 give the words that
     `jax.random.fold_in` gives.
     """
     return jnp.stack(_threefry(words, high, low), axis=-1)

@@ -160,14 +160,14 @@ class TableStore(abc.ABC):
         Args:
             features: The batch.
             routes: Result of `route` for the batch.
-            waiting: A pytree of arrays that must not be used before the rows have arrived, where
-                exchanges take turns. Its values do not change.
+            waiting: A pytree of arrays that the step uses next. Where exchanges take turns, the
+                returned copy waits for the rows; its values do not change.
             is_weighted: As for `lookup`.
             dtype: As for `lookup`.
 
         Returns:
-            The routes with the rows; ``waiting``; and True, which an update of the tables must
-            depend on, so that it does not write rows before they were read.
+            The routes with the rows; ``waiting``; and a boolean that is True once the rows are
+            read. Make an update of the tables depend on it, so that it writes no row before.
         """
         return routes, waiting, jnp.array(True)
 

@@ -98,7 +98,7 @@ class TappedModule(nnx.Module):
 
     @property
     def reads(self) -> list[Bool[Array, ""]]:
-        """True, once rows that come ahead for the next step are here; empty: none do."""
+        """Booleans, True once the next step's rows are fetched; empty if none are fetched ahead."""
         return [variable.get_value() for variable in self.is_read]
 
     def apply_gradients(

@@ -186,9 +186,9 @@ def value_and_grad(
 
 @jax.custom_vjp
 def _wait(loss: Array, is_read: Bool[Array, ""]) -> Array:
-    """Return the loss. Its derivative waits until rows that come ahead for the next step are here.
+    """Return the loss, whose derivative waits until rows fetched for the next step are here.
 
-    ``is_read`` is True then.
+    ``is_read`` becomes True then.
     """
     # A compiler that hides a transfer begins it as late as its time allows. No number of this step
     # depends on these rows, and if only the update waits for them, they travel beside the small

@@ -92,7 +92,7 @@ _PLACEMENT = "dense_placement"
 
 @dataclasses.dataclass(frozen=True)
 class DensePlacement:
-    """Sharding of a dense parameter, and the form in which layers read it: here, sharded."""
+    """Sharding of a dense parameter. Layers read its shards; a subclass may gather them first."""
 
     sharding: NamedSharding
 

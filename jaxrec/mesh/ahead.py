@@ -118,7 +118,8 @@ def fetch_ahead(
         waiting: Routes and rows of the batch before; see `TableStore.fetch`.
 
     Returns:
-        ``routes`` with rows; ``waiting``; and True for each collection, for `use_ahead`.
+        ``routes`` with the fetched rows; ``waiting``; and for each collection a boolean that is
+        True once its rows are read, for `use_ahead`.
     """
     waiting, is_read = dict(waiting), {path: jnp.array(True) for path in waiting}
 

@@ -30,7 +30,7 @@ class _Progress:
     Attributes:
         count: Number of batches so far.
         is_at_end: Whether the process has read its last batch.
-        error: Error that ended them, or "".
+        error: Error that ended the batches, or "".
     """
 
     count: int = 0

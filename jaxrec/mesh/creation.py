@@ -138,7 +138,7 @@ def _fill_shards(
 ) -> Float[TableArray, "rows width"]:
     """Write the first values of a table into the shards of each device.
 
-    ``ranges`` is the result of `_ranges`, ``draw`` and ``scale`` that of `draw_and_scale`.
+    ``ranges`` is the result of `_ranges`; ``draw`` and ``scale`` are that of `draw_and_scale`.
     """
 
     def on_device(array, key, scale, ranges):

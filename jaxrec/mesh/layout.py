@@ -251,7 +251,7 @@ def slice_widths(
 
 
 def _apart(part: _Slice) -> tuple[Exchange, int | None]:
-    """Return a value that must be equal for slices of one group, as width, type and optimizer."""
+    """Return a key that slices of one group share, besides width, type and optimizer."""
     optimizer = part.config.optimizer
     joins_slices = optimizer is not None and optimizer.needs_whole_rows
     return part.exchange, part.whole_dim if joins_slices else None

@@ -94,7 +94,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Placement(abc.ABC):
-    """Where a table lies on a mesh. `jaxrec.mesh.row_wise` and its siblings make placements.
+    """Location of a table on a mesh. `jaxrec.mesh.row_wise` and its siblings make placements.
 
     To write a sharding type, in one file here or in another package:
 

@@ -28,7 +28,7 @@ _CHECKED, _LAST_READ = (0, 12), (0, 12, 0, 1)
 
 
 def check_ragged(mesh: Mesh, replica_axis: ReplicaAxis = None) -> None:
-    """Raise a ValueError, or warn, if ragged all-to-alls do not serve on a mesh."""
+    """Raise a ValueError if ragged all-to-alls fail on a mesh; warn if they are slow there."""
     platform = mesh.devices.flat[0].platform
     if platform not in _RAGGED_PLATFORMS:
         raise ValueError(

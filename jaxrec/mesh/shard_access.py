@@ -44,7 +44,7 @@ def stack(tree: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class MeshSlots(SlotDevices):
-    """The devices of the mesh ``over``; tables are sharded along its ``axes``."""
+    """Devices of a mesh, ``over``, along whose ``axes`` the tables are sharded."""
 
     over: Mesh
     axes: tuple[str, ...]

@@ -156,9 +156,10 @@ def _groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _named_groups(mesh: str, axes: str) -> tuple[tuple[int, ...], ...]:
-    """Return the groups along axes of a mesh, such as ``'a','b':(2)4`` of ``'a'=2,'b'=8``.
+    """Return the groups of devices that ``axes`` of ``mesh`` make, both as XLA writes them.
 
-    ``'b':(2)4`` is a part of axis ``b``: of size 4, after a part of size 2.
+    For the mesh ``'a'=2,'b'=8`` the axes ``'a','b':(2)4`` are all of ``a`` and a part of ``b``: the
+    part of size 4 that follows a part of size 2.
     """
     # Each axis becomes three: the part before the named one, the named one, and the part after it.
     parts: list[int] = []

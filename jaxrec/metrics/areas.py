@@ -259,10 +259,11 @@ class AUPRC(SampleMetric):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RAUC(SampleMetric):
-    """The share of pairs of the last samples that predictions order by label (``window_rauc``).
+    """Share of pairs with different labels that predictions put in order (``window_rauc``).
 
-    `regression_auc` computes it. With groups, the means over groups take the groups with two or
-    more different labels, and all groups under ``compat="torchrec"``. NaN if a prediction is NaN.
+    `regression_auc` computes it from the last samples: in a pair in order, the higher label has the
+    higher prediction. With groups, the means over groups take the groups with two or more different
+    labels, and all groups under ``compat="torchrec"``. NaN if a prediction is NaN.
     """
 
     name: ClassVar[str] = "rauc"

@@ -237,8 +237,8 @@ class WeightedSumOfPredictions(SumMetric):
 class NumPositives(SumMetric):
     """The number of samples with a label above 0 (``num_positive_samples``).
 
-    A label of NaN is missing and not counted. ``compat="torchrec"`` gives ``sum w y``, which is no
-    number of samples in spite of its name.
+    A label of NaN is missing and not counted. ``compat="torchrec"`` gives ``sum w y``, which is not
+    a count in spite of its name.
     """
 
     name: ClassVar[str] = "num_positive_samples"

@@ -198,7 +198,7 @@ class BinnedAUPRC(BinnedAUC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BinnedRAUC(SumMetric):
-    """The share of pairs of samples that predictions order by label, over all samples.
+    """Share of pairs with different labels that predictions put in order, over all samples.
 
     It is `regression_auc` from a histogram over predictions and labels. Pairs that differ in both
     bins are compared exactly. Other pairs of different label bins count one half. Pairs within a

@@ -204,7 +204,7 @@ class CalibrationFreeNormalizedEntropy(NormalizedEntropy):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CountsExamples(SumMetric):
-    """Mixin that also reports ``total_examples``, the number of samples so far with a weight."""
+    """Mixin that also reports ``total_examples``, the number of samples with a weight above 0."""
 
     def sums(self, batch: Batch) -> dict[str, Float[Array, "tasks ..."]]:
         # The next class in the order of inheritance has the sums.

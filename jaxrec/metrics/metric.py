@@ -245,8 +245,8 @@ class SumMetric(Metric[SumState]):
     It reports ``lifetime_`` values over all samples, and ``window_`` values over the last batches.
 
     Attributes:
-        window: Largest number of samples of the window, which has the newest batches that fit, and
-            at least one. None: no window.
+        window: Largest number of samples of the window. The window holds the newest batches that
+            fit, and always the newest one. None: no window.
         max_batches: Largest number of batches of the window; each takes the memory of one batch's
             sums.
         skip_empty: Whether a task's window leaves out batches whose weights are all 0 for the task

@@ -146,7 +146,7 @@ def concordance(pairs: Pairs) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class XAUC(SumMetric):
-    """The share of pairs of a batch that predictions put in the order of their labels (``xauc``).
+    """Share of a batch's pairs of samples whose predictions are in the order of labels (``xauc``).
 
     Pairs of samples of one batch with different labels count. A pair weighs the product of its two
     weights, and a pair of equal predictions counts one half. With labels 0 and 1 it is AUC. Zhan et
@@ -196,7 +196,7 @@ Carry: TypeAlias = tuple[Array, Array, Array, Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionPairwiseAUC(SessionMetric):
-    """The share of pairs within sessions that predictions put in order (``session_pairwise_auc``).
+    """Share of pairs within sessions in the order of labels (``session_pairwise_auc``).
 
     Pairs of samples of one session and batch count if their labels differ; a pair of equal
     predictions counts one half. A pair weighs the sum of its two weights. The time of a batch grows

@@ -116,7 +116,10 @@ class SampleMetric(Metric[SampleWindow]):
         return self._append(state, new, counts)
 
     def merge(self, state: SampleWindow, other: SampleWindow) -> SampleWindow:
-        """Merge two states; if the window overflows, keep the newest samples of both equally."""
+        """Merge two states; if the window overflows, keep the newest samples, half from each.
+
+        A state that fills less than half of the window keeps all of its samples.
+        """
         # Each state gets half of the window, and the rest of the other half if that is not full.
         half = self.window // 2
         of_state = jnp.maximum(self.window - half, self.window - other.filled)
@@ -192,7 +195,7 @@ class SampleMetric(Metric[SampleWindow]):
 def _newest(
     window: SampleWindow, number: Int[Array, " tasks"]
 ) -> tuple[Columns, Bool[Array, "tasks window"]]:
-    """Return a window's samples from oldest to newest, and which are its ``number`` newest."""
+    """Return a window's samples, oldest first, and a mask of its ``number`` newest."""
     size = window.predictions.shape[1]
     order = (window.next[:, None] + jnp.arange(size)[None]) % size
 

@@ -276,7 +276,7 @@ def _areas(
 
 
 def _cumulate(x: Float[Array, " batch"], start: Int[Array, " batch"]) -> Float[Array, " batch"]:
-    """Return cumulative sums ``[batch]`` within sessions, given where each sample's starts."""
+    """Return cumulative sums ``[batch]`` within sessions; ``start`` is where each one starts."""
 
     # Not a difference of sums over the whole batch: float32 would lose the digits of a short
     # session at its end.

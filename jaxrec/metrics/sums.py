@@ -105,7 +105,7 @@ class BatchWindow:
         )
 
     def merge(self, other: BatchWindow) -> BatchWindow:
-        """Merge two windows of one size: add up their newest batches, those before, and so on."""
+        """Merge two windows of one size: add their newest batches, then the second newest, ..."""
         slots, tasks = self.sizes.shape
         steps = jnp.maximum(self.steps, other.steps)
 

@@ -123,8 +123,8 @@ class Throughput:
 def tower_qps(processes: Sequence[Throughput]) -> float:
     """Return the samples per second of several processes together (TorchRec's ``tower_qps``).
 
-    It is the samples of all processes over the longest time of one. NaN: all processes are in their
-    warm-up.
+    It is the number of samples of all processes, divided by the longest time of any. NaN: all
+    processes are in their warm-up.
 
     Args:
         processes: The `Throughput` of each process, gathered in one.

@@ -37,7 +37,7 @@ class CodeStack(Protocol):
     """Blocks that turn histories, and codes generated so far, into states of the next code."""
 
     def teach(self, embedding: CodeEmbedding, histories: Histories) -> Predictions:
-        """Return the states that predict the items of a training batch, codes given."""
+        """Return the states that predict the items of a training batch, by teacher forcing."""
 
     def begin(
         self, embedding: CodeEmbedding, histories: Histories, longest: int

@@ -61,7 +61,7 @@ class Histories:
 
 
 class CodeEmbedding(nnx.Module):
-    """Vectors of users' tokens and of codes, each level's its own, and of an item's position.
+    """Learned vectors of users' tokens, of each level's codes, and of the items' positions.
 
     A row of ``n`` items has ``1 + n levels`` tokens.
     """
@@ -126,7 +126,7 @@ class CodeEmbedding(nnx.Module):
         return JaggedArray(self._sum(index, positions), counts)
 
     def _row(self, codes: Array, level: int | Array) -> Array:
-        """Return the row of a code's vector, after those of the users; out of range without one."""
+        """Return the row of a code's vector, behind those of users; past the end for code -1."""
         offsets = jnp.asarray(self.offsets, jnp.int32)[level]
         past = self.users.shape[0] + self.vectors.shape[0]
         return jnp.where(codes >= 0, self.users.shape[0] + offsets + codes, past)

@@ -25,8 +25,8 @@ class EventPositions(nnx.Module):
     positions 0, 1, ...; the last ``num_targets`` are targets, and history is in between.
 
     * ``count_from="end"``, as in that code: the newest token of the history has the position
-      ``contextual_length + 1``, the one before it the next. The time of a token is that from it to
-      the row's last token, for context that from 0 to the last token.
+      ``contextual_length + 1``, the one before it the next. The time of a token is the time from it
+      to the row's last token. For context it is the time from 0 to the last token.
     * ``count_from="start"``: positions count up through context and history, and a token's time is
       that from the event before it. New events then leave older tokens as they are, so that a cache
       can grow (`HSTURanker.encode`).

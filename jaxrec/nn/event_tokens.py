@@ -303,7 +303,10 @@ class EventTokens(nnx.Module):
         additional: Float[AnyArray, "*axes additional_dim"] | None = None,
         of_targets: Float[AnyArray, "*axes target_dim"] | None = None,
     ) -> Float[Array, "*axes columns"]:
-        """Concatenate what the content's MLP reads; without ``of_targets`` these are events."""
+        """Concatenate the inputs of the content's MLP: content and other features side by side.
+
+        Without ``of_targets`` the elements are events, which have a learned vector in their place.
+        """
         parts = [jnp.asarray(content)]
         if additional is not None and self.additional_mlp is None:
             parts.append(jnp.asarray(additional))
@@ -382,5 +385,5 @@ def _spread(vector: Float[Array, " dim"], like: Array) -> Float[Array, "*axes di
 
 
 def interleaved(array: Any, count: int) -> Any:
-    """Repeat each element of the last axis ``count`` times: a fact of each event's tokens."""
+    """Repeat each element of the last axis ``count`` times, once for each token of its event."""
     return jax.tree.map(lambda x: x if count == 1 else jnp.repeat(x, count, axis=-1), array)

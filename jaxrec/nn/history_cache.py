@@ -28,8 +28,8 @@ class HistoryCache:
         values: The same, ``[rows, capacity, heads, value_dim]``.
         lengths: ``[rows]`` int32, tokens of context and history.
         newest: ``[rows]`` int32, time of the newest event; 0 without times.
-        request: ``[rows]`` int32, time of the request that the history was encoded for; the newest
-            event's where it does not matter.
+        request: ``[rows]`` int32, time of the request that the history was encoded for; the time of
+            the newest event if the model needs none.
     """
 
     keys: tuple[Float[Array, "*devices rows _ heads qk_dim"], ...]

@@ -462,7 +462,7 @@ class HSTURanker(nnx.Module):
         return states, jnp.zeros(states.shape[:-1], jnp.int32)
 
     def history_tokens(self, events: Events) -> tuple[Array, Array | None]:
-        """Return the tokens of events, and their times."""
+        """Return the tokens of events, ``[tokens, dim]``, and their times; None without times."""
         states = self.tokens(
             events.content,
             events.additional,
@@ -472,7 +472,7 @@ class HSTURanker(nnx.Module):
         return states, interleaved(events.times, self.tokens.tokens_per_event)
 
     def target_tokens(self, events: Events, *, with_actions: bool) -> tuple[Array, Array | None]:
-        """Return the tokens of targets, and their times."""
+        """Return the tokens of targets, ``[tokens, dim]``, and their times; None without times."""
         states = self.tokens.targets(events.content, events.additional, with_actions=with_actions)
         return states, interleaved(events.times, states.shape[-2] // max(events.capacity, 1))
 

@@ -20,7 +20,7 @@ class InputVectors(nnx.Module):
     """A sample's pooled embeddings, and vectors that an MLP makes of its dense features.
 
     ``bottom_layer_sizes`` are the MLP's layers; the last is a multiple of the tables' width, and
-    the MLP gives as many vectors. ``model`` is named by errors.
+    the MLP gives as many vectors. ``model`` names the model in errors.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ isolate.defvjp(_forward, _backward)
 
 
 def _cleaned(*arrays: Array) -> tuple[list[Array], list[Array]]:
-    """Replace elements that are not finite by zeros; return the arrays and the marked elements."""
+    """Zero elements ``[heads, dim]`` with NaN or infinity; return arrays, masks ``[elements]``."""
     pairs = [_finite(array) for array in arrays]
     return [array for array, _ in pairs], [wrong for _, wrong in pairs]
 

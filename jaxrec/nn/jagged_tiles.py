@@ -110,7 +110,8 @@ def plan_tiles(
 ) -> TilePlan:
     """Return the tiles of ``queries`` and ``keys`` elements, padding included.
 
-    Marks are arrays of queries and of keys, or None for queries that have those of their elements.
+    ``marks`` has an array for the queries and one for the keys. None for the queries: a query has
+    the mark of its own key.
     """
     num_blocks, key_blocks = max(1, -(-queries // block)), max(1, -(-keys // block))
     flat = key_intervals(mask, lengths, num_blocks * block, query_lengths)

@@ -32,8 +32,8 @@ class LONGER(HistoryModel):
     * Global tokens are the target, a learned one, and the profile with the dense features, if
       there are any. They see all tokens; tokens of the history see themselves and earlier ones,
       never a global token, so that a history's keys and values serve every target.
-    * In the first block only the global tokens and the newest ``num_queries`` tokens ask, over the
-      whole history. Each later block is over these alone.
+    * In the first block only the global tokens and the newest ``num_queries`` tokens are queries;
+      the keys are the whole history. In later blocks these tokens are queries and keys.
     * An MLP reads the global tokens, the target and all other features.
 
     With ``g`` global tokens, ``q = g + num_queries`` and ``l = max_length / merge``, the first
@@ -54,7 +54,7 @@ class LONGER(HistoryModel):
         num_layers: Number of blocks, the first one included.
         num_heads: Heads of the blocks, a divisor of ``dim``.
         hidden_dim: Hidden columns of the blocks.
-        num_queries: Number of the newest tokens that ask, at most ``max_length / merge``.
+        num_queries: Number of the newest tokens that are queries, at most ``max_length / merge``.
         top_layer_sizes: Layers of the MLP on top; the last is 1.
         dtype: Type that the dense part computes in; None: float32, unless inputs are wider.
         param_dtype: Type of the dense parameters.

@@ -84,7 +84,7 @@ class MaskNet(ClickModel):
 
     Args:
         embeddings: The tables, all of one width, ``dim``. Each row goes through a layer norm, so
-            give the rows norms about 1 at first: one update would turn those near 0 around.
+            start with rows of norms about 1: a single update would turn rows near 0 around.
         num_dense: Number of dense features.
         bottom_layer_sizes: Layers of the MLP of the dense features; the last is a multiple of
             ``dim``. Not read without dense features.

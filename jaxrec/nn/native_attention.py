@@ -62,7 +62,7 @@ class Call:
 def platforms(
     query: Array, key: Array, value: Array, bias: Array | None, *, is_scaled: bool = False
 ) -> tuple[str, ...]:
-    """Return the platforms on which kernels take a call, on the machines where they can.
+    """Return the platforms, "cpu" and "cuda", whose kernels compute a call in this process.
 
     ``is_scaled``: the result is multiplied by a factor for each query afterwards.
     """

@@ -37,11 +37,10 @@ class OneTrans(HistoryModel):
       ``ceil(max_length (n - i) / n)``; after the last none (the paper's pyramid).
     * An MLP reads the tokens that are left.
 
-    With ``t = num_tokens``, a block has ``(t + 1) (4 dim^2 + 2 dim hidden + hidden + 5 dim) +
-    2 dim`` parameters. In the last one the history asks nothing: it has
-    ``2 dim^2 + 2 dim hidden + hidden + 3 dim`` less. A block that reads ``m`` tokens and keeps
-    ``k`` takes ``2 (2 m dim^2 + k (2 dim^2 + 2 dim hidden) + 2 m k dim)`` FLOPs per sample in its
-    products.
+    With ``t = num_tokens``, a block has ``(t + 1) (4 dim^2 + 2 dim hidden + hidden + 5 dim) + 2
+    dim`` parameters. In the last one no token of the history is a query: it has ``2 dim^2 + 2 dim
+    hidden + hidden + 3 dim`` less. A block that reads ``m`` tokens and keeps ``k`` takes ``2 (2 m
+    dim^2 + k (2 dim^2 + 2 dim hidden) + 2 m k dim)`` FLOPs per sample in its products.
 
     Args:
         items: Tables of the histories and the targets.
@@ -149,7 +148,7 @@ class MixedLinear(nnx.Module):
 
 
 class OneTransBlock(nnx.Module):
-    """A block of `OneTrans`; ``asks`` says whether it keeps tokens of the history."""
+    """A block of `OneTrans`; ``asks`` says whether tokens of the history are among its queries."""
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ def first_addresses(num_ids: int, num_rows: int) -> Addresses:
 
 
 def count_uses(addresses: Addresses, column: JaggedArray) -> Addresses:
-    """Add the occurrences of a column's ids, also over a mesh."""
+    """Add the occurrences of a column's ids to ``addresses.uses``, over all devices of a mesh."""
     # Addresses are replicated, so over a mesh each device needs the counts of all devices.
     ids = jnp.asarray(column.values)
     ones = jnp.ones_like(ids, jnp.float32)

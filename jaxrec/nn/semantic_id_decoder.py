@@ -46,12 +46,13 @@ class SemanticIdDecoder(nnx.Module):
         num_layers: Blocks of the decoder.
         num_encoder_layers: Blocks of the encoder; 0: the decoder reads the history, too.
         num_heads: Heads of each attention, a divisor of ``dim``.
-        max_length: Most items of a history.
+        max_length: Largest number of items of a history.
         num_user_tokens: Number of users' tokens; a user has the token ``id % num_user_tokens``.
             With 1 the feature ``user`` is not read.
         history: Name of the feature with the items of a history, oldest first.
         user: Name of the feature with a user's id.
-        capacity: Most items, with those that `set_items` adds later; None: those of ``ids``.
+        capacity: Largest number of items, including those that `set_items` adds later; None: the
+            number of ``ids``.
         widths: See `ItemTrie.of`.
         dropout_rate: Share of layers' outputs that is dropped in training.
         block_size: See `jagged_attention`.

@@ -28,9 +28,9 @@ _ACTIVATIONS: dict[str | None, Callable[[Array], Array]] = {
 class GatedNorm(nnx.Module):
     """Normalises the attention's result and multiplies it by a gate.
 
-    ``f(gate) * norm(attended)``, after the gate and the result as they came if ``concat`` says so:
-    ``[gate, attended, f(gate) * norm(attended)]``. From the authors' code for Zhai et al. 2024
-    (arXiv:2402.17152).
+    The product is ``f(gate) * norm(attended)``. ``concat`` puts the gate, the attention's result or
+    both in front of it: ``[gate, attended, f(gate) * norm(attended)]``. From the authors' code for
+    Zhai et al. 2024 (arXiv:2402.17152).
 
     Args:
         num_heads: Number of heads.

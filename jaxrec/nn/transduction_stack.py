@@ -127,7 +127,7 @@ class TransductionStack(nnx.Module):
         return cut_rows(lengths, pieces, states, capacity=capacity), context + kept + num_targets
 
     def capacity_of(self, layer: int, capacity: int) -> int:
-        """Return the most context and history tokens of a row in a layer."""
+        """Return the largest number of context and history tokens that a row has in a layer."""
         if self.truncation is None or layer < self.truncation[0]:
             return capacity
         return min(capacity, self.num_context + self.truncation[1])

@@ -115,7 +115,7 @@ class WukongLayer(nnx.Module):
 
 
 class Wukong(ClickModel):
-    """Predicts clicks by layers of factorization machines: ``l`` layers have products of ``2^l``.
+    """Predicts clicks by ``l`` layers of factorization machines: products of ``2^l`` vectors.
 
     Zhang et al. 2024 (arXiv:2403.02545), figure 2: `WukongLayer` after `WukongLayer`, then an MLP
     of all vectors side by side. Dense features become vectors by an MLP. The paper grows a model by

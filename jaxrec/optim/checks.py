@@ -21,7 +21,7 @@ def non_negative(owner: Any, *names: str) -> None:
 
 
 def schedule(owner: Any, name: str) -> None:
-    """Require the function in field ``name`` of ``owner`` to depend on the step that it is given.
+    """Require the schedule in field ``name`` of ``owner`` to depend on its argument, the step.
 
     Objects of jaxrec's classes and functions of optax are always accepted.
     """

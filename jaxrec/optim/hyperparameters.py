@@ -75,7 +75,7 @@ def check_weight_decay(owner: Any) -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class UpdateStep:
-    """Number of an update, 0 at the first, and the values of hyperparameters in it, by name."""
+    """Number of an update, from 0, and the value of each hyperparameter in it, by name."""
 
     count: Int[Array, ""]
     values: dict[str, Float[Array, ""]]

@@ -20,7 +20,7 @@ def _sum_columns(rows: Float[Array, "rows dim"]) -> Float[Array, " rows"]:
 
 @dataclasses.dataclass(frozen=True)
 class CutRows:
-    """Description of rows of which `update` gets some columns only, or columns of padding too.
+    """Description of rows that reach `update` without some of their columns, or with padding.
 
     Attributes:
         dim: Columns of the whole row.

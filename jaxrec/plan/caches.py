@@ -87,7 +87,7 @@ HELD_BATCHES = 7
 
 @dataclasses.dataclass(frozen=True)
 class TableStorage:
-    """Where the rows of a table are: all on devices, or some in a cache over a row store."""
+    """Location of a table's rows: all on devices, or some in a cache over a row store."""
 
     cache: TableCache | None
     held_rows: int  # rows on the devices together

@@ -38,9 +38,10 @@ _MAX_BYTES = 1 << 23
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Shortest ``seconds`` of an operation, a field of `Topology` or `Links`, on items and bytes.
+    """Shortest measured ``seconds`` of an operation on ``items`` items and ``bytes`` bytes.
 
-    ``known`` of these seconds are spent in other operations, which were measured before.
+    ``operation`` is a field of `Topology` or `Links`. Other operations, which were measured before,
+    take ``known`` of the seconds.
     """
 
     operation: str
@@ -104,7 +105,7 @@ class _Bench:
         return fit(measurements)
 
     def update(self, sort: Rate, gather: Rate) -> Rate:
-        """Measure updates of rows by row-wise Adagrad, less their sort and sum of gradients."""
+        """Measure updates of rows by row-wise Adagrad, without sorting and summing gradients."""
         optimizer = rowwise_adagrad()
 
         def advance(table, state, gradients, rows):

@@ -107,7 +107,7 @@ class Estimate:
     Attributes:
         seconds: Seconds of a step's work on tables: the sum of each group's slowest device.
         phases: The same seconds by phase.
-        bound: Seconds below which no plan can be.
+        bound: Lower bound on the seconds of every plan.
         search: Account of the search, in words.
         search_seconds: Seconds that the search took.
         devices: Estimate of each device.
@@ -181,8 +181,8 @@ def make_estimate(
 ) -> Estimate:
     """Return the estimate of a solution: its totals, taken apart by device, table and group.
 
-    ``bound`` is the time below which no plan can be. ``fixed_bytes`` are those of each device that
-    do not depend on the plan, by kind.
+    ``bound`` is a lower bound on the seconds of every plan. ``fixed_bytes`` are the bytes of each
+    device, by kind, that do not depend on the plan.
     """
     totals = Totals.of(problem, solution.choices)
     chosen = _chosen(problem, solution)

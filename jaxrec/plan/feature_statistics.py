@@ -68,8 +68,9 @@ class SampledHeat(Heat):
         lookups: Size of the sample.
         times: Numbers of times that a row was seen, descending.
         counts: Number of rows seen that many times.
-        row_bins: Distinct rows in each of equal runs of the table's rows.
-        lookup_bins: Lookups in each run.
+        row_bins: Number of distinct rows in each of the equal runs that the table's rows are cut
+            into.
+        lookup_bins: Number of lookups in each of these runs.
     """
 
     rows: int

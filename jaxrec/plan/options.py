@@ -52,8 +52,10 @@ class ShardingOption:
         cache: Cache of the table's rows; None where devices hold all rows.
         group: Group that the shards belong to.
         parts: Number of parts.
-        sites: Possible sites, each as its devices in the order of a part's shards.
-        home: Seconds on every device, for all parts, with those of the cache.
+        sites: Sites to choose from. Each is a tuple of its devices, in the order of a part's
+            shards.
+        home: Seconds that all parts take on every device alike, wherever they are, with the time of
+            the cache.
         kept: Bytes on every device, for all parts, from the forward to the backward pass.
         temporary: Bytes on every device, for all parts, while the group is exchanged.
         round_capacity: Positions in a round of the exchange, for all parts.
@@ -130,7 +132,7 @@ def consider_options(
 ) -> tuple[list[ShardingOption], list[str]]:
     """Return the options of a table, and the reasons why other ways are left out.
 
-    The table's constraints precede ``storages`` and ``store``.
+    The table's constraints take precedence over ``storages`` and ``store``.
     """
     candidate = _candidate(workload, topology, constraint)
     places = constraint.storages or storages

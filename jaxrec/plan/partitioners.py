@@ -66,9 +66,10 @@ def _place(problem: Problem, proposal: Sequence[int], *, memory_weight: float) -
 def place_shards(
     totals: Totals, option: ShardingOption, byte_seconds: float = 0.0
 ) -> tuple[int, ...]:
-    """Add an option to the totals, its shards where they slow the step least; return the sites.
+    """Choose the sites where an option's shards slow the step least; return the sites.
 
-    The shards of one part of the option go to one site. A byte of memory costs ``byte_seconds``.
+    The option is added to the totals. The shards of one part go to one site. A byte of memory costs
+    ``byte_seconds``.
     """
     totals.add(option, ())
     if len(option.sites) == 1:

@@ -226,8 +226,8 @@ class ShardingPlan:
         """Return what changed since a plan was saved: tables, machine and version, in words.
 
         Args:
-            saved: The JSON of the plan, such as `jaxrec.train.CheckpointMetadata.plan`. Parts that
-                it does not know, as one of an older version, are left out.
+            saved: The JSON of the plan, such as `jaxrec.train.CheckpointMetadata.plan`. Facts that
+                an older version did not save are left out.
 
         Example:
             >>> import jaxrec
@@ -373,7 +373,7 @@ _ERRORS = (PlanError, ValueError)
 
 
 def with_least_memory(topology: Topology) -> Topology:
-    """Return a topology with the least memory that any process gave; every process calls this."""
+    """Return a topology with the smallest memory of all processes; every process calls this."""
     if jax.process_count() == 1:
         return topology
     least = min(map(int, gather_texts(str(topology.memory))))

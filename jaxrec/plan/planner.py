@@ -61,9 +61,9 @@ class Planner:
         store: URL of the row store of "store", with ``{table}`` for the table's name, such as
             ``"file:///data/{table}"`` (`jaxrec.tier.stores.open_store`).
         precision: Formats in which rows and gradients travel, as given to `jaxrec.shard`.
-        stashes: Policies that the plan may have for data that updates need of lookups, as the
-            ``stash`` of a collection. Of those with which a plan fits, the planner takes None if it
-            is there, else the fastest: ``(None, "recompute", "host")`` stashes only if it must.
+        stashes: Values that the plan may choose for the ``stash`` of all collections. Among the
+            values with which a plan fits, the planner prefers None, then the fastest: ``(None,
+            "recompute", "host")`` stashes only if it must.
         reserve: Fraction of each device's memory to leave free.
         batches: Batches on a device at once: the step's, and those put there ahead of it.
         dense_bytes: Bytes of parameters other than tables; None: the model's.

@@ -73,9 +73,9 @@ class Problem:
 
     @functools.cached_property
     def weights(self) -> np.ndarray:
-        """Time of each device for one of each count of `Load`, ``[6, devices]``.
+        """Seconds of each device for one unit of each count of `Load`, ``[6, devices]``.
 
-        It is relative to the time of the slowest device.
+        They are relative to the seconds of the slowest device.
         """
         weights = np.ones((len(LOADS), self.topology.num_devices))
         weights[[LOADS.index(name) for name in _BY_SPEED]] /= self.topology.relative_speeds
@@ -83,9 +83,9 @@ class Problem:
 
     @functools.cached_property
     def widths(self) -> np.ndarray:
-        """Number of devices, all as slow as the slowest, that do the work of all, ``[6]``.
+        """Number of slowest devices that together are as fast as all devices, ``[6]``.
 
-        There is one for each count of `Load`.
+        There is one number for each count of `Load`.
         """
         return (1 / self.weights).sum(axis=1)
 

@@ -66,10 +66,10 @@ Member: TypeAlias = tuple[ShardingOption, int, list[int]]
 
 
 class Program:
-    """The mixed-integer program of a problem; times are over `scale`, bytes over the capacity.
+    """The mixed-integer program of a problem; times are in units of `scale`, bytes of the capacity.
 
-    Without ``with_sites``, a device's load is the average over all devices, or that of the largest
-    part.
+    Without ``with_sites`` the program does not assign parts to sites: a device's load is then the
+    average over all devices, or the load of the largest part if that is more.
     """
 
     def __init__(self, problem: Problem, *, with_sites: bool):
@@ -228,10 +228,11 @@ class Program:
     def _overflows(
         self, group: int, tables: Sequence[Sequence[Member]]
     ) -> list[tuple[float, float]]:
-        """Return ``a_k`` and ``b_k``, in rounds, of each overflow of a group.
+        """Return ``(a_k, b_k)`` of each overflow of a group's exchange, in multiples of a round.
 
-        ``a_k`` is how much more demand then fits, ``b_k`` how many more positions are moved, with
-        forward and backward weighed by their cost.
+        With overflow ``k`` the exchange holds ``a_k`` more rows and moves ``b_k`` more positions
+        than before it. The positions of the forward and the backward pass are weighted by their
+        cost.
         """
         problem, decided, exchanged = self.problem, self.decided, LOADS.index("exchanged")
         demands = [
@@ -261,7 +262,12 @@ class Program:
         unit: float,
         decided: np.ndarray,
     ) -> None:
-        """Constrain ``most`` to be at least every device's load, and at least the average."""
+        """Constrain ``most`` to be at least every device's load, and at least the average.
+
+        ``most`` is the variable of the slowest device's time for count number ``count`` of `Load`,
+        and ``unit`` the time of one unit of it. ``decided``, ``[devices]``, is the time of tables
+        with a given placement.
+        """
         weights, width = self.problem.weights[count], self.problem.widths[count]
         members = [member for table in tables for member in table]
         # This holds for every plan. It is the only bound on a sum of small parts when there are no
@@ -320,7 +326,7 @@ class Program:
     ) -> None:
         """Constrain ``most`` to the load of the device with the most parts.
 
-        Of ``n`` parts on ``D`` devices, some device has ``ceil(n / D)``.
+        If ``n`` parts go to ``D`` devices, one device has at least ``ceil(n / D)`` of them.
         """
         num_devices = self.problem.topology.num_devices
         unit *= float(self.problem.weights[count].min())

@@ -47,7 +47,7 @@ class Trial:
 
 
 def parse_machines(text: str) -> Topology:
-    """Return the cluster that a text names: devices, or hosts and devices of each, of a machine.
+    """Parse a cluster's name: "8xh200" is eight devices, "2x8xh200" two hosts of eight.
 
     Raises:
         ValueError: If the text has another form, names no known machine, or the devices do not fill

@@ -103,7 +103,7 @@ class TableWorkload:
 
     @property
     def assigned_ids(self) -> float:
-        """Ids on one device that a cache gives rows, with those of `joined` tables."""
+        """Number of one device's ids to which a cache assigns rows, `joined` tables included."""
         return sum(feature.lookups for feature in self.joined_features or self.features)
 
     def used_rows(self, steps: float, devices: int) -> float:

@@ -22,7 +22,8 @@ class Bucketized(NamedTuple):
     ``lengths_range(lengths, capacity)[permute]`` the positions in the original bags.
 
     Attributes:
-        lengths: ``[buckets * bags]`` int32, ids of each bag in each bucket.
+        lengths: ``[buckets * bags]`` int32, number of ids of each bag in each bucket, bucket by
+            bucket.
         ids: ``[capacity]``, numbered within the bucket; zeros at padding.
         permute: ``[capacity]`` int32: original position of each id. Padding stays at the end.
         unbucketize_permute: ``[capacity]`` int32: new position of each id, the inverse of

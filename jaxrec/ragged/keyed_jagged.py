@@ -406,7 +406,7 @@ class KeyedJaggedArray(KeyedConstructors):
         return self._with(sample_capacities=pinned)
 
     def _without_keys(self) -> KeyedJaggedArray:
-        """Return the batch without its keys, for `permute`."""
+        """Return a batch of the same samples without any key, for an empty `permute`."""
         axes = self.lengths.shape[:-1]
         # Strides are per key, so without keys only ``inverse_indices`` (``[0, batch]``) tell the
         # number of samples.

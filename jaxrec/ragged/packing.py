@@ -45,8 +45,8 @@ class PackOptions(TypedDict, total=False):
             doubled until it holds the ids of all samples. A loop that sets ``capacities`` should
             set these too; otherwise a batch with more sharing compiles again. `jaxrec.Packer`
             chooses both.
-        bounds: Number of ids of the features' tables, by name; ids must be below it. Ids of a
-            feature without a bound must fit int32.
+        bounds: Number of rows of each feature's table, by the feature's name; ids must be below it.
+            Ids of a feature without a bound must fit int32.
         bounds_mode: ``"raise"`` on an id outside (the default), ``"clamp"`` it to 0 with one
             warning that counts such ids, or ``"ignore"``: set it to 0 without a warning. Negative
             ids, -1 among them, are outside too.
@@ -88,8 +88,9 @@ def pack(
 ) -> Packed:
     """Check columns and pack each into its own segment of static capacity.
 
-    Takes `PackOptions`; a memory in place of ``capacities`` chooses both kinds. With
-    ``varied_strides`` columns may differ in their number of bags without ``inverse_indices``.
+    Takes `PackOptions`. A `CapacityMemory` in place of ``capacities`` chooses these and
+    ``sample_capacities``. With ``varied_strides`` columns may differ in their number of bags
+    without ``inverse_indices``.
     """
     keys = feature_names(keys)
     if repeated := {key for key in keys if keys.count(key) > 1}:

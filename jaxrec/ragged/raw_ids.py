@@ -62,7 +62,7 @@ def as_raw(array: Any) -> Any:
 
 
 def like(array: Any, *sources: Any) -> Any:
-    """Return an array as raw ids if one of the arrays that it was computed from holds raw ids."""
+    """Return ``array`` as raw ids if one of ``sources``, which it was computed from, holds some."""
     return as_raw(array) if any(map(is_raw, sources)) else array
 
 

@@ -31,9 +31,10 @@ def validate(
 
     Args:
         batch: A `KeyedJaggedArray`, or a `JaggedArray` of any elements.
-        bounds: Number of ids of some features' tables, such as ``collection.bounds``. Ids of other
-            features must be 0 or more and fit int32 (`WideIds`: int64); raw ids must not be -1. A
-            `JaggedArray` takes ``{name: bound}``; without one its elements may be any numbers.
+        bounds: Number of rows of some features' tables, by feature, such as ``collection.bounds``.
+            Ids of other features must be 0 or more and fit int32 (`WideIds`: int64); raw ids must
+            not be -1. A `JaggedArray` takes ``{name: bound}``; without one its elements may be any
+            numbers.
         name: Name of a `JaggedArray` in errors.
 
     Returns:

@@ -222,9 +222,10 @@ def _check_names(
 def _check_tables(
     tables: Settings, all_tables: Sequence[TieredTable], whole: Mapping[str, TableConfig]
 ) -> None:
-    """Raise an error if a table with settings is quantized, changes all rows, or has all of them.
+    """Raise an error if a table with settings cannot have some of its rows elsewhere.
 
-    ``whole`` has the tables that were made with their cache's rows.
+    Such tables are quantized, have an optimizer that changes all rows between steps, or are
+    `Cached` and missing in ``whole``: the tables that were made with their cache's rows.
     """
     for config, optimizer in ((table.config, table.optimizer) for table in all_tables):
         if config.name not in tables:

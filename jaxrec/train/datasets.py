@@ -190,8 +190,8 @@ class ParquetDataset:
         seed: Seed of the order, which differs in each epoch; None: the order of the files.
         shard: Index of this process among all. Each process reads a range of the rows, in an order
             of its own. The sizes of these ranges differ by at most 1.
-        memory: Memory for the rows, such as "2GB"; None: that of as many as are shuffled well.
-        besides: Bytes of this memory that a model keeps of the rows.
+        memory: Memory for the rows, such as "2GB"; None: as much as a good shuffle needs.
+        besides: Bytes of this memory that the model itself needs for the rows.
     """
 
     groups: RowsOf
@@ -337,7 +337,7 @@ def bad_lines(*parts: Dataset) -> dict[pathlib.Path, int]:
 
 
 def check_held_out(rows: LogDataset | ParquetDataset, config: TrainConfig) -> None:
-    """Read held-out rows, if no one has read them yet, to find bad values before training."""
+    """Read held-out rows that nothing has read yet, to find bad values before training."""
     if isinstance(rows, ParquetDataset):
         # A new run has read its rows when it learned the encoder.
         if config.resume is not None and config.data.eval_path is not None:

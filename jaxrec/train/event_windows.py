@@ -73,7 +73,7 @@ class EventWindows(Callback):
             self.action(trainer, window * self.seconds)
 
     def _current(self) -> int | None:
-        """Return the number of the window of the oldest event time of a process; None: unknown."""
+        """Return the window of the oldest of all processes' event times; None: all are unknown."""
         time = self.batches.newest_seconds
         own = _NONE if time is None else math.floor((time - self.lateness) / self.seconds)
         windows = np.concatenate(gather_ids(np.array([own], np.int64)))

@@ -20,7 +20,7 @@ MAX_ROWS = 1 << 20
 
 
 def sample_size(rows: int, columns: int) -> int:
-    """Return the number of rows to take, of ``rows``, if each of some columns is shuffled once.
+    """Return how many of ``rows`` rows to sample if each of ``columns`` columns is shuffled once.
 
     Example:
         >>> sample_size(10_000, 40), sample_size(10_000, 1000)
@@ -63,11 +63,11 @@ def deciles(
 
 @dataclasses.dataclass(frozen=True)
 class Importance:
-    """By how much values worsen if the values of one column are shuffled over the rows.
+    """Worsening of values if the values of one column are shuffled over the rows.
 
-    A column of which a model makes no use has 0. Columns that say the same share their importance,
-    since the model has the others (permutation importance: Breiman 2001, "Random Forests", section
-    10; Fisher et al. 2019, arXiv:1801.01489).
+    A column that the model does not use has 0. Columns with the same information share their
+    importance, since the model still has the others (permutation importance: Breiman 2001, "Random
+    Forests", section 10; Fisher et al. 2019, arXiv:1801.01489).
 
     Attributes:
         value: Name of the value by which the columns are sorted.

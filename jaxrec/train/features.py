@@ -152,7 +152,7 @@ def convert_files(data: DataConfig, console: Console) -> None:
 
 
 def _check_types(types: Iterable[str], data: DataConfig, path: pathlib.Path) -> None:
-    """Refuse types of columns that the data lack, or that have types of their own."""
+    """Refuse types of columns that the data lack, or of files that hold types themselves."""
     kind = format_of(path)
     if kind is None or not kind.takes_types:
         raise ConfigError(
@@ -447,7 +447,7 @@ def with_shared_tables(schema: Schema, data: DataConfig) -> Schema:
 
 
 def parquet_data(path: pathlib.Path | None, data: DataConfig) -> DataFiles:
-    """Find the Parquet files of a path, or those that its files are converted to."""
+    """Find the Parquet files of a path; files of another format are converted to Parquet first."""
     if path is None:
         raise ConfigError("give the files with --data")
     types = _types_of(path, data)

@@ -12,7 +12,7 @@ from jaxrec.mesh.agree import gather_texts
 
 
 class ReaderState:
-    """The batches of a run that say where the used ones end, if they do.
+    """Positions of a run's batches, where these can be resumed (`jaxrec.data.StreamBatches`).
 
     Use it as a context while batches are read: leaving it wakes batches that wait for rows.
 
@@ -37,7 +37,7 @@ class ReaderState:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the batches may have none now, and others later."""
+        """Whether more batches may come later although none is there now."""
         return self._batches is not None
 
     def advance(self, count: int) -> None:

@@ -33,7 +33,7 @@ class Columns:
     """Names of the columns of a ranker's data.
 
     Attributes:
-        user: Column of users; None: users are no feature.
+        user: Column of users; None: users are not a feature.
         items: Columns of the items: the id, and more ids of an event.
         time: Column of times.
     """

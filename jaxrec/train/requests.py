@@ -236,7 +236,7 @@ class RequestDataset:
     def _window(
         self, window: SequenceBatches, made: int, count: int, epoch: int
     ) -> Generator[RequestBatch, None, None]:
-        """Yield the batches ``made`` to before ``count`` of an epoch of a window."""
+        """Yield the batches ``[made, count)`` of a window's epoch, which ends with padding."""
         before = sum(map(window.batches_of_epoch, range(epoch)))
         own = window.batches_of_epoch(epoch)
         numbers = range(min(made, own), own)

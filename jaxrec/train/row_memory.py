@@ -70,7 +70,7 @@ def return_freed_memory(memory: str | None) -> None:
 
 
 def check_model(memory: str | None, model: str) -> None:
-    """Raise a ConfigError if a memory is given to a model that has its rows in other forms."""
+    """Raise a ConfigError if ``memory`` is given for a model that reads no rows but sequences."""
     if memory is not None:
         raise ConfigError(
             f"--memory is for models of rows, and model.name {model} reads sequences; leave it out"
@@ -113,7 +113,7 @@ def check_groups(
 
 
 def pair_bytes(rows: int) -> int:
-    """Return the bytes of the pairs of a user and an item in rows, at most, while they are sorted.
+    """Return the most bytes that pairs of user and item of ``rows`` rows take while sorted.
 
     A pair is a number of 8 bytes. All rows may have different pairs. Sorted ones are copied once,
     beside two booleans for each.

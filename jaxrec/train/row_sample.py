@@ -38,7 +38,7 @@ class SampledDataset(Protocol):
     def sample(self, count: int) -> RowSample:
         """Return about ``count`` rows of all processes, or all rows, spread over the data set.
 
-        There are none where the rows are fewer than the processes.
+        The sample is empty if there are fewer rows than processes.
         """
 
 

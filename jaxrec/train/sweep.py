@@ -200,9 +200,10 @@ def run_sweep(
     Args:
         runs: The runs.
         output: Directory of the sweep.
-        console, interrupt: Those of all runs.
+        console, interrupt: Console and interrupt that all runs share.
         train: Function that makes a run with options.
-        sentences: Errors whose messages are sentences for users; other errors are named, too.
+        sentences: Classes of errors that are reported by their message alone; other errors are
+            reported with their class, too.
 
     Raises:
         ConfigError: The directory has a run of other options.

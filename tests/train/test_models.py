@@ -24,11 +24,12 @@ from jaxrec.metrics import auc
 from jaxrec.nn.sequence import SequenceModel
 from jaxrec.train import load_model
 from jaxrec.train.checkpoint.tree import saved_tree
-from jaxrec.train.config import DataConfig, ModelName, TrainConfig, load_config, parse_options
+from jaxrec.train.config import DataConfig, TrainConfig, load_config, parse_options
 from jaxrec.train.models import KINDS, default_config, model_kind
 from jaxrec.train.models.interactions import item_column, read_sequences, split_last
 from jaxrec.train.models.kind import HeldOutBatches
 from jaxrec.train.models.ranking import full_ranks, rank_values
+from jaxrec.train.option_groups import ModelName
 
 ROWS, USERS, ITEMS = 80, 8, 12
 SMALL = [

@@ -143,7 +143,7 @@ def is_converted(output: str | os.PathLike[str]) -> bool:
 def _same_sources(
     made: Mapping[str, int | None], wanted: Mapping[str, int], output: pathlib.Path
 ) -> None:
-    """Raise a DataError if two logs' files differ; both are sizes in bytes by name, or None."""
+    """Raise a DataError if two logs differ in their files' names, or in their known sizes."""
     # Names and sizes: reading a terabyte to compare contents would take as long as converting it.
     if set(made) == set(wanted) and all(made[name] in (None, wanted[name]) for name in made):
         return

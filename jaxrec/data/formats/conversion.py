@@ -94,7 +94,7 @@ def _found(path: str | os.PathLike[str]) -> tuple[Format | None, DataFiles]:
 def table_files(
     path: str | os.PathLike[str], types: Types | None = None, group_bytes: int | None = None
 ) -> DataFiles:
-    """Return the Parquet files of a path, or those that its files of another format become.
+    """Return the Parquet files of a path; files of another format are converted to Parquet first.
 
     Args:
         path: File, directory or pattern of any format, or the address of one.
@@ -159,7 +159,7 @@ def _converted(
     progress: Callable[[int], None] = lambda size: None,
     group_bytes: int | None = None,
 ) -> DataFiles:
-    """Return the Parquet files that files become, and convert them unless that was done."""
+    """Convert files to Parquet unless that was done before; return the Parquet files."""
     types = dict(types or {})
     converted = cache_directory() / "tables" / _key(files, types, group_bytes)
     paths = tuple(converted / _target(name) for name in _relative_names(files))
@@ -217,7 +217,7 @@ def _texts(kind: Format, targets: Iterable[pathlib.Path]) -> list[Types]:
 
 
 def _target(name: pathlib.Path) -> pathlib.Path:
-    """Return the name of the Parquet file that a file becomes."""
+    """Return the name of the Parquet file that a file is converted to."""
     return name.with_name(f"{name.name}.parquet")
 
 
@@ -244,7 +244,7 @@ def _write(
 def _write_copy(
     kind: Format, path: Address, target: pathlib.Path, types: Types, group_bytes: int | None
 ) -> int:
-    """Write a file of another machine as a Parquet file, by a copy that lasts as long."""
+    """Write a file of another machine as a Parquet file, through a temporary copy."""
     # The parsers read a file more than once: its header, values that change the type of a column.
     copy = target.with_name(path.name)
     try:

@@ -62,7 +62,7 @@ class JsonLines(Format):
 
 
 class _FineTimes:
-    """Columns of text that are times with parts of a second, which Arrow leaves text."""
+    """Columns of text that are times with parts of a second, which Arrow does not convert."""
 
     def __init__(self) -> None:
         self._has_times: dict[str, bool] = {}
@@ -103,7 +103,7 @@ def _unified(path: pathlib.Path, first: pa.Schema, second: pa.Schema) -> pa.Sche
 
 
 def _as_text(fields: Iterable[pa.Field], others: Iterable[pa.Field]) -> list[pa.Field]:
-    """Make columns of times text where the other part has text: its words look like no times."""
+    """Make columns of times text if another part of the file has other words in them."""
     kinds = {field.name: field.type for field in others}
     texts = []
     for field in fields:

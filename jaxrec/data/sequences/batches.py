@@ -55,7 +55,7 @@ class SequenceGroups(Protocol):
         """Return the times of a group's candidates, whatever the window."""
 
     def requests(self, group: int) -> Requests:
-        """Return a group's requests, from the columns that decide about them."""
+        """Return a group's requests, from the columns alone that they depend on."""
 
     def read(self, group: int) -> SequenceRows:
         """Read a group's requests with all features."""
@@ -158,7 +158,7 @@ class SequenceBatches(NumberedBatches[KeyedJaggedArray]):
 
     @functools.cached_property
     def _lengths(self) -> tuple[list[tuple[np.ndarray, np.ndarray]], SequenceCounts]:
-        """Events and candidates of each request, by group, and the counts of all."""
+        """Numbers of events and of candidates of each request, by group; and the counts of all."""
         limits = self.groups.limits
         # Small types: there may be billions of requests.
         kinds = [np.min_scalar_type(most) for most in (limits.history, limits.candidates)]

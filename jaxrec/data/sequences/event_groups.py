@@ -39,7 +39,7 @@ class EventGroups:
 
     Attributes:
         groups: The rows, such as `jaxrec.data.ParquetGroups` or `jaxrec.data.TableGroups`.
-        events: Which columns these are.
+        events: Names of the list columns, and what they hold.
         limits: How events become requests.
 
     Raises:
@@ -83,7 +83,7 @@ class EventGroups:
         return decisive.times.values[decisive.is_candidate]
 
     def requests(self, group: int) -> Requests:
-        """Read what decides about a group's requests: times, and columns of conditions."""
+        """Read a group's requests, from times and the columns of conditions alone."""
         return self._cut(self._decisive(group))[0]
 
     def read(self, group: int) -> SequenceRows:
@@ -197,7 +197,7 @@ class EventGroups:
 class _Decisive:
     """Columns of a group that decide about its requests.
 
-    ``columns`` are ``[events]`` by name, as the masks are.
+    ``columns`` are the columns of conditions by name. They and the two masks are ``[events]``.
     """
 
     times: FlatColumn

@@ -26,8 +26,8 @@ class Where:
 
     Attributes:
         values: By column, the values that it may have.
-        at_least: By column of numbers, the smallest one.
-        below: By column of numbers, a number above all.
+        at_least: By column of numbers, the smallest number that it may have.
+        below: By column of numbers, a bound: its numbers must be smaller.
 
     Example:
         >>> listened = Where(values={"event_type": ["listen"]}, at_least={"played_ratio_pct": 50})

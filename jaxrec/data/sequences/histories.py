@@ -102,7 +102,7 @@ def _check_keys(
 
 
 def _codes(users: pa.Array) -> np.ndarray:
-    """Return numbers of users that are equal where the users are."""
+    """Return a number for each row, equal for rows of the same user."""
     if pa.types.is_integer(users.type):
         return users.to_numpy()
     return pc.dictionary_encode(users).indices.to_numpy()

@@ -74,7 +74,7 @@ def attention_work(
 
 
 class Stretch(NamedTuple):
-    """Requests ``start`` to before ``stop``, which are dealt together to batches."""
+    """Requests ``[start, stop)``, which are dealt together to batches."""
 
     start: int
     stop: int

@@ -29,7 +29,7 @@ class RequestGroups:
 
     Attributes:
         groups: The rows, such as `jaxrec.data.ParquetGroups` or `jaxrec.data.TableGroups`.
-        sequences: Which columns these are.
+        sequences: Names of the list columns, and what they hold.
         limits: How a row becomes requests.
 
     Raises:
@@ -80,7 +80,7 @@ class RequestGroups:
         return self._columns(group, [name])[name].values
 
     def requests(self, group: int) -> Requests:
-        """Read what decides about a group's requests: lengths, and times of candidates."""
+        """Read a group's requests, from lengths and times of candidates alone."""
         times = self.sequences.times
         first = (self.sequences.history[0], self.sequences.candidates[0])
         history, candidates = times if times is not None and self.limits.needs_times else first

@@ -12,7 +12,7 @@ from jaxrec.data.sequences.ranges import Ranges, chunks
 
 @dataclasses.dataclass(frozen=True)
 class TimeWindow:
-    """The times from ``start`` to before ``stop``, in seconds; None: without that limit.
+    """Times ``[start, stop)`` in seconds; None: no limit on that side.
 
     Example:
         >>> TimeWindow.split(0, 99, 2)

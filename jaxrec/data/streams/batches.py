@@ -287,7 +287,7 @@ class StreamBatches:
         """Go on where the used batches ended.
 
         Args:
-            states: The results of `state` of all processes, of which there may have been others.
+            states: The results of `state` of all processes; their number may have been another.
 
         Raises:
             DataError: A text is not a result of `state`.

@@ -14,8 +14,8 @@ from jaxrec.data.column_types import is_list
 class WholeNumbers:
     """Rewrites lines of JSON so that Arrow reads whole numbers of columns of integers.
 
-    Arrow takes ``7.0`` and ``7e0`` for no integers. ``fractions`` then has the name of each column
-    of integers with a number that is none, such as ``user.age``, and a type that holds both.
+    Arrow does not read ``7.0`` and ``7e0`` as integers. ``fractions`` has each column of integers
+    in which a number with a fraction came, such as ``user.age``, and a type that holds both.
     Numbers from 2**53 on stay as they are, and Arrow refuses them: a float may not hold all their
     digits, and ids would become others.
     """

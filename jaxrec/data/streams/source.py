@@ -121,7 +121,7 @@ class Rows:
         return Rows(table, parts, *(np.concatenate(pair) for pair in arrays))
 
     def _with_own_parts(self) -> Rows:
-        """Leave out the names of parts without a message, of which there may be ever more."""
+        """Leave out the names of parts without a message, so that the names do not pile up."""
         used, part = np.unique(self.part, return_inverse=True)
         return dataclasses.replace(self, parts=[self.parts[i] for i in used], part=part)
 
@@ -159,7 +159,8 @@ class SourceReader(abc.ABC):
     One thread calls `read`; `lag` and `commit` may be called by another.
 
     Attributes:
-        starts: Where each of this process's parts begins that is known when the source is opened.
+        starts: First position to read in each of this process's parts, as far as the parts are
+            known when the source is opened.
     """
 
     @property
@@ -215,9 +216,9 @@ class Source(abc.ABC):
         """Open the source.
 
         Args:
-            positions: Where reading goes on, by part, of this process's parts and of others. A part
-                without a position begins at its first message if there are other positions,
-                otherwise where the source says.
+            positions: Position from which to read each part, by its name; other processes' parts
+                are ignored. A part that the mapping lacks is read from its first message. If the
+                mapping is empty, the source decides where to begin.
             shard: Number of this process and of all processes; each part belongs to one of them.
             has_end: Whether the reader ends after the rows that are there now.
 

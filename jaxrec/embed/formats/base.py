@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Shaped, UInt32
 
 
 class RowFormat(abc.ABC):
-    """How a table's rows of floats are stored: ``[n, dim]`` as ``[n, width(dim)]``."""
+    """Form in which a table's rows of floats are stored: ``[n, dim]`` as ``[n, width(dim)]``."""
 
     # Formats are frozen dataclasses: a hashable format can be a static argument of a kernel.
     dtype: str  # type of the stored elements

@@ -67,7 +67,7 @@ class FloatGrid:
         return jnp.where(is_small, subnormal, bits - (self._bias_difference << self.fraction_bits))
 
     def decode(self, codes: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
-        """Return the numbers that `encode` gave these codes; undo it."""
+        """Return the numbers that have these codes: the reverse of `encode`."""
         bits = (codes << (23 - self.fraction_bits)) + (self._bias_difference << 23)
         normal = jax.lax.bitcast_convert_type(bits, jnp.float32)
         is_small = codes < 2**self.fraction_bits

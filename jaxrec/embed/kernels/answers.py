@@ -88,7 +88,10 @@ class TunedCall:
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """Content of the file: answers for one processor or card, its driver and the versions."""
+    """Content of the file that keeps answers of `jaxrec tune` and of trials.
+
+    It holds for one processor or card, its driver and the versions.
+    """
 
     path: pathlib.Path
     environment: Mapping[str, str]

@@ -287,10 +287,10 @@ def attention(
         query: Queries of all rows, one after the other.
         key: Keys.
         value: Values.
-        ranges: First and last key that each query sees, and its own place among the keys; then,
-            where there are groups, the first key of its group, and it sees the keys from there to
-            its own place, too. No query sees keys of another row.
-        offsets: Where the queries of each row begin, and its keys.
+        ranges: The first and the last key that each query sees, and the query's own position among
+            the keys. With groups of targets, a fourth line has the first key of the query's group:
+            it also sees the keys from there to its own position. No query sees keys of another row.
+        offsets: The first query of each row, and the first key of each row.
         bias: Bias by the distance from key to query, the last one for larger distances. Without
             any distance: no bias.
         alpha: Factor of the products.

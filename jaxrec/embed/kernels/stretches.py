@@ -28,10 +28,10 @@ def sum_stretches(
 ) -> Float[Array, "num_segments dim"]:
     """Return the sum of each segment's rows, ``[num_segments, dim]`` of float32.
 
-    ``load`` returns the rows of ``terms``, arrays with one element a position, or of a slice of
-    them. Positions of one segment lie side by side; those of segments outside
-    ``[0, num_segments)`` are left out. ``is_ascending`` says that no segment is below the one
-    before, so that XLA does not sort them on TPUs.
+    ``terms`` are arrays with one element a position. ``load`` of them, or of a slice of them,
+    returns one row for each position. Positions of one segment lie side by side; those of segments
+    outside ``[0, num_segments)`` are left out. ``is_ascending`` says that no segment is below the
+    one before, so that XLA does not sort them on TPUs.
     """
 
     def in_chunks(terms: Any, segments: Array) -> Array:

@@ -194,7 +194,7 @@ def norm_factors(
     """Return each row's factor that bounds the norm of its table's gradient.
 
     ``squares`` has the sum of squares of each row's gradient. ``rows`` ascend and occur once; rows
-    past the last table count for nothing.
+    past the last table are ignored.
     """
     squares = jnp.where(rows < num_rows, squares, 0)
     starts = jnp.asarray(table_starts[1:], jnp.int32)

@@ -161,7 +161,7 @@ def constant(scales: Float[Array, " n"] | None) -> Float[Array, " n"] | None:
 
 
 class Exchange(abc.ABC):
-    """How ids, rows and gradients of a group of tables travel between the devices of a mesh.
+    """Protocol by which devices send each other the ids, rows and gradients of a group of tables.
 
     A placement names its exchange: one of `jaxrec.mesh.exchange.EXCHANGES` by its name, or an
     object of a class in another package. `ShardedTables` calls its methods inside `jax.shard_map`.
@@ -275,7 +275,7 @@ class Exchange(abc.ABC):
         route: Route,
         channel: Channel,
     ) -> Lines | None:
-        """Send the lines that `pool` or `rows` needs, ahead of the update before it.
+        """Send ahead the lines that `pool` or `rows` needs, before the previous batch's update.
 
         None, the default: the exchange cannot send them ahead. An exchange that can also implements
         `refetch`, reads ``request.lines`` in `pool` or `rows`, and has routes with two attributes:

@@ -29,7 +29,7 @@ class WrittenRows:
 
     Attributes:
         rows: The rows, in any order and with repeats. Numbers outside the array are padding.
-        is_all: Whether these are all of them, equal on all devices.
+        is_all: Whether ``rows`` has every row that the update writes; equal on all devices.
         num_rows: Number of rows of this device's array.
     """
 
@@ -45,7 +45,7 @@ class WrittenRows:
         return cls(rows, is_all, num_rows)
 
     def contain(self, rows: Int32[Array, "..."]) -> Bool[Array, "..."]:
-        """Return for each of some rows whether it is among these."""
+        """Return whether each of the given rows is among ``self.rows``."""
         # One sort of both lists. A mark for each row would grow with the table.
         flat = rows.reshape(-1)
         runs = kernels.build_runs(jnp.concatenate([self.rows, flat]), self.num_rows)

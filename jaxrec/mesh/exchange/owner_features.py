@@ -141,7 +141,7 @@ class BagsRoute:
 
     @property
     def has_all_rows(self) -> bool:
-        """Whether `owned_rows` has all of them: always."""
+        """True: `owned_rows` has every row that the update writes."""
         return True
 
 

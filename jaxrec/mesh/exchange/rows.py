@@ -119,7 +119,7 @@ class Round:
         rows: Rows of this device's array that each device requests, padded with
             `PlacedGroup.local_rows`.
         lengths: Number of rows requested of each device, and by each device.
-        stop: Number of the first row of this device that some device leaves to a later round.
+        stop: First row of this device, by its number, that some device leaves to a later round.
             Gradients of this row and of later ones wait.
         demand: Largest number of rows that a device still has to request from one owner. Another
             round follows if it exceeds the capacity.
@@ -168,7 +168,7 @@ class RowsRoute:
 
     @property
     def has_all_rows(self) -> Bool[Array, ""]:
-        """Whether `owned_rows` has them all: later rounds request more."""
+        """Whether `owned_rows` has every row that the update writes: if one round is enough."""
         return self.first.is_last
 
 
@@ -204,9 +204,10 @@ def _request(
 def _stops(
     placed: PlacedGroup, requests: RowRequests, begins: Int32[Array, " devices"], capacity: int
 ) -> Int32[Array, " devices"]:
-    """Return the number of each owner's first row that this device leaves to a later round.
+    """Return, by owner, the first row that this device leaves to a later round.
 
-    It is `_NOWHERE` for an owner of which the round has all rows.
+    A row is given by its number (`_row_numbers`). It is `_NOWHERE` for an owner whose requested
+    rows are all in this round.
     """
     limits = jnp.minimum(begins + capacity, requests.ends)
     after = _row_numbers(placed, requests.slots).at[limits].get(mode="clip")

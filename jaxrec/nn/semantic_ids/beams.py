@@ -49,9 +49,9 @@ def beam_search(
 ) -> Beams:
     """Return the ``k`` best items of a beam search whose beams are prefixes of existing items.
 
-    On each level every beam grows by all codes that some item has next, and the ``beam_size``
-    most probable ones remain, exactly. With a ``beam_size`` of all items the result is the exact
-    top ``k`` of all items. Prefixes of excluded items alone are no beams.
+    On each level every beam grows by all codes that some item has next, and the ``beam_size`` most
+    probable ones remain, exactly. With a ``beam_size`` of all items the result is the exact top
+    ``k`` of all items. A prefix whose items are all excluded is dropped.
 
     Args:
         trie: The items.

@@ -103,7 +103,7 @@ def cluster_step(
     counts: Float[Array, " size"],
     prices: Float[Array, " size"],
 ) -> tuple[Float[Array, "size dim"], Float[Array, " size"]]:
-    """Move each center to the mean of its vectors, and of the ``counts`` it had before.
+    """Move each center to the mean of its new vectors and of the ``counts`` vectors it had before.
 
     Sculley 2010, "Web-scale k-means clustering" (WWW), with a whole minibatch at once; counts of
     zero make it a step of Lloyd's algorithm. A center without vectors moves to one of the vectors

@@ -20,7 +20,7 @@ _METADATA = b"jaxrec.semantic_ids"
 
 @dataclasses.dataclass(frozen=True)
 class CodeReport:
-    """How well codes tell items apart, before the last code that resolves collisions.
+    """Report on how well codes tell items apart, before the last code that resolves collisions.
 
     Attributes:
         num_items: Number of items.
@@ -109,8 +109,8 @@ class SemanticIds:
             codes: ``[items, levels]`` codes, as ``quantizer.encode(vectors)`` returns them.
             sizes: Number of codes of each level, ``quantizer.sizes``.
             items: Integers or strings; None: 0, 1, 2, ....
-            last_size: Number of last codes: the most items of the same codes, with those that are
-                appended later. None: the largest of ``sizes``.
+            last_size: Number of last codes: the largest number of items with the same codes,
+                including those that are appended later. None: the largest of ``sizes``.
 
         Raises:
             ValueError: Shapes differ, a code is out of range, an item occurs twice, or more items

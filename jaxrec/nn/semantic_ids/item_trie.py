@@ -15,7 +15,7 @@ from jaxrec.nn.semantic_ids.item_codes import SemanticIds
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ItemTrie:
-    """Prefixes of sorted codes. A node of a level is a different prefix of that many codes.
+    """Tree of the items' codes; a node of level ``l`` is a prefix of ``l`` codes of some items.
 
     Nodes of a level are numbered in the order of their codes, so that the children of a node are
     neighbours on the next level, and so are its leaves, the items. Arrays have room for
@@ -46,7 +46,7 @@ class ItemTrie:
 
         Args:
             ids: Items and their codes.
-            capacity: Most items; None: as many as there are.
+            capacity: Largest number of items; None: as many as there are.
             widths: Most children of a node by level; None: the largest number, rounded up to a
                 power of two, with room for as many again.
 
@@ -103,7 +103,7 @@ class ItemTrie:
 
 
 def _filled(values: np.ndarray, size: int, filling: int) -> Int32[Array, " size"]:
-    """Return values as int32, followed by a filling up to a size."""
+    """Return values as int32 ``[size]``, padded with ``filling``."""
     array = np.full(size, filling, np.int32)
     array[: len(values)] = values
     return jnp.asarray(array)

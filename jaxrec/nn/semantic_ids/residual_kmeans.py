@@ -24,14 +24,14 @@ _PRICE_STEPS, _LAST_PRICE_STEPS = 8, 200
 class ResidualKMeans(Quantizer):
     """Codes of vectors by k-means of residuals, level by level.
 
-    A level's code is the nearest center, and the next level clusters the difference to it. As in
+    A level's code is the nearest center, and the next level clusters the difference to it, as in
     the tokenizers of OneRec (arXiv:2502.18965) and of QARM (arXiv:2411.11739). Centers begin as
     `k-means++` seeds and move by steps of minibatches (Sculley 2010).
 
     With ``balanced``, each code of a level gets about equally many of the fitted vectors: every
     code has a price, which is added to the squared distances (see
-    `jaxrec.nn.semantic_ids.clustering.balance`). `encode` uses the same prices, so that a vector
-    has the same codes whatever it is encoded with.
+    `jaxrec.nn.semantic_ids.clustering.balance`). `encode` uses the same prices, so that a vector's
+    codes do not depend on the other vectors of a call.
 
     Args:
         num_levels: Number of levels.
@@ -40,7 +40,8 @@ class ResidualKMeans(Quantizer):
         batch_size: Vectors of a step; None: all, which are steps of Lloyd's algorithm.
         num_steps: Steps of each level.
         mesh: Devices that share the vectors of each step; None: the default device.
-        seed: Seed of the seeds and minibatches. Equal seeds, vectors and devices give equal codes.
+        seed: Seed of the first centers and of the minibatches. Equal seeds, vectors and devices
+            give equal codes.
 
     Attributes:
         codebooks: ``[levels, size, dim]`` float32 centers; None before `fit`.

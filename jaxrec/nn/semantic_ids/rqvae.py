@@ -36,7 +36,7 @@ class _Network(nnx.Module):
         self.codebooks = nnx.Param(jnp.zeros((num_levels, codebook_size, code_dim)))
 
     def quantize(self, hidden: Float[Array, "n code_dim"]) -> tuple[Array, Array]:
-        """Return codes ``[n, levels]`` and what each level quantizes, ``[levels, n, code_dim]``."""
+        """Return codes ``[n, levels]`` and the residuals they encode, ``[levels, n, code_dim]``."""
         codes, left = [], []
         for level in range(self.codebooks.shape[0]):
             book = self.codebooks[level]
@@ -83,7 +83,7 @@ class RQVAE(Quantizer):
         num_levels: Number of levels.
         codebook_size: Number of codes of a level.
         code_dim: Columns of a center.
-        hidden_sizes: Layers of the encoder between; the decoder has them in reverse.
+        hidden_sizes: Hidden layers of the encoder; the decoder has them in reverse.
         commitment: Weight of the commitment loss.
         batch_size: Vectors of a step; all, if there are fewer.
         num_steps: Steps.
@@ -225,7 +225,7 @@ def _encode(network: _Network, vectors: Array) -> Array:
 
 
 def _seed_codebooks(network: _Network, vectors: Array, key: Array) -> None:
-    """Set the centers of each level to seeds of what the levels before leave."""
+    """Set each level's centers to k-means++ seeds of the residuals that the levels before leave."""
     left, books = network.encoder(vectors), []
     for level in range(network.codebooks.shape[0]):
         size = network.codebooks.shape[1]

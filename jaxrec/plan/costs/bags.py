@@ -44,8 +44,8 @@ class BagsCosts(ExchangeCosts):
     def home(self, workload: TableWorkload) -> Perf:
         """Return the seconds to copy a device's bags, ``copy(8 * width * bags)`` in each pass.
 
-        Where column shards of a row are updated as one, they share an all-reduce of a number for
-        each position for an id, ``devices * capacity`` of them.
+        Column shards of a row that are updated together also share an all-reduce of ``devices *
+        capacity`` numbers, one for each position for an id.
         """
         joined = 0.0
         if self.group.joins_columns:
@@ -56,9 +56,9 @@ class BagsCosts(ExchangeCosts):
         return Perf(forward_compute=copies, backward_compute=copies, backward_exchange=joined)
 
     def load(self, workload: TableWorkload, rows: np.ndarray, *, is_cache: bool = False) -> Load:
-        """Return the load, with positions for the ids and bags of all devices at the owner.
+        """Return the load of the owner, which receives the ids and bags of all devices.
 
-        They are ``devices * capacity`` and ``devices * bags``.
+        It has ``devices * capacity`` positions for ids and ``devices * bags`` bags.
         """
         load, devices = super().load(workload, rows, is_cache=is_cache), self.topology.num_devices
         # Between any two devices there is capacity for the ids and bags of the features on the
@@ -69,7 +69,7 @@ class BagsCosts(ExchangeCosts):
         return load
 
     def perf(self, load: Load) -> Perf:
-        """Return the seconds of a load, with those of positions for ids and of bags.
+        """Return the seconds of a load, with the time of positions for ids and of bags.
 
         A position for an id takes ``all_to_all(4)`` forward, 4 bytes more with a weight. Backward
         it takes ``sort(1)``, again for clipping and for joined columns. A bag takes ``copy(4 *
@@ -145,7 +145,7 @@ class PooledByHostCosts(ExchangeCosts):
         return load
 
     def perf(self, load: Load) -> Perf:
-        """Return the seconds of a load, with those of positions for ids and of bags.
+        """Return the seconds of a load, with the time of positions for ids and of bags.
 
         A position for an id takes ``all_to_all(4)`` between hosts, 1.25 times as many bytes within
         the host, and ``sort(1)`` in each pass. A weight adds as many bytes forward, and 1.25 * 4

@@ -210,10 +210,10 @@ class ExchangeCosts(abc.ABC):
         return 0.0, 0.0
 
     def overflow_steps(self, rounds: float) -> list[float]:
-        """Return the rows that an exchange carries after each overflow, in rounds' worth.
+        """Return the rows that an exchange holds after each overflow, in multiples of a round's.
 
-        The last number is at least ``rounds``, what the rows need. Without an overflow there is
-        none.
+        The last number is at least ``rounds``, the number of rounds that the rows need. The list is
+        empty if one round is enough.
         """
         return []
 
@@ -247,9 +247,9 @@ class ExchangeCosts(abc.ABC):
     def perf(self, load: Load) -> Perf:
         """Return the seconds of a device's load.
 
-        A gathered row takes `gather` of its stored bytes forward. Backward it takes `gather` of the
-        ``4 * width`` bytes of its gradient, twice where a table's gradient norm is clipped, and
-        `packed_update`. An updated row takes `update`.
+        Forward, a gathered row takes the time to `gather` its stored bytes. Backward, it takes
+        `packed_update` and the time to `gather` its gradient, ``4 * width`` bytes, twice where a
+        table's gradient norm is clipped. An updated row takes `update`.
         """
         gradient = self.gradient_passes * self.gather(self.group.gradient_bytes)
         gradient += self.packed_update

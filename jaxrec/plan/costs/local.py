@@ -66,9 +66,9 @@ class ReplicatedCosts(ExchangeCosts):
         return Perf(prefetch=0.0 * load.held)
 
     def temporary_bytes(self, workload: TableWorkload) -> float:
-        """Return the bytes of a device's gradients summed by row, and of those of every device.
+        """Return the bytes of gradients summed by row: a device's own, and those of all devices.
 
-        One device's are ``capacity * (4 * width + 32)``.
+        A device's own take ``capacity * (4 * width + 32)``.
         """
         sums = workload.capacity * (self.group.gradient_bytes + 32)
         return sums + self.topology.num_devices * sums

@@ -30,7 +30,7 @@ class CacheSize(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A number of events that histories are encoded for.
 
     Attributes:
-        events: The most events of a history.
+        events: Largest number of events of a history.
         arrays: Arrays of its cache, each with one more axis of 1 in front: keys of each layer and
             values of each layer ``[tokens, heads, columns]``, then lengths, newest and request.
     """
@@ -140,7 +140,7 @@ class RankerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [jax.ShapeDtypeStruct((count, *x.shape), jnp.dtype(x.dtype)) for x in outputs]
 
     def check(self, batch: BatchSpec) -> None:
-        """Raise a ValueError where entries contradict each other, or the batch that they are of."""
+        """Raise a ValueError where entries contradict each other or the batch."""
         self._check_batch(batch)
         sizes = {
             "history sizes": tuple(size.events for size in self.caches),
@@ -187,7 +187,7 @@ class RankerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"it has no feature {self.request_time!r} of candidates")
 
     def _check_caches(self) -> None:
-        """Require arrays that become those of a larger size by more tokens."""
+        """Require that the caches' arrays differ between sizes in their number of tokens alone."""
         for smaller, larger in itertools.pairwise((self.caches[0], *self.caches)):
             pairs = list(zip(smaller.arrays, larger.arrays, strict=False))
             if len(smaller.arrays) != len(larger.arrays) or any(

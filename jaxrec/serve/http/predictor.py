@@ -82,7 +82,8 @@ class Predictor:
     def _scores(self, request: Request, sizes: Mapping[int, int]) -> dict[int, Scores]:
         """Predict a request, and cut the scores into those of the requests that it joins.
 
-        ``sizes`` has their numbers of samples by their numbers, in the order of the samples.
+        ``sizes`` maps each joined request's index to its number of samples, in the order of the
+        samples.
         """
         # Read once, so that the version is that of the tables that were used.
         variables = self.served.variables

@@ -101,7 +101,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse_header()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Do not warn, as uvicorn does: every client can ask for another protocol."""
+        """Suppress uvicorn's warning, since every client can ask for another protocol."""
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

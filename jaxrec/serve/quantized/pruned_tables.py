@@ -324,7 +324,7 @@ class PrunedTables(WrappingStore):
 
 
 def _padded(rows: Float[Array, "rows dim"], count: int) -> LogicalTable:
-    """Pad rows with zeros to ``count`` rows, as a checkpoint's table without state."""
+    """Return rows, padded with zeros to ``count`` rows, as a `LogicalTable` without state."""
     return LogicalTable(jnp.pad(rows, ((0, count - rows.shape[0]), (0, 0))), {})
 
 

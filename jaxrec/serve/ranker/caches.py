@@ -19,7 +19,7 @@ KEY_TYPES = (int, str, type(None))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class History:
-    """What a row's history was encoded from: two equal ones have equal caches.
+    """Inputs from which a row's history was encoded; equal inputs have equal caches.
 
     Attributes:
         context: Ids of each context feature.
@@ -82,11 +82,11 @@ def _bytes_of(key: Key, cache: Cache) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class CacheCounts:
-    """What happened to the caches of a ranker, and how large they are.
+    """Counts of a ranker's lookups in its caches, and the size of the caches.
 
     Attributes:
         hits: Rows whose history was cached.
-        appends: Rows of whose history the first events were cached.
+        appends: Rows whose first events were cached, and to which the newest ones were appended.
         misses: Rows whose history was encoded.
         evictions: Caches that were dropped for others.
         caches: Number of caches.

@@ -77,7 +77,7 @@ def export_ranker(
         candidate_sizes: Numbers of candidates of a micro-batch.
         append_sizes: Numbers of new events that are appended at once. None: 32, or none if the
             model cannot append.
-        max_candidates: The most candidates of a user in a request.
+        max_candidates: Largest number of candidates of a user in a request.
         platforms: "cpu" and "cuda".
 
     Raises:
@@ -251,7 +251,7 @@ def _probe(
 ) -> tuple[RankerSpec, list[str]]:
     """Return the ranker's sizes and caches, and the arrays of the model that its programs read.
 
-    The programs for the smallest sizes, exported with the arguments that they read alone, say both.
+    Both follow from the programs for the smallest sizes, exported without unused arguments.
     """
     times = model.features.number("targets", "times")
     counts_to_request = times is not None and model.positions.count_from == "end"

@@ -73,9 +73,9 @@ class HandOver:
 
     Attributes:
         ids: Changed ids by the collection's path and the table's name.
-        position: Name that the consumer gave, at its last hand-over, to the state of the model. It
-            sets a name for the present state here. None: it gave no name, or has called `changes`
-            since.
+        position: Name of the model's state at the consumer's last hand-over, which the consumer set
+            then. Set a name for the present state here. None: no name was set, or `changes` was
+            called since.
     """
 
     ids: dict[tuple[str, str], ChangedIds]

@@ -224,7 +224,7 @@ class PendingMoves:
             _restore(ids, rows, moves[v].assignment)
 
     def undo(self, v: int, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Replace each id's row after all planned batches by its row on the devices now, in place.
+        """Turn ids' rows after all planned batches into their rows on the devices now, in place.
 
         The ids are of vocabulary ``v``. ``rows`` is int32 ``[n]``, -1 for none.
         """

@@ -57,7 +57,7 @@ class TierObserver(abc.ABC):
 
     @abc.abstractmethod
     def moved(self, assignments: Sequence[Assignment]) -> None:
-        """Note that rows lost and got ids, in the tables too; an assignment per vocabulary."""
+        """Note that rows lost and got ids, and that the tables have changed so too."""
 
     def taken(self, batch: Any) -> None:
         """Note that the loop takes a training batch, on the host, with rows in place of ids."""

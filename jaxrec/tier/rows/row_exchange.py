@@ -144,8 +144,9 @@ def _messages(
     of each row, ``processes`` the process of each device.
 
     Returns:
-        Positions in the flat ``index``, from the slot's device, and rows, to a device of the owner,
-        both int64 ``[devices, devices, capacity]`` with -1 at padding.
+        Two int64 arrays ``[devices, devices, capacity]``, -1 at padding. Message ``[d, e]`` goes
+        between device ``d``, which has the slots, and device ``e`` of the rows' owner. The first
+        array has the slots' positions in the flat ``index``, the second one the rows.
     """
     num_devices = len(processes)
     places = np.flatnonzero(index >= 0)

@@ -57,7 +57,7 @@ class FileStore(DirectoryStore):
     warns of their number. `flush` also makes records safe against a failure of the machine. At any
     other time a damaged record is an error.
 
-    For a range of ids, `len` and `scan` take the time of reading the file.
+    If ids are a range (`RecordFormat.num_ids`), `len` and `scan` take the time of reading the file.
     """
 
     def __init__(self, directory: str | pathlib.Path) -> None:

@@ -76,7 +76,7 @@ def read_table(
 
 
 def _to_host(restore: Callable[[Any, Any], Any], forms: Any) -> Any:
-    """Read the arrays whose shapes and types ``forms`` has to the host, nested as these are."""
+    """Read arrays to the host, nested as ``forms``, which has their shapes and types."""
     import orbax.checkpoint as ocp
 
     # Orbax wants arrays as targets; those of `np.empty` take no memory until they are written.

@@ -11,7 +11,7 @@ import pathlib
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import msgspec
@@ -36,6 +36,8 @@ _ENTRIES = ("state", "tables", "run", STORES, "_CHECKPOINT_METADATA", CHECKSUMS_
 
 # Largest capacity factor that is restored. The worst case of an exchange is the number of devices.
 _LARGEST_FACTOR = 1e9
+
+Content = TypeVar("Content")
 
 
 class CheckpointError(ValueError):
@@ -392,7 +394,7 @@ def _read_run_file(path: pathlib.Path) -> _RunFile:
     return _read_as(path, "run/metadata", _RunFile)
 
 
-def _read_as(path: pathlib.Path, file: str, kind: Any) -> Any:
+def _read_as(path: pathlib.Path, file: str, kind: type[Content]) -> Content:
     """Read a JSON file of a checkpoint and convert it to ``kind``."""
     try:
         return msgspec.convert(json.loads((path / file).read_text()), kind)

@@ -222,8 +222,8 @@ def _together(
 ) -> Iterator[tuple[list[TableConfig], bool]]:
     """Yield groups of tables to read at once, up to `_READ_BYTES` or one larger table.
 
-    ``has_state`` says by name which tables to load, and whether with their state. The tables of a
-    group agree on this, and it comes with the group.
+    ``has_state`` says by name which tables to load, and whether with their state. Each group is a
+    list of tables and whether all of them are loaded with their state.
     """
     # One read has one tree of arguments, with state or without.
     for with_state in (True, False):

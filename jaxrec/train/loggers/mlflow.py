@@ -26,8 +26,8 @@ class MLflowLogger(RunLogger):
 
     Values keep their names, but for ``@`` in ``ndcg@10``, which becomes ``ndcg_at_10``. Neither
     parameters nor values of MLflow can change: options that a resumed run changes, such as its
-    number of epochs, are tags, and of steps that it makes again the first values stay.
-    To find these, the start of a resumed run reads the histories that go beyond its step.
+    number of epochs, are tags. Where it makes steps again, their first values stay. To find these,
+    the start of a resumed run reads the histories that go beyond its step.
     """
 
     name = "mlflow"

@@ -21,7 +21,7 @@ MERGE, TOKEN_DIM = 4, 32
 
 
 class HistoryOptions(TypedDict):
-    """Options that the models share."""
+    """Options that all models of histories share."""
 
     profile: EmbeddingBagCollection | None
     num_dense: int
@@ -118,7 +118,7 @@ class HistoryKind(RowModel):
 
 
 class DINKind(HistoryKind):
-    """`jaxrec.nn.DIN`, which weighs each item by its relevance to the row's."""
+    """`jaxrec.nn.DIN`, which weighs each item of a history by its relevance to the row's item."""
 
     name = "din"
 
@@ -130,7 +130,7 @@ class DINKind(HistoryKind):
 
 
 class TransActKind(HistoryKind):
-    """`jaxrec.nn.TransAct`, a transformer over the last items, each joined with the row's."""
+    """`jaxrec.nn.TransAct`, a transformer over the last items, each joined with the row's item."""
 
     name = "transact"
 

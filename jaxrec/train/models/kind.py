@@ -2,7 +2,8 @@
 
 To add a kind, write a module here with a subclass of `ModelKind`, or of a family such as
 `jaxrec.train.models.rows.RowModel`, and list it in `jaxrec.train.models` and in
-`jaxrec.train.config.ModelName`. The command, checkpoints and `load_model` see only this interface.
+`jaxrec.train.option_groups.ModelName`. The command, checkpoints and `load_model` see only this
+interface.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ class ModelKind(abc.ABC):
 
     @property
     def hold_out(self) -> str:
-        """Which rows are held out, as text."""
+        """Description of the rows that are held out."""
         data = self.config.data
         if data.eval_path is not None:
             return f"the rows of {data.eval_path}"

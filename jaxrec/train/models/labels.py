@@ -45,7 +45,7 @@ class LabelTask(abc.ABC):
     def terms(
         self, outputs: Float[Array, " batch"], labels: Float[Array, " batch"]
     ) -> list[Float[Array, " batch"]]:
-        """Return the terms of the sums after the first, for each sample."""
+        """Return each sample's terms of the sums, apart from the loss, which is the first."""
 
     @abc.abstractmethod
     def values(self, sums: Mapping[str, np.ndarray]) -> dict[str, float]:

@@ -120,7 +120,7 @@ class RowModel(ModelKind):
         return {"num_dense": self.num_dense, **types, "rngs": rngs}
 
     def bottom_layer_sizes(self, embeddings: EmbeddingBagCollection) -> tuple[int, ...]:
-        """Return the layers that make one vector of the tables' width of the dense features."""
+        """Return the sizes of layers from the dense features to one vector of the tables' width."""
         return (*self.config.model.bottom_layer_sizes, embeddings.configs[0].embedding_dim)
 
     def linear_tables(self) -> list[EmbeddingBagConfig]:

@@ -138,7 +138,7 @@ class SequenceDataset:
 
 
 class SequenceKind(RankingModel):
-    """A model of sequences of items. Implementors make it, and its histories.
+    """A model of sequences of items. Implementors make the model and its histories.
 
     By default the last item of each sequence is held out. Held-out last items are ranked among all
     items; sequences of one item are left out.

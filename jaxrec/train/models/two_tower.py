@@ -49,7 +49,7 @@ _NEVER = 1e4
 class ItemBatch(ClickBatch):
     """A batch of rows, and the row indices of each one's item and user.
 
-    The item of padding is 0; its user is -1, as all users are without a column of them.
+    Padding has the item 0 and the user -1. Without a column of users, all users are -1.
     """
 
     items: Int[Array | np.ndarray, " batch"]
@@ -147,7 +147,7 @@ class ItemDataset:
         return ItemBatch(**fields, items=items, users=users)
 
     def catalog(self, asked: ItemDataset) -> Catalog:
-        """Return the items of all processes' rows, and those of each user whom ``asked`` has."""
+        """Return the items of all processes' rows, and those that each user of ``asked`` took."""
         seen: set[int] = set()
         parts: list[pa.Table] = []
         pairs: list[np.ndarray] = []
@@ -197,9 +197,10 @@ class ItemDataset:
 
 
 def _distinct(parts: list[np.ndarray]) -> Int[np.ndarray, " pairs"]:
-    """Return the sorted, distinct numbers of arrays, which are taken from the list.
+    """Return the sorted, distinct numbers of arrays; the list is emptied on the way.
 
-    `pair_bytes` counts what this takes: `np.unique` alone would copy the numbers twice more.
+    `pair_bytes` counts the memory of this function. `np.unique` alone would copy the numbers twice
+    more.
     """
     pairs = np.empty(sum(map(len, parts)), np.int64)
     end = len(pairs)
@@ -219,7 +220,7 @@ def _num_unknown(encoder: TableEncoder, name: str) -> int:
 
 
 def _single_ids(batch: ClickBatch, name: str, missing: int) -> Int[np.ndarray, " batch"]:
-    """Return the row index of each sample in a column without lists."""
+    """Return each sample's row index in a column without lists; ``missing`` for an empty bag."""
     column = batch.features[name]
     lengths = np.asarray(column.lengths)
     ids = np.full(len(lengths), missing, np.int32)

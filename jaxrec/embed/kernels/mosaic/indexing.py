@@ -65,7 +65,7 @@ from jaxrec.embed.kernels.mosaic.programs import is_interpreted
 
 @dataclasses.dataclass(frozen=True)
 class _Access:
-    """Loads or stores of what each thread has of an array's rows, in chunks."""
+    """Loads or stores of the elements that each thread has of an array's rows, in chunks."""
 
     array: Any
     lanes: Lanes  # of rows; those of a vector have one element
@@ -79,7 +79,7 @@ class _Access:
 
     @property
     def width(self) -> int:
-        """Number of a row's elements that are no padding."""
+        """Number of a row's elements that are not padding."""
         return self.stored or self.lanes.width
 
     @property
@@ -92,9 +92,9 @@ class _Access:
     def chunks(
         self, ref: Any, index: Any, is_used: Any, shape: tuple[int, ...]
     ) -> Iterator[tuple[tuple[int, ...], list[tuple[ir.Value, ir.Value]]]]:
-        """Yield each place in an array of a thread's registers, with the chunks of its register.
+        """Yield the position of each of a thread's registers, and the chunks that it holds.
 
-        A chunk is an address, and whether a row is used and has elements there.
+        A chunk is an address, and whether its row is used and has elements there.
         """
         item, stride = jnp.dtype(self.array.dtype).itemsize, ins.stride(self.array)
         lanes, width = self.lanes, self.width
@@ -318,7 +318,7 @@ def add_rounded(
 
 
 def wait_for_loads(lanes: Lanes) -> None:
-    """Wait until all threads of a row have come here, with all that they loaded."""
+    """Wait until all threads of a row have come here and have what they loaded."""
     if is_interpreted():
         return
 

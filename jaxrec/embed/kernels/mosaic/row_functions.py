@@ -72,7 +72,7 @@ class RowShape:
         return jax.ShapeDtypeStruct(shape, jnp.result_type(value))
 
     def broadcast(self, value: Any, form: int) -> Any:
-        """Return a value in a form that follows its own, or in its own."""
+        """Broadcast a value to ``form``, which is its own or a later one."""
         if jnp.ndim(value) == form:
             return value
         if jnp.ndim(value) == Form.LINE:
@@ -81,7 +81,7 @@ class RowShape:
         return lax.broadcast_in_dim(value, shape, ())
 
     def together(self, values: Sequence[Any]) -> list[Any]:
-        """Return values in one form."""
+        """Broadcast values to the latest of their forms."""
         form = max(map(jnp.ndim, values))
         return [self.broadcast(each, form) for each in values]
 

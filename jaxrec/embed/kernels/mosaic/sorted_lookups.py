@@ -71,7 +71,7 @@ class SortedLookups:
 
     @property
     def num_parts(self) -> int:
-        """Number of multiples of ``cut``, whether or not a run goes on there."""
+        """Number of parts of ``cut`` lookups, whether or not a run goes on where a part begins."""
         return -(-self.size // self.cut)
 
     @property

@@ -181,7 +181,7 @@ def _quantize(
 def _encode(
     row_format: TrainedInt8Rows | ScaledFloat8Rows, codes: Float[Array, "n dim"]
 ) -> Shaped[Array, "n dim"]:
-    """Return codes as integers, given them as numbers."""
+    """Convert codes from numbers to integers of the format."""
     if isinstance(row_format, TrainedInt8Rows):
         return codes.astype(jnp.int32)
     sizes = row_format.grid.encode(jnp.abs(codes))

@@ -44,7 +44,7 @@ def block_size(dim: int) -> int:
 
 
 def rows_buffer(size: int, *dim: int) -> Any:
-    """Return the type of rows, or of one number a row, in a subcore's memory."""
+    """Return the type of a buffer in a subcore's memory: ``[size, dim]``, or ``[size]``."""
     return pltpu.VMEM((size, *dim), jnp.float32)
 
 

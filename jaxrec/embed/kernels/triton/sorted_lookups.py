@@ -69,7 +69,7 @@ class SortedLookups:
 
     @property
     def num_parts(self) -> int:
-        """Number of multiples of ``cut``, whether or not a run goes on there."""
+        """Number of parts of ``cut`` lookups, whether or not a run goes on where a part begins."""
         return -(-self.rows.shape[0] // self.cut)
 
     @property

@@ -175,7 +175,7 @@ class Tile:
         )(*inputs)
 
     def wait_for_loads(self) -> None:
-        """Wait until all warps of the program have come here, with all that they loaded."""
+        """Wait until all warps of the program have come here and have what they loaded."""
         if self.warps > 1 and not _is_interpreted.get():
             pltriton.debug_barrier()
 

@@ -61,7 +61,8 @@ def compute_key_gradients(
 ) -> tuple[Float[Array, "keys heads dim"], Float[Array, "keys heads value_dim"]]:
     """Return the gradients of keys and values, given that of the output.
 
-    ``numbers`` are those of queries and keys; behind them the arrays hold padding.
+    ``numbers`` has the number of queries and that of keys; later elements of the arrays are
+    padding.
     """
     (keys, heads, dim), value_dim, dtype = key.shape, value.shape[2], key.dtype
     is_shared = max(dim, value_dim) > 128

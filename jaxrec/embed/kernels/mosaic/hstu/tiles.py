@@ -149,7 +149,7 @@ def products(
 ) -> tuple[Float[Array, "rows columns"], ...]:
     """Return ``a b^T`` in float32 of each pair ``(a, b)`` in shared memory.
 
-    ``then`` is called when the products were started.
+    ``then`` is called after the products have started.
     """
 
     def compute(*sums: Any) -> tuple[Array, ...]:
