@@ -281,7 +281,7 @@ def small_copies(monkeypatch):
     monkeypatch.setattr("jaxrec.files.rows._ROWS", 250)
 
 
-ROWS, WIDTH, NUM_TABLES = 4000, 64, 2
+ROWS, WIDTH, NUM_TABLES = 2000, 64, 2
 SHARE = NUM_TABLES * ROWS * WIDTH * 4 * 3 / 8  # of rows and Adam's state, on each of 8 devices
 
 

@@ -215,7 +215,6 @@ def test_the_compiled_step():
         assert given.is_equivalent_to(result, 3), (given, result)
 
 
-@pytest.mark.jax_version
 def test_a_rule_places_parameters():
     """Parameters of a rule lie as it says, and layers read them as they lie."""
     seen = {}

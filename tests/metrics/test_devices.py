@@ -76,7 +76,6 @@ def close(got, expected):
         assert value == pytest.approx(expected[name], rel=1e-5, nan_ok=True), name
 
 
-@pytest.mark.jax_version
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_sharded_batches(on_one_device, axis_type):
     """The compiler's partitioning: the state is on all devices and of all samples."""

@@ -17,7 +17,7 @@ from tests.fuzz import max_examples
 from tests.nn import attention_oracle as oracle
 from tests.nn.attention_oracle import Call, Mask
 
-pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("compiled_fast")]
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 
 ROWS, CAPACITY, HEADS, DIM, VALUE_DIM = 5, 48, 2, 4, 3
 DISTANCES, BUCKETS = 7, 9

@@ -11,11 +11,7 @@ from jaxrec.nn import GatedNorm, TransductionUnit
 from tests.nn import ranker_cases
 from tests.nn.ranker_cases import CASES, assert_gradients, differentiate, fill, load, padded
 
-pytestmark = [
-    pytest.mark.usefixtures("compiled_fast"),
-    pytest.mark.every_case,
-    pytest.mark.jax_version,
-]
+pytestmark = [pytest.mark.usefixtures("compiled_fast"), pytest.mark.every_case]
 
 
 def gate_of(meta):

@@ -66,7 +66,6 @@ def outcomes(served):
     return counts.hits, counts.appends, counts.misses
 
 
-@pytest.mark.jax_version
 def test_scores_are_those_of_one_pass(served):
     """In micro-batches, by histories of both sizes; first encoded, then cached."""
     batch = rankers.lists(LENGTHS, COUNTS)
