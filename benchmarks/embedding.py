@@ -82,9 +82,9 @@ def measure(shape: Shape, optimizer_name: str, seconds: float, pooling: str) -> 
     batch = (ids, lengths, weights)
     num_rows = drawn.num_rows
     # As collections make theirs.
-    table = kernels.new_rows(jnp.zeros(shape.D, shape.dtype), num_rows)
+    zeros = kernels.new_rows(jnp.zeros(shape.D, shape.dtype), num_rows)
     key = jax.random.key_data(jax.random.key(0))
-    table = initialize_rows(table, key, "normal", 0, num_rows)
+    table = initialize_rows(zeros, key, "normal", 0, num_rows)
     gradient = jax.random.normal(jax.random.key(1), (drawn.num_bags, shape.D))
     optimizer = getattr(jaxrec.optim, optimizer_name)(0.01)
     first = optimizer.init(1, shape.D)

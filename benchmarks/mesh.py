@@ -413,7 +413,10 @@ def memory(workload: Workload, kind: str) -> dict[str, Any]:
         rows, state = jax.eval_shape(
             lambda g=group, n=placed.num_slots: (jnp.zeros((n, g.dim)), g.optimizer.init(n, g.dim))
         )
-        place = lambda x, s=sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+
+        def place(x, sharding=sharding) -> Any:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
         sharded.rows[group.name] = place(rows)
         sharded.state[group.name] = jax.tree.map(place, state)
     _, (features, *_) = make(dataclasses.replace(workload, rows=1000), kind)

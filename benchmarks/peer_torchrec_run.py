@@ -104,8 +104,8 @@ def main():
             loss_of(logits(0, places), of_rows).backward()
             optimizer.step()
     with torch.no_grad():
-        places = np.array_split(np.arange(len(labels[1])), max(1, len(labels[1]) // 8192))
-        found = np.concatenate([torch.sigmoid(logits(1, x)).double().numpy() for x in places])
+        parts = np.array_split(np.arange(len(labels[1])), max(1, len(labels[1]) // 8192))
+        found = np.concatenate([torch.sigmoid(logits(1, x)).double().numpy() for x in parts])
     line = {
         "model": "torchrec dlrm",
         "seed": options.seed,

@@ -90,9 +90,8 @@ def main(options: Options) -> None:
 
 def draw_cases(options: Options) -> list[dict[str, Any]]:
     """All models on all numbers of devices."""
-    shapes = {"six tables": SIX_TABLES}
-    criteo = zip(CRITEO_ROWS, [128] * 26, CRITEO_POOLING, strict=True)
-    shapes["criteo"] = tuple(criteo)
+    criteo = tuple(zip(CRITEO_ROWS, [128] * 26, CRITEO_POOLING, strict=True))
+    shapes = {"six tables": tuple(SIX_TABLES), "criteo": criteo}
     cases = [
         case(name, tables, devices, "h200", 141 * _GB, 65536)
         for name, tables in shapes.items()

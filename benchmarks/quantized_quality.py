@@ -20,8 +20,13 @@ from typing import Any
 import tyro
 
 # All that the defaults, which may change, would decide.
-OPTIONS = ("--model=dlrm", "--batch-size=2048", "--epochs=1", "--lr=0.004")
-OPTIONS += ("--optimizer.table-learning-rate=0.1",)
+OPTIONS = (
+    "--model=dlrm",
+    "--batch-size=2048",
+    "--epochs=1",
+    "--lr=0.004",
+    "--optimizer.table-learning-rate=0.1",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +78,8 @@ def compare(options: Options, seed: int) -> Iterator[dict[str, Any]]:
     if not run.exists():
         sizes = ["--data.generated-rows", options.rows, "--data.generated-eval-rows",
                  options.eval_rows]  # fmt: skip
-        options = [*map(str, sizes), *OPTIONS, "--seed", str(seed), "--output", str(run)]
-        if code := jaxrec(["train", *options]):
+        words = [*map(str, sizes), *OPTIONS, "--seed", str(seed), "--output", str(run)]
+        if code := jaxrec(["train", *words]):
             raise SystemExit(code)
     config = load_config(run / "config.yaml")
     rows, held_out = split_datasets(config)

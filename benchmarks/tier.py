@@ -159,8 +159,8 @@ class Ids:
                 assert np.array_equal(found, sample)
                 times[name].append(seconds)
         self.report("jaxrec", "hits", times.pop("jaxrec")[1:], bytes_per_id=ids.nbytes / len(ids))
-        for name, seconds in times.items():
-            self.report(name, "hits", seconds[1:])
+        for name, rounds in times.items():
+            self.report(name, "hits", rounds[1:])
 
     def time_misses(self, resident: np.ndarray, rng: np.random.Generator) -> None:
         ids, slot_ids = IdMap(resident.size, threads=1), resident.copy()

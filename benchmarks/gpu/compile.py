@@ -337,8 +337,8 @@ def check_attention(program: Program, built: Built, tools: pathlib.Path, report:
             )
             report.attention.append(f"| {' | '.join(map(str, cells))} |")
             print(report.attention[-1], flush=True)
-    cells = program.name, *built.launches.cells()
-    report.calls.append(f"| {' | '.join(map(str, cells))} |")
+    calls = program.name, *built.launches.cells()
+    report.calls.append(f"| {' | '.join(map(str, calls))} |")
 
 
 def check_step(program: Program, built: Built, tools: pathlib.Path, report: Report) -> None:

@@ -84,6 +84,7 @@ def main():
         if time.monotonic() > end:
             print(json.dumps(line | {"kind": "left out"}), flush=True)
             continue
+        trained: Trained | None = None
         try:
             trained = Trained(step, device)
             line |= trained.losses() if options.losses else measure(trained, options)
@@ -92,7 +93,7 @@ def main():
             failures += 1
             line |= {"exception": f"{type(exception).__name__}: {exception}"[:300]}
         print(json.dumps(line | {"precision": options.precision}), flush=True)
-        trained = None
+        del trained  # before the next one is made
         gc.collect()
         if not is_small:
             torch.cuda.empty_cache()

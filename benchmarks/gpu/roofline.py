@@ -157,7 +157,7 @@ def collective_work(each: Instruction, operands: list[str], topology: Topology) 
     # A ragged one sends part of its first operand; the others are its result and the sizes.
     is_ragged = kind == "ragged-all-to-all"
     sent = sum(map(shape_bytes, operands[:1] if is_ragged else operands))
-    received = sent
+    received: float = sent
     if kind == "all-gather":
         received = sent * topology.num_devices
         seconds = all_gather(received, topology)
