@@ -352,6 +352,7 @@ LEFT_OUT = {
     "python -m benchmarks.report": "writes the docs; tests/test_report.py compares them",
     "python -m benchmarks.gpu.mesh": CUDA,
     "python -m benchmarks.gpu.stash": CUDA,
+    "python -m benchmarks.gpu.tier --compile": CUDA,
     "python -m benchmarks.gpu.mesh --exchange rows --topology 1x8x1 --routed True": CUDA,
     "python -m benchmarks.gpu.ahead": CUDA,
     "python -m benchmarks.gpu.ahead --exchange rows --topology 1x8x1 --step fetched": CUDA,

@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu.tier [--suites whole dynamic cached_0.1 ...] [--optimizers sgd adam]
     python -m benchmarks.gpu.tier --dry-run           # on the CPU, small
+    python -m benchmarks.gpu.tier --compile           # for an H200 that is only described
 
 Ten tables of 128 columns in float32 are looked up without pooling, 1,048,570 ids a batch by a power
 law (1.05), as in NVIDIA's benchmark of dynamicemb. The suites are
@@ -20,6 +21,10 @@ the bytes that a step brings to the card and, about as many, takes from it. ``pu
 forward, backward and evaluation of FBGEMM and of dynamicemb on one H100
 (``dynamicemb/benchmark/benchmark_results.json`` in NVIDIA/recsys-examples), whose caches are shares
 of other footprints. The exit status is 1 if a check or a call failed.
+
+``--compile`` times nothing: it compiles the programs of a batch of ``cached_0.1``, prints their
+memory, copies and transfers, and writes ``benchmarks/results/compiled_tier.h200.md``.
+docs/internals/gpu.md says how to set this up.
 """
 
 from __future__ import annotations
@@ -106,6 +111,11 @@ class Shape:
         while True:
             for ids in pool:
                 yield KeyedJaggedArray.from_lengths(keys, ids, lengths, id_bits=id_bits)
+
+
+def on_card(rows: int, pool: int = 1) -> Shape:
+    """Return the sizes that are timed on a card."""
+    return Shape(tables=10, rows=rows, dim=128, ids=104_857, pool=pool)
 
 
 # The batches have more distinct ids than the smallest caches have rows.
@@ -244,6 +254,15 @@ def measure(suite: str, optimizer: str, shape: Shape, steps: int) -> Iterator[di
     yield figures(f"evaluation {optimizer}", lambda: _evaluate(tables.store, features), traffic)
 
 
+def compile_programs(table_rows: int) -> bool:
+    """Compile the programs of a batch of ``cached_0.1``; return whether one breaks a rule."""
+    # Describes a card, which is not to be looked for here.
+    jax.config.update("jax_platforms", "cpu")
+    from benchmarks.gpu.tier_programs import write_page
+
+    return bool(write_page(OPTIMIZERS, on_card(table_rows), round(0.1 * table_rows)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -255,7 +274,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="batches that a step's time is of")
     parser.add_argument("--seconds", type=float, default=math.inf, help="then no suite begins")
     parser.add_argument("--dry-run", action="store_true", help="run small tables on this machine")
+    parser.add_argument("--compile", action="store_true", help="compile for a described H200")
     options = parser.parse_args()
+    if options.compile:
+        sys.exit(compile_programs(options.cached_rows))
     end, failures = time.monotonic() + options.seconds, 0
     suites = options.suites or (DRY_SUITES if options.dry_run else SUITES)
     for suite in suites:
@@ -267,7 +289,7 @@ def main() -> None:
                 continue
             steps, share = options.steps, SUITES[suite]
             rows = options.rows if share is None else options.cached_rows
-            shape = Shape(10, rows, 128, 104_857, WARM + steps)
+            shape = on_card(rows, WARM + steps)
             if options.dry_run:
                 shape, steps = CHECKED, 2
             try:

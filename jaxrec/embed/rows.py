@@ -198,8 +198,8 @@ def read(
 ) -> RowsOnDevices:
     """Start to gather rows with their state; ``store`` is a `TableStore.placed`.
 
-    The devices may still compute when it returns. Rows that leave for good, ``is_leaving``, go into
-    pinned memory of the host: copying them later makes no device wait.
+    The devices may still compute when it returns. Rows that leave for good, ``is_leaving``, are on
+    their way into pinned memory of the host, beside the programs that follow.
     """
     groups = group_slots(store, requests)
     arrays = {
@@ -207,7 +207,7 @@ def read(
         for group, slots in groups.items()
     }
     if is_leaving:
-        arrays = _into_pinned_memory(arrays)
+        arrays = jax.tree.map(_into_pinned_memory, arrays)
     return RowsOnDevices(tuple(requests), table_dims(store, requests), groups, arrays)
 
 
@@ -247,10 +247,21 @@ def _read(
     return store.devices.gather((rows, state if with_state else {}))
 
 
-# A program of its own: JAX refuses results in host memory of one that calls back, as a store may.
-@jax.jit
-def _into_pinned_memory(arrays: Any) -> Any:
-    return jax.device_put(arrays, jax.memory.Space.Host)
+def _into_pinned_memory(array: Array) -> Array:
+    """Start to copy an array into pinned memory of the host, where a device has its own memory."""
+    if not _has_own_memory(array.addressable_shards[0].device):
+        return array
+    # Without `jax.jit`: a copy in a program ends before the next program begins, and nothing else
+    # runs in this one. A copy of its own runs beside the training step.
+    return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
+
+
+@functools.cache
+def _has_own_memory(device: jax.Device) -> bool:
+    """Whether a device computes in other memory than the host, and copies to pinned host memory."""
+    # CPU devices have all kinds of memory by name: a copy between them would be for nothing.
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    return device.platform != "cpu" and "pinned_host" in kinds
 
 
 @functools.partial(jax.jit, static_argnums=4, donate_argnums=0)

@@ -107,9 +107,11 @@ def move_rows(
             new_rows, new_ids = moves[v].assignment.new_rows, moves[v].assignment.new_ids
             if (stored := fetched.get(v)) is not None:
                 found, of_tables = stored
-                returning.append(_request(vocabularies[v], config, new_rows[found], new_ids[found]))
+                # Most batches find all rows, and slices copy nothing.
+                old, new = (slice(None), slice(0)) if found.all() else (found, ~found)
+                returning.append(_request(vocabularies[v], config, new_rows[old], new_ids[old]))
                 values.append(of_tables[t])
-                new_rows, new_ids = new_rows[~found], new_ids[~found]
+                new_rows, new_ids = new_rows[new], new_ids[new]
             fresh.append(NewRows(config, new_rows, new_ids))
         placed = reset(placed, fresh, keys[path])
         placed = _write(placed, returning, values)

@@ -52,11 +52,12 @@ class RecordLayout:
 
     def pack(self, tables: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
         """Pack rows and states, ``[n, ...]`` by name for each table, as uint8 ``[n, width]``."""
-        parts = []
-        for number, name, width, dtype in self.leaves:
-            values = np.ascontiguousarray(tables[number][name], dtype)
-            parts.append(values.reshape(len(values), width or 1).view(np.uint8))
-        return np.concatenate(parts, axis=1)
+        number, name, *_ = self.leaves[0]
+        records = np.empty((len(tables[number][name]), self.width), np.uint8)
+        for views, values in zip(self.unpack(records), tables, strict=True):
+            for name, view in views.items():
+                view[:] = values[name]
+        return records
 
     def unpack(self, records: np.ndarray) -> list[dict[str, np.ndarray]]:
         """Return views of the rows and states in records, by name for each table."""

@@ -80,8 +80,10 @@ class StoredRows:
             # more.
             self.under_way.wait()
             self.transfer.check()
-            places = np.cumsum(found, dtype=np.int32) - 1
-            self.under_way.copy_to(records, places[self.under_way.positions])
+            places = self.under_way.positions
+            if len(records) < found.size:
+                places = (np.cumsum(found, dtype=np.int32) - 1)[places]
+            self.under_way.copy_to(records, places)
         return found, records
 
     def _read(self) -> tuple[np.ndarray, np.ndarray]:
