@@ -141,7 +141,7 @@ class Tables:
         self.step = 0
         if suite == "whole":
             self.model = make()
-            self.batches = map(put_batch, shape.batches())
+            self.batches: Iterator[Any] = map(put_batch, shape.batches())
             return
         share = SUITES[suite]
         setting: Any = Dynamic()
