@@ -1,7 +1,7 @@
 """Which cases of a test with parameters run.
 
-A test takes one case, and three with ``--slow``, unless it is marked `every_case`. The one is
-another of the three for each test, so that each kind of mesh, optimizer and format occurs in some
+A test takes one case, and two with ``--slow``, unless it is marked `every_case`. The test's name
+decides which of the two is the one, so that each kind of mesh, optimizer and format occurs in some
 tests. ``JAXREC_TEST_CASES=all pytest`` runs every case and checks all annotations,
 ``JAXREC_TEST_CASES=1 pytest`` runs the first case of every test.
 """
@@ -81,7 +81,7 @@ def thin_out(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def pick(name: str, count: int) -> int:
-    """Choose one of ``count`` cases, the same in each process and another for each test's name."""
+    """Choose one of ``count`` cases of a test by its name: the same one in each process."""
     return zlib.crc32(name.encode()) % count
 
 
