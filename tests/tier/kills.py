@@ -175,7 +175,7 @@ def kill_repeatedly(
             result.open_seconds = max(result.open_seconds, time.monotonic() - start)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of torn records, which `_compare` counts
-                found = versions_of(store, is_range)
+                found: np.ndarray | None = versions_of(store, is_range)
             if snapshot != "-" and is_open:
                 versions = saved[int(pathlib.Path(snapshot).name)].copy()
             for line in lines:

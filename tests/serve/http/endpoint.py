@@ -64,7 +64,7 @@ class Client:
         """Send columns in JSON, text as it is, or an Arrow table."""
         if isinstance(columns, pa.Table):
             headers = {"content_type": ARROW} | headers
-            body = stream(columns)
+            body: str | bytes = stream(columns)
         else:
             headers = {"content_type": JSON} | headers
             body = columns if isinstance(columns, str | bytes) else json.dumps(columns)
