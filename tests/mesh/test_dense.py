@@ -361,6 +361,7 @@ def test_bytes_of_gradients_in_bfloat16(placed):
     assert large == gathers + [("all-to-all", 2 * size) for size in sizes]
 
 
+@pytest.mark.slow
 def test_training_in_bfloat16():
     _, _, wanted = replicated(has_days=False)
     for placed in ("replicated", "fsdp"):

@@ -76,6 +76,7 @@ def close(got, expected):
         assert value == pytest.approx(expected[name], rel=1e-5, nan_ok=True), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_sharded_batches(on_one_device, axis_type):
     """The compiler's partitioning: the state is on all devices and of all samples."""

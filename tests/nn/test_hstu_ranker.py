@@ -97,6 +97,7 @@ def filled(name):
     return model, batch, arrays, places
 
 
+@pytest.mark.slow
 def test_the_whole_ranker_in_training():
     model, batch, arrays, places = filled("ranker_train")
     size, tolerance = len(arrays["c_item"]), CASES["ranker_train"]["tolerance"]

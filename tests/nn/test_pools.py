@@ -214,6 +214,7 @@ def draw(seed):
     return users, clicks, rng.integers(0, 2, BATCH).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_models_on_a_mesh_and_their_checkpoints(tmp_path):
     """Eight devices equal one; a checkpoint of eight is read by four and by one."""
     alone, many = History(), History()

@@ -103,6 +103,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", OPTIONS)
 def test_scores_are_those_of_one_pass(name):

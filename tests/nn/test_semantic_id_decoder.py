@@ -142,6 +142,7 @@ def test_training_learns_what_follows():
     np.testing.assert_allclose(model.loss(batch), model(batch).sum() / (4 * ITEMS * 3), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_appended_items_are_served_without_a_new_export(tmp_path):
     """An exported model answers as the model does; `publish` brings new items to it."""
     graph, state = nnx.split(make(0))

@@ -151,6 +151,7 @@ def collectives(model, features):
     return traffic.collectives(run.lower(state, features).compile())
 
 
+@pytest.mark.slow
 def test_between_hosts_travel_ids_and_compressed_outputs():
     features, _ = batch()
     model, mesh = on_hosts(make())

@@ -44,6 +44,7 @@ SETTINGS = {name: Dynamic() for name in ("item", "query", "item_wide")}
 PARTS = {name: Dynamic(store="memory://") for name in SETTINGS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "optimizer"),
     [

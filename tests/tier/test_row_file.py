@@ -170,6 +170,7 @@ def test_tables_that_share_ids_get_first_rows(tmp_path, source):
     assert_same(model, fresh, ["item_wide"])
 
 
+@pytest.mark.slow
 def test_rows_in_a_store(tmp_path):
     """Evicted rows are written when they are asked for, and a table with room takes all."""
     model, batches = trained(

@@ -100,6 +100,7 @@ def trained(directory):
     return output
 
 
+@pytest.mark.slow
 def test_a_schema_and_a_directory(trained):
     results = json.loads((trained / "results.json").read_text())
     encoder = TableEncoder.load(trained / FEATURES_DIRECTORY)

@@ -183,6 +183,7 @@ def test_stores_after_a_save_that_fails_and_a_restored_checkpoint(tmp_path, monk
     assert contents(run.restored()[0]) == contents(run.model)
 
 
+@pytest.mark.slow
 def test_they_restore_over_a_mesh(tmp_path):
     run = Run(tmp_path / "run", "plain")
     with run.manager:
@@ -197,6 +198,7 @@ def test_they_restore_over_a_mesh(tmp_path):
     assert_same(model, run.model, with_state=True)
 
 
+@pytest.mark.slow
 def test_they_restore_to_fewer_rows(tmp_path):
     run = Run(tmp_path / "run", "lost")
     with run.manager:

@@ -236,6 +236,7 @@ def test_two_devices_and_one_agree(runs, rows, tmp_path, monkeypatch, name):
         assert two[measure.name] == pytest.approx(one[measure.name], rel=1e-4), measure.name
 
 
+@pytest.mark.slow
 def test_several_labels_beside_numpy(runs):
     """A click and a number, in the number's units."""
     run = runs("mmoe")
@@ -275,6 +276,7 @@ def test_several_labels_beside_numpy(runs):
     assert importance["columns"]["item"]["loss"] == pytest.approx(float(again) - loss, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_several_labels_are_exported_and_predicted(runs, rows, tmp_path):
     model, scores = tmp_path / "model", tmp_path / "scores.parquet"
     size = ["--batch-sizes", "16", "--platforms", "cpu"]

@@ -92,6 +92,7 @@ def test_strings_integers_and_lists_get_rows_when_they_come(columns):
     assert auc(logits, held_out.labels) == pytest.approx(results["auc"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_strings_and_their_hashes_are_trained_alike(columns, tmp_path):
     directory, _ = columns
     rows = table()
@@ -156,6 +157,7 @@ def items(tmp_path_factory):
 TIGHT = ["--data.table-rows=80", "--data.epochs=3"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("always")
 def test_few_rows_are_warned_of_and_shown(items, tmp_path, capsys, monkeypatch):
     """The progress shows all steps here, in place of one every few seconds."""

@@ -87,6 +87,7 @@ def stored_rows(model: nnx.Module, name: str) -> np.ndarray:
     return np.asarray(rows.stored[first : first + 40])
 
 
+@pytest.mark.slow
 def test_a_saved_model_has_the_same_bytes(tmp_path):
     small = quantize(Ranker(0), "int8")
     spread = sharded(quantize(Ranker(0), "int8"))
@@ -158,6 +159,7 @@ def test_a_model_on_one_device_takes_the_tables_of_a_mesh():
     np.testing.assert_array_equal(small(features()), expected(features()))
 
 
+@pytest.mark.slow
 def test_tables_that_are_cut_by_columns(tmp_path):
     small = sharded(quantize(Ranker(0, CUT), "int8"), CUT)
     with pytest.raises(TypeError, match="table 'columns' is cut by columns over the mesh"):
