@@ -90,13 +90,13 @@ def test_a_run_on_columns_of_ones_own(directory, tmp_path):  # noqa: F811
 DYNAMIC = ["--vocabulary=dynamic", "--data.table-rows=130", "--data.batch-size=20"]
 
 
+@pytest.mark.slow
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param(
             ["--model.name=deepfm", "--vocabulary.unknown=default", "--vocabulary.admit-after=2"],
-            marks=pytest.mark.slow,
             id="lost",
         ),
         pytest.param(["--vocabulary.store=memory://"], id="stored"),

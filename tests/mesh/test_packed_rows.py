@@ -168,6 +168,7 @@ def test_rows_keep_their_bits():
     jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
+@pytest.mark.slow
 def test_numbers_that_rows_cannot_hold():
     _, spread, _ = trained("int8")
     table = np.array(spread.table("row_wise"))

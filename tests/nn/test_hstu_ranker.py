@@ -317,6 +317,7 @@ def test_eight_devices_equal_one(options):
     close(found[1], expected[1], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_balanced_devices_change_no_number():
     """Rows dealt to eight devices by their work, and the same rows as they come."""
     lengths = np.add(LENGTHS * 2, TARGETS * 2)

@@ -273,9 +273,8 @@ def test_training_within_evaluation():
 # A run for ever.
 
 
-@pytest.mark.parametrize(
-    "devices", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["one_device", "two_devices"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2], ids=["one_device", "two_devices"])
 def test_nothing_compiles_and_memory_stays_after_the_first_batches(devices, caplog):
     mesh = sums.make_mesh(devices)
     model = sums.make_sums(130, Dynamic(admit_after=2, unknown=zeros(), counters=500), mesh)

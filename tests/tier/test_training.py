@@ -59,10 +59,9 @@ def mesh(request):
     return None if request.param == 1 else jax.make_mesh((8,), ("data",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [{}, pytest.param({"semi_synchronous": True}, marks=pytest.mark.slow)],
-    ids=["synchronous", "semi_synchronous"],
+    "options", [{}, {"semi_synchronous": True}], ids=["synchronous", "semi_synchronous"]
 )
 def test_evicted_rows_return_as_they_left(mesh, options):
     batches, _ = models.stream(30, 200, samples=8)

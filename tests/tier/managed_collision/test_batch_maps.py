@@ -37,11 +37,8 @@ def make_on_mesh(mesh, **options):
     return model, jaxrec.Optimizer(model, models.TX)
 
 
-@pytest.mark.parametrize(
-    "axis_type",
-    [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit],
-    ids=["auto", "explicit"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_training_equals_one_device(axis_type, tmp_path):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
     options = {"probed": models.OPT_IN, "initializer": "normal"}

@@ -60,7 +60,8 @@ def end_of(batches, model, other, check=lambda: None):
             check()
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 8])
 def test_rows_are_those_of_a_table_with_room(devices):
     batches, names = models.stream(STEPS, VOCABULARY, samples=8 if devices == 8 else SAMPLES)
     small, large = make_model(100 if devices == 1 else 176, devices), make_model(600, 1)
