@@ -19,7 +19,7 @@ from tests import fuzz
 
 # "all", the largest number of cases of every test, or nothing.
 CASES = os.environ.get("JAXREC_TEST_CASES", "")
-DEFAULT_COUNT = 2  # one of these is slow
+DEFAULT_COUNT = 2  # with --slow
 
 # An address of memory, as the repr of a function ends with one.
 ADDRESS = re.compile(r"(?<![0-9A-Za-z])at[ _]0x[0-9a-f]")

@@ -198,7 +198,7 @@ def test_results_of_a_run(runs, name):
     assert results["seconds"] > 0
 
 
-# One of those that read rows, one with several labels, and one of each kind of batches besides.
+# A model of rows, one of several labels, and one for each other way to make batches.
 @pytest.mark.every_case
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dcn_v2", "mmoe", "two_tower", "sasrec", "hstu_ranker"])

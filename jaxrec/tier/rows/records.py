@@ -51,11 +51,19 @@ class RecordLayout:
         return RecordFormat(self.width, ", ".join(fields), num_ids)
 
     def pack(self, tables: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
-        """Pack rows and states, ``[n, ...]`` by name for each table, as uint8 ``[n, width]``."""
-        number, name, *_ = self.leaves[0]
-        records = np.empty((len(tables[number][name]), self.width), np.uint8)
-        for views, values in zip(self.unpack(records), tables, strict=True):
+        """Pack rows and states, ``[n, ...]`` by name for each table, as uint8 ``[n, width]``.
+
+        Raises:
+            ValueError: If an array has another shape.
+        """
+        records = np.empty((len(tables[0]["rows"]), self.width), np.uint8)
+        for number, (views, values) in enumerate(zip(self.unpack(records), tables, strict=True)):
             for name, view in views.items():
+                if values[name].shape != view.shape:  # NumPy would repeat a single row or column.
+                    raise ValueError(
+                        f"table {number}: {name!r} has the shape {values[name].shape}, records of "
+                        f"{len(records)} rows need {view.shape}"
+                    )
                 view[:] = values[name]
         return records
 

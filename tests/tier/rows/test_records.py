@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,6 +79,14 @@ def test_records_of_devices_rows_in_any_memory_order():
     rows = np.asfortranarray(np.arange(12).reshape(4, 3).astype(ml_dtypes.bfloat16))
     (table,) = layout.unpack(layout.pack([{"rows": rows}]))
     np.testing.assert_array_equal(table["rows"], rows)
+
+
+@pytest.mark.parametrize("wrong", [(1, 3), (4, 1), (3, 3)], ids=["row", "column", "rows"])
+def test_arrays_of_another_shape_are_refused(wrong):
+    layout = RecordLayout.of([LogicalTable(shape(9, 2), {}), LogicalTable(shape(9, 3), {})])
+    tables = [{"rows": np.zeros((4, 2), np.float32)}, {"rows": np.zeros(wrong, np.float32)}]
+    with pytest.raises(ValueError, match=r"table 1: 'rows' has the shape .*need \(4, 3\)"):
+        layout.pack(tables)
 
 
 def test_the_format_of_records():

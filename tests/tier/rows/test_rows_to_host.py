@@ -42,9 +42,8 @@ def test_a_store_whose_reads_call_back():
         return jaxrec.EmbeddingBagCollection([config], rngs=nnx.Rngs(0), store=HostTables.init)
 
     model = make(made, {"a": Dynamic(store="memory://")})
-    ids = [
-        np.arange(4) + 4 * (step % 6) for step in range(12)
-    ]  # all of them are evicted, and return
+    # All of them are evicted, and return.
+    ids = [np.arange(4) + 4 * (step % 6) for step in range(12)]
     lengths = np.ones(4, np.int32)
     batches = [(jaxrec.KeyedJaggedArray.from_lengths(["a"], x, lengths, id_bits=64),) for x in ids]
     values = [np.asarray(model(features).values) for (features,) in ahead(model, batches, 1)]
