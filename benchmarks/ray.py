@@ -132,7 +132,7 @@ def ray_reader(
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
-    rows = ray.data.read_parquet(str(directory), columns=list(schema.columns))
+    rows = ray.data.read_parquet(str(directory)).select_columns(list(schema.columns))
     learner = EncoderLearner(schema)
     parts = rows.map_batches(
         learner, batch_format="pyarrow", batch_size=None, concurrency=options.workers
