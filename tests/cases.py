@@ -2,7 +2,8 @@
 
 A test takes one case, and two with ``--slow``, unless it is marked `every_case`. The test's name
 decides which of the two is the one, so that each kind of mesh, optimizer and format occurs in some
-tests. ``JAXREC_TEST_CASES=all pytest`` runs every case and checks all annotations,
+tests. A test that is marked slow itself takes the case that is farthest from its first one.
+``JAXREC_TEST_CASES=all pytest`` runs every case and checks all annotations,
 ``JAXREC_TEST_CASES=1 pytest`` runs the first case of every test.
 """
 
@@ -12,6 +13,7 @@ import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import pytest
 
@@ -20,6 +22,8 @@ from tests import fuzz
 # "all", the largest number of cases of every test, or nothing.
 CASES = os.environ.get("JAXREC_TEST_CASES", "")
 DEFAULT_COUNT = 2  # with --slow
+
+Case = TypeVar("Case")
 
 # An address of memory, as the repr of a function ends with one.
 ADDRESS = re.compile(r"(?<![0-9A-Za-z])at[ _]0x[0-9a-f]")
@@ -69,20 +73,28 @@ def thin_out(items: list[pytest.Item]) -> list[pytest.Item]:
             kept.update(of_test)
         else:
             values = [item.callspec.indices for item in of_test]
-            places = choose(values, int(CASES or DEFAULT_COUNT))
-            kept.update(of_test[place] for place in places)
-            if not CASES:
-                places.pop(pick(name, len(places)))
-                for place in places:
-                    of_test[place].add_marker(pytest.mark.slow)
+            chosen = [of_test[place] for place in choose(values, int(CASES or DEFAULT_COUNT))]
+            if not CASES and all(is_slow(item) for item in chosen):
+                chosen = chosen[-1:]
+            elif not CASES:
+                one = pick(name, [item for item in chosen if not is_slow(item)])
+                for item in chosen:
+                    if item is not one:
+                        item.add_marker(pytest.mark.slow)
+            kept.update(chosen)
     left_out = [item for item in items if item not in kept]
     items[:] = [item for item in items if item in kept]
     return left_out
 
 
-def pick(name: str, count: int) -> int:
-    """Choose one of ``count`` cases of a test by its name: the same one in each process."""
-    return zlib.crc32(name.encode()) % count
+def is_slow(item: pytest.Item) -> bool:
+    """Whether a test or this case of it is marked slow, rather than its whole file."""
+    return any(marker.name == "slow" for marker in item.own_markers)
+
+
+def pick(name: str, cases: Sequence[Case]) -> Case:
+    """Choose one of the cases of a test by its name: the same one in each process."""
+    return cases[zlib.crc32(name.encode()) % len(cases)]
 
 
 def choose(cases: Sequence[Mapping[str, int]], count: int) -> list[int]:

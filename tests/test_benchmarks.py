@@ -15,6 +15,7 @@ SHAPE = {"name": "small", "T": 2, "V": 100, "D": 8, "B": 4, "L": 3, "ids": "unif
 
 
 @pytest.mark.slow
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", ["embedding", "dlrm"])
 def test_benchmarks_run(tmp_path, name):
     shapes = tmp_path / "shapes.json"

@@ -7,7 +7,8 @@ import types
 
 import pytest
 
-from tests.cases import choose, pick, refuse_addresses
+from tests import fuzz
+from tests.cases import CASES, choose, pick, refuse_addresses, thin_out
 
 pytestmark = pytest.mark.every_case
 
@@ -36,7 +37,41 @@ def test_no_case_is_chosen_twice():
 
 
 def test_each_place_is_picked_for_some_tests():
-    assert {pick(f"tests/test_a.py::test_{name}", 3) for name in "abcdefgh"} == {0, 1, 2}
+    assert {pick(f"tests/test_a.py::test_{name}", range(3)) for name in "abcdefgh"} == {0, 1, 2}
+
+
+class Item(types.SimpleNamespace):
+    """A case of a test with one parameter."""
+
+    def get_closest_marker(self, name):
+        return next((mark for mark in self.own_markers if mark.name == name), None)
+
+    def add_marker(self, decorator):
+        self.own_markers.append(decorator.mark)
+
+    def __hash__(self):
+        return id(self)
+
+
+@pytest.mark.skipif(bool(CASES or fuzz.CASES), reason="the environment names the cases")
+@pytest.mark.parametrize(
+    ("slow", "kept", "quick"),
+    [([0, 0, 0], 2, 1), ([0, 0, 1], 2, 1), ([1, 0, 1], 1, 0), ([1, 1, 1], 1, 0)],
+    ids=["quick", "one is slow", "both of the chosen are", "slow"],
+)
+def test_how_many_cases_run(slow, kept, quick):
+    items = [
+        Item(
+            nodeid=f"test_a[{place}]",
+            callspec=types.SimpleNamespace(indices={"x": place}),
+            own_markers=[pytest.mark.slow.mark] * is_slow,
+        )
+        for place, is_slow in enumerate(slow)
+    ]
+    left_out = thin_out(items)
+    assert len(items) == kept
+    assert len(left_out) == len(slow) - kept
+    assert sum(item.get_closest_marker("slow") is None for item in items) == quick
 
 
 @pytest.mark.parametrize("name", ["0x7f", "at=0x7f", "format 0x7f", "object"])

@@ -289,6 +289,7 @@ def test_short_runs_have_curves(trained, tmp_path, capsys):
     assert [json.loads(line)["step"] for line in lines] == [8, STEPS]
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_does_not_block_its_corrected_self(tmp_path, monkeypatch, capsys):
     """Its data were malformed: there is no checkpoint to go on from."""
     monkeypatch.chdir(tmp_path)

@@ -102,6 +102,7 @@ def test_one_device(stash, options):
     assert_equal(train(Ranker(stash, **options)), train(Ranker(None, **options)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stash", STASHES)
 @pytest.mark.parametrize("axis", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize(

@@ -133,6 +133,7 @@ def test_capacities_that_are_given(mesh):
     assert (placed.capacities, placed.strides) == ((64,), (2,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["rows", "pooled"])
 def test_training_with_shared_bags_equals_one_device(mesh, exchange):
     placements = {

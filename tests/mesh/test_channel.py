@@ -12,8 +12,6 @@ from jax.sharding import AxisType
 import jaxrec
 from jaxrec.mesh import row_wise, shard_batch, table_wise
 
-pytestmark = pytest.mark.jax_version
-
 PLACEMENTS = {
     "rows": row_wise(),
     "sums": row_wise(exchange="pooled"),

@@ -344,6 +344,7 @@ def test_gradients_in_bfloat16_differ_by_their_rounding(placed):
         assert value.sharding.is_equivalent_to(exact[name].sharding, value.ndim)
 
 
+@pytest.mark.slow
 @pytest.mark.jax_version
 @pytest.mark.parametrize("placed", ["replicated", "fsdp"])
 def test_bytes_of_gradients_in_bfloat16(placed):

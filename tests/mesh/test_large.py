@@ -267,6 +267,7 @@ def with_bad_ids(key, ids):
     return jaxrec.KeyedJaggedArray.from_lists(lists, id_bits=64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["rows", "pooled"])
 @pytest.mark.usefixtures("few_row_numbers")
 def test_ids_outside_of_their_table(mesh, exchange):

@@ -13,8 +13,6 @@ import jaxrec
 from jaxrec.mesh import shard_batch
 from jaxrec.plan import ParameterConstraints, Planner, ShardingPlan, Topology
 
-pytestmark = pytest.mark.jax_version
-
 BATCH, ROWS, DIM, PAD = 16, 11, 6, 3
 OPTIMIZER = jaxrec.optim.adam(0.1, weight_decay=0.1)
 # By table: its pooling, its placement and whether it has a padding id.

@@ -94,6 +94,7 @@ def largest_step(rows: np.ndarray, dtype: str) -> np.ndarray:
     return np.abs(rows).max(axis=1, keepdims=True) * (32 / 448)  # 448 is the largest e4m3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3", marks=pytest.mark.slow)])
 def test_training_is_that_of_one_device(dtype):
     alone, spread, losses = trained(dtype)
@@ -195,6 +196,7 @@ def test_replicas_are_averaged():
     assert all((one == two).all() for one, two in parts.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "int4", "float8", "float16"])
 def test_quantized_model_over_a_mesh(dtype):
     """The packed rows are copied, and looked up by every exchange."""

@@ -81,6 +81,7 @@ def placed():
     return make()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elements", [row_mover.COPY_ELEMENTS, 256], ids=["whole", "pieces"])
 def test_rows_are_in_order(placed, monkeypatch, elements):
     monkeypatch.setattr(row_mover, "COPY_ELEMENTS", elements)

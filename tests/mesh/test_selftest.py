@@ -37,6 +37,7 @@ def test_everything_is_well(capsys, monkeypatch):
     assert "All 1 sharding types give what one device gives." in out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("joined")
 @pytest.mark.parametrize("devices", [4, 8])
 def test_sums_of_cut_rows_are_well(monkeypatch, devices):

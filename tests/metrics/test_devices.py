@@ -105,6 +105,7 @@ def test_explicit_axes_without_a_mesh_in_context():
     assert group.compute(state)["a/window_auc"] == pytest.approx(36 / 64)
 
 
+@pytest.mark.slow
 def test_shard_map(on_one_device):
     """A state for each device, merged where they meet."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -142,6 +142,7 @@ def test_block(name):
         np.testing.assert_allclose(of_bias, expected[:n], **tolerance)
 
 
+@pytest.mark.slow
 def test_block_with_the_querys_own_time_is_another_one():
     """Models of earlier versions: one token off from the authors' code."""
     meta, arrays = CASES["research_unit"]["meta"], load("research_unit")

@@ -125,6 +125,7 @@ def test_the_whole_ranker_in_training():
     assert_gradients(places, gradients, model, arrays, tolerance)
 
 
+@pytest.mark.slow
 def test_the_whole_ranker_in_inference():
     model, batch, arrays, _ = filled("ranker_inference")
     size, tolerance = len(arrays["c_item"]), CASES["ranker_inference"]["tolerance"]

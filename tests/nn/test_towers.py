@@ -111,6 +111,7 @@ def trained_alone(kind="plain"):
     return model, train(model, *batch(kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", [pytest.param("rows", marks=pytest.mark.slow), "pooled"])
 def test_towers_at_the_samples(exchange):
     alone, losses = trained_alone()

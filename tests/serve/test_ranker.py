@@ -66,6 +66,7 @@ def outcomes(served):
     return counts.hits, counts.appends, counts.misses
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_one_pass(served):
     """In micro-batches, by histories of both sizes; first encoded, then cached."""
     batch = rankers.lists(LENGTHS, COUNTS)

@@ -52,6 +52,7 @@ MACHINES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.jax_version
 @pytest.mark.parametrize(
     ("hosts", "each", "kind", "storage"),

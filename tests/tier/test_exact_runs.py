@@ -20,6 +20,7 @@ SIZES = Sizes(steps=60, tables=2, rows=4000, dim=4, batch=8)
 whole = functools.cache(train_whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("store", "optimizer", "devices", "look_ahead"),
     [

@@ -87,6 +87,7 @@ def assert_equal(found, expected) -> None:
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
+@pytest.mark.slow
 @every_format
 def test_cached_rows_train_as_those_of_a_whole_table(dtype):
     """Losses, rows and state: rounding to nearest does not depend on where a row is."""

@@ -63,6 +63,7 @@ def train(model, optimizer, batches, save_after: int = 0, directory: pathlib.Pat
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -85,6 +85,7 @@ def test_gradients_of_several_batches(mesh):
     assert trainer.train(batches) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unknown", [zeros(), default_row()], ids=["zeros", "default_row"])
 def test_evaluation_admits_nobody(mesh, unknown):
     batches, _ = models.stream(6, 120, samples=8)

@@ -81,7 +81,6 @@ def fuzzed(original, tmp_path_factory, other):
     return path, contents(*make(seed=0)), other, undamaged.parent
 
 
-@pytest.mark.jax_version
 @settings(max_examples=max_examples(60))
 @given(data=st.data())
 def test_any_damage(fuzzed, data):

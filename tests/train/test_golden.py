@@ -183,7 +183,7 @@ def make_tables(meta, optimizer, rngs):
     )
 
 
-@devices
+@pytest.mark.parametrize("spread", [on_one_device, pytest.param(on_eight, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", DLRM_OPTIMIZERS)
 def test_dlrm(name, spread):
     case, arrays = CASES[name], golden.load("train", name)

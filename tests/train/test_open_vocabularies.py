@@ -59,6 +59,7 @@ def trained(tmp_path_factory):
     return output, said.getvalue()
 
 
+@pytest.mark.slow
 def test_a_run_on_text(trained):
     output, said = trained
     assert "40 rows to train on, 10 held out; 10 steps of 4" in said

@@ -176,6 +176,7 @@ def test_few_rows_are_warned_of_and_shown(items, tmp_path, capsys, monkeypatch):
         assert re.search(r"NE \S+, hits \d+\.\d%, evicted \d+, load \d+\.\d%$", line), line
 
 
+@pytest.mark.slow
 def test_stores_are_shown_and_recorded(items, tmp_path, capsys, monkeypatch):
     """Rows are 4 float32 with a sum of squares; those that leave with few rows come back."""
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)

@@ -23,8 +23,6 @@ from jaxrec.train import RoutedSteps, compile_step
 from jaxrec.train.train_steps import SemiSynchronousSteps
 from tests.users_xla import AS_USERS_DO
 
-pytestmark = pytest.mark.jax_version
-
 DEVICES, BATCH, STEPS = 8, 16, 8
 CALLS = 3  # of a ranker's collections
 ROWS = {"a": 100, "b": 40, "c": 64}
@@ -106,6 +104,7 @@ def contents(model, optimizer):
     return jax.tree.map(np.asarray, jax.tree.leaves(nnx.state((model, optimizer))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -213,6 +213,7 @@ print(json.dumps(peak() - before))
 
 
 @pytest.mark.slow
+@pytest.mark.every_case
 @pytest.mark.parametrize("suffix", ["parquet", "csv"])
 def test_peak(tmp_path, monkeypatch, suffix):
     """The process takes no more memory for its rows than it is given, and more without a bound."""

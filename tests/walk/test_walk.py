@@ -80,6 +80,7 @@ def assert_equal(found, expected, **tolerance):
             np.testing.assert_allclose(one, np.reshape(other, one.shape), err_msg=name, **tolerance)
 
 
+@pytest.mark.slow
 @EVERY_SETTING
 @pytest.mark.parametrize("kind", RAGGED)
 def test_ragged_operations_over_a_mesh(kind, setting):

@@ -19,8 +19,6 @@ from tests.embed.kernels.cases import case
 from tests.embed.kernels.gpu_cases import lowered_for_cuda
 from tests.fuzz import max_examples
 
-pytestmark = pytest.mark.jax_version
-
 VALUES = np.random.default_rng(0).normal(size=(300, 3)).astype(np.float32)
 
 

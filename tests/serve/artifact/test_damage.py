@@ -17,7 +17,7 @@ from tests.fuzz import max_examples
 from tests.serve.artifact.edited import write_checksums, write_manifest
 from tests.serve.http.models import raw_model, raw_table
 
-pytestmark = [pytest.mark.jax_version, pytest.mark.every_case]
+pytestmark = pytest.mark.every_case
 
 VALUES = (
     None, True, -1, 0, 1, 3, 2**31, 2**63, 10**30, 1.5, float("nan"), "", "x", "../x", "float64",

@@ -28,6 +28,7 @@ from tests.tier.changes.models import (
 pytestmark = pytest.mark.filterwarnings("ignore:the table .* thrashes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_open_vocabularies(settings, devices):

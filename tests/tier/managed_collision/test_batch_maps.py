@@ -21,8 +21,6 @@ from tests.copies import find_copies
 from tests.tier.managed_collision import models
 from tests.users_xla import AS_USERS_DO
 
-pytestmark = pytest.mark.jax_version
-
 PLACEMENTS = {
     "wide": row_wise(),
     "deep": column_wise(devices=(0, 2)),

@@ -172,6 +172,7 @@ def test_evaluation_of_an_open_vocabulary_with_a_store():
     assert len(names) == 600
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "placement"),
     [
