@@ -104,7 +104,6 @@ def contents(model, optimizer):
     return jax.tree.map(np.asarray, jax.tree.leaves(nnx.state((model, optimizer))))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
