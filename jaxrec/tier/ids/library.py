@@ -20,7 +20,7 @@ from jaxrec.tier.ids.reference import RecordArray
 
 _LIBRARY = pathlib.Path(__file__).parents[1] / "native" / "libjaxrec_tier.so"
 # Version of the functions in native/library.cc: both change together.
-_INTERFACE = 6
+_INTERFACE = 7
 
 _COUNT, _HANDLE, _BYTE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char
 
@@ -55,7 +55,7 @@ _ARGUMENTS = {
     "id_map_items": (_HANDLE, _COUNT, _Array, _Array),
     "distinct": (_Array, _COUNT, ctypes.c_uint64, _Array, _Array, _Array),
     "smallest": (_Array, _Array, _COUNT, _COUNT, _Array),
-    "mark_eligible": (_Array, _Array, _COUNT, _COUNT, _Array, _COUNT, _Array),
+    "search": (_Array, _COUNT),
     "commit": (_Array, _COUNT, _COUNT, _COUNT),
     "fingerprint": (_Array, _Array, _COUNT, _Array),
     "take_rows": (_Array, _COUNT, _Array, _COUNT, _Array),
@@ -66,6 +66,10 @@ _ARGUMENTS = {
     "write_records": (*_FILE, _Array, _Array, _COUNT, _Array, _COUNT),
     "erase_records": (_Array, _COUNT, _COUNT, _COUNT, _Array, _COUNT),
 }
+
+# Number of fields of `Search` in native/batch_ops.h, and the index of `num_found`, which
+# `num_eligible` follows.
+_SEARCH_FIELDS, _NUM_FOUND = 16, 13
 
 # Whether `read_records` sets bits in `RecordArray.pages` for the pages that it reads.
 MARKS_PAGES = True
@@ -207,14 +211,40 @@ def record_uses(slots: np.ndarray, batch: int, counts: np.ndarray, last_use: np.
     return _library().jaxrec_record_uses(slots, slots.size, batch, counts, last_use, counts.size)
 
 
-def mark_eligible(
-    born: np.ndarray, last_use: np.ndarray, bound: int, hits: np.ndarray
-) -> tuple[np.ndarray, int]:
-    eligible = np.empty(born.size, np.bool_)
-    count = _library().jaxrec_mark_eligible(
-        born, last_use, born.size, bound, hits, hits.size, eligible
-    )
-    return eligible, count
+def search(searches: Sequence[Any]) -> tuple[int, list[tuple[int, np.ndarray]]]:
+    used = [(rows, batch) for each in searches for rows, batch in each.uses]
+    # One row per use and per table: the fields of `Uses` and of `Search` in native/batch_ops.h, in
+    # their order, 8 bytes each.
+    uses = np.array([(_address(rows), rows.size, batch) for rows, batch in used], np.int64)
+    ends = np.cumsum([0, *(each.most for each in searches)]).tolist()
+    found = np.empty(ends[-1], np.int32)
+    first_use, first_found = _address(uses), _address(found)
+    fields = np.empty((len(searches), _SEARCH_FIELDS), np.int64)
+    for number, each in enumerate(searches):
+        records = each.records
+        fields[number] = (
+            *_addresses(records.born, records.last_use, records.count),
+            records.born.size,
+            first_use,
+            len(each.uses),
+            each.bound,
+            _address(each.hits),
+            each.hits.size,
+            0 if each.keys is None else _address(each.keys),
+            each.least,
+            each.most,
+            first_found + found.itemsize * ends[number],
+            0,
+            0,
+            0 if each.eligible is None else _address(each.eligible),
+        )
+        first_use += 8 * 3 * len(each.uses)
+    done = _checked(_library().jaxrec_search(fields, len(searches)))
+    numbers = fields[:, _NUM_FOUND : _NUM_FOUND + 2].tolist()
+    return done, [
+        (num_eligible, found[start : start + num_found])
+        for start, (num_found, num_eligible) in zip(ends, numbers, strict=False)
+    ]
 
 
 def commit(

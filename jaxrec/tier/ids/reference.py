@@ -195,17 +195,29 @@ def record_uses(slots: np.ndarray, batch: int, counts: np.ndarray, last_use: np.
     return slots.size
 
 
-def mark_eligible(
-    born: np.ndarray, last_use: np.ndarray, bound: int, hits: np.ndarray
-) -> tuple[np.ndarray, int]:
-    """Return whether each slot may be evicted, bool ``[slots]``, and the number of those that may.
+def search(searches: Sequence[Any]) -> tuple[int, list[tuple[int, np.ndarray]]]:
+    """Search tables (`Search`); return the number of searched ones and their results.
 
-    An eligible slot has an id (``born`` of 0 or more), was last used before batch ``bound``, and is
-    not in ``hits``, whose negative items are skipped.
+    A table without a row that is used or hit ends this: the number returned is then its index. Each
+    result has the number of eligible rows and the rows found, int32 ``[m]``.
     """
-    eligible = (born >= 0) & (last_use < bound)
-    eligible[hits[hits >= 0]] = False
-    return eligible, int(np.count_nonzero(eligible))
+    results: list[tuple[int, np.ndarray]] = []
+    for each in searches:
+        records, hits = each.records, each.hits
+        for rows, batch in each.uses:
+            if record_uses(rows, batch, records.count, records.last_use) < rows.size:
+                return len(results), results
+        if hits.max(initial=-1) >= records.born.size:
+            return len(results), results
+        eligible = (records.born >= 0) & (records.last_use < each.bound)
+        eligible[hits[hits >= 0]] = False
+        if each.eligible is not None:
+            each.eligible[:] = eligible
+        num_eligible = int(np.count_nonzero(eligible))
+        keys = records.last_use.view(np.uint64) if each.keys is None else each.keys
+        most = each.most if num_eligible >= each.least else 0
+        results.append((num_eligible, smallest(keys, eligible, most)))
+    return len(results), results
 
 
 def commit(

@@ -154,6 +154,27 @@ std::vector<Keyed> smallest_within(const uint64_t* keys, const uint8_t* eligible
   return entries;
 }
 
+JAXREC_WIDEST
+int32_t largest_of(const int32_t* slots, int64_t count) {
+  int32_t largest = kNoSlot;
+  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, slots[i]);
+  return largest;
+}
+
+// Writes whether each row of a table may be evicted, and returns the number of such rows.
+JAXREC_WIDEST
+int64_t mark_eligible(const Search& table, uint8_t* eligible) {
+  const int64_t *born = table.born, *last_use = table.last_use;
+  const int64_t num_rows = table.num_rows, bound = table.bound;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    eligible[row] = (born[row] >= 0) & (last_use[row] < bound);
+  }
+  for (int64_t i = 0; i < table.num_hits; ++i) {
+    if (table.hits[i] >= 0) eligible[table.hits[i]] = 0;
+  }
+  return std::accumulate(eligible, eligible + num_rows, int64_t{0});
+}
+
 }  // namespace
 
 int64_t distinct(const int64_t* ids, int64_t count, uint64_t seed, int64_t* unique,
@@ -213,9 +234,7 @@ int64_t smallest(const uint64_t* keys, const uint8_t* eligible, int64_t count, i
 
 int64_t record_uses(const int32_t* slots, int64_t count, int64_t batch, uint32_t* counts,
                     int64_t* last_use, int64_t num_slots) {
-  int32_t largest = kNoSlot;
-  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, slots[i]);
-  if (largest >= num_slots) {
+  if (largest_of(slots, count) >= num_slots) {
     return std::find_if(slots, slots + count, [=](int32_t slot) { return slot >= num_slots; }) -
            slots;
   }
@@ -232,16 +251,32 @@ int64_t record_uses(const int32_t* slots, int64_t count, int64_t batch, uint32_t
   return count;
 }
 
-JAXREC_WIDEST
-int64_t mark_eligible(const int64_t* born, const int64_t* last_use, int64_t num_rows, int64_t bound,
-                      const int32_t* hits, int64_t num_hits, uint8_t* eligible) {
-  for (int64_t row = 0; row < num_rows; ++row) {
-    eligible[row] = (born[row] >= 0) & (last_use[row] < bound);
+int64_t search(Search* searches, int64_t count) {
+  std::vector<uint8_t> flags;
+  for (int64_t k = 0; k < count; ++k) {
+    Search& table = searches[k];
+    for (const Uses* uses = table.uses; uses != table.uses + table.num_uses; ++uses) {
+      if (record_uses(uses->rows, uses->count, uses->batch, table.counts, table.last_use,
+                      table.num_rows) < uses->count) {
+        return k;
+      }
+    }
+    if (largest_of(table.hits, table.num_hits) >= table.num_rows) return k;
+    uint8_t* eligible = table.eligible;
+    if (eligible == nullptr) {
+      // One array for all tables, which stays in the cache.
+      if (static_cast<int64_t>(flags.size()) < table.num_rows) flags.resize(table.num_rows);
+      eligible = flags.data();
+    }
+    table.num_eligible = mark_eligible(table, eligible);
+    table.num_found = 0;
+    if (table.num_eligible < table.least) continue;
+    const uint64_t* keys =
+        table.keys != nullptr ? table.keys : reinterpret_cast<const uint64_t*>(table.last_use);
+    table.num_found = smallest(keys, eligible, table.num_rows,
+                               std::min(table.most, table.num_eligible), table.found);
   }
-  for (int64_t i = 0; i < num_hits; ++i) {
-    if (hits[i] >= 0) eligible[hits[i]] = 0;
-  }
-  return std::accumulate(eligible, eligible + num_rows, int64_t{0});
+  return count;
 }
 
 int64_t commit(const Change* changes, int64_t count, int64_t batch, uint8_t power) {

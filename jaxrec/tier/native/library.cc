@@ -49,7 +49,7 @@ void in_parts(int64_t count, int64_t of_thread, int64_t max_threads, Work work) 
 }  // namespace
 
 // Raised by each change of the functions below, so that Python refuses a library of other sources.
-JAXREC_EXPORT int64_t jaxrec_tier_interface() { return 6; }
+JAXREC_EXPORT int64_t jaxrec_tier_interface() { return 7; }
 
 JAXREC_EXPORT IdMap* jaxrec_id_map_new(int64_t capacity, uint64_t seed, int64_t num_ids) {
   try {
@@ -145,10 +145,13 @@ JAXREC_EXPORT int64_t jaxrec_record_uses(const int32_t* slots, int64_t count, in
   return jaxrec::record_uses(slots, count, batch, counts, last_use, num_slots);
 }
 
-JAXREC_EXPORT int64_t jaxrec_mark_eligible(const int64_t* born, const int64_t* last_use,
-                                           int64_t num_rows, int64_t bound, const int32_t* hits,
-                                           int64_t num_hits, uint8_t* eligible) {
-  return jaxrec::mark_eligible(born, last_use, num_rows, bound, hits, num_hits, eligible);
+// Returns `count`, the index of a table without one of its rows, or -1.
+JAXREC_EXPORT int64_t jaxrec_search(jaxrec::Search* searches, int64_t count) {
+  try {
+    return jaxrec::search(searches, count);
+  } catch (const std::bad_alloc&) {
+    return kOutOfMemory;
+  }
 }
 
 // Returns `count`, the index of a table whose map refused an id, or -1.
