@@ -57,6 +57,8 @@ _ARGUMENTS = {
     "smallest": (_Array, _Array, _COUNT, _COUNT, _Array),
     "search": (_Array, _COUNT),
     "commit": (_Array, _COUNT, _COUNT, _COUNT),
+    "find_evictions": (_Array, _COUNT, *[_Array] * 4),
+    "add_evictions": (_Array, _COUNT),
     "fingerprint": (_Array, _Array, _COUNT, _Array),
     "take_rows": (_Array, _COUNT, _Array, _COUNT, _Array),
     "put_rows": (_Array, _COUNT, _Array, _COUNT, _Array),
@@ -75,8 +77,8 @@ _SEARCH_FIELDS, _NUM_FOUND = 16, 13
 MARKS_PAGES = True
 
 _VOID = (
-    "id_map_delete", "id_map_find", "fingerprint", "take_rows", "put_rows", "copy_rows",
-    "read_records",
+    "id_map_delete", "id_map_find", "find_evictions", "add_evictions", "fingerprint", "take_rows",
+    "put_rows", "copy_rows", "read_records",
 )  # fmt: skip
 _RESULTS = {"id_map_new": _HANDLE, **dict.fromkeys(_VOID)}
 
@@ -271,6 +273,38 @@ def commit(
     )
     done = _checked(_library().jaxrec_commit(fields, len(changes), batch, power))
     return done, evicted
+
+
+def find_evictions(tables: Sequence[Any]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    total = sum(each.places.size for each in tables)
+    which, index, positions = np.empty((3, total), np.int32)
+    sizes = np.empty(len(tables), np.int64)
+    fields = _evictions(tables)
+    _library().jaxrec_find_evictions(fields, len(tables), which, index, positions, sizes)
+    stops = np.cumsum(sizes).tolist()
+    parts = [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+    return [(which[part], index[part], positions[part]) for part in parts]
+
+
+def add_evictions(tables: Sequence[Any]) -> None:
+    _library().jaxrec_add_evictions(_evictions(tables), len(tables))
+
+
+def _evictions(tables: Sequence[Any]) -> np.ndarray:
+    # One row per table: the fields of `Evictions` in native/batch_ops.h.
+    return np.array(
+        [
+            (
+                *_addresses(each.last, each.places),
+                each.places.size,
+                _address(each.numbers),
+                each.numbers.size,
+                each.next,
+            )
+            for each in tables
+        ],
+        np.int64,
+    )
 
 
 def fingerprint(lists: Sequence[np.ndarray]) -> np.ndarray:

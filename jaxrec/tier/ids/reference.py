@@ -244,6 +244,32 @@ def commit(
     return len(changes), evicted
 
 
+def find_evictions(tables: Sequence[Any]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Return which places were evicted last by an eviction under way (`Evictions`), for each table.
+
+    The arrays are int32 ``[n]``: the position of the eviction in ``numbers``, the index there, and
+    the position among the places.
+    """
+    found = []
+    for each in tables:
+        last = np.where(each.places >= 0, each.last[each.places], 0)
+        number = last >> 32
+        which = np.searchsorted(each.numbers, number)
+        is_here = which < each.numbers.size
+        is_here[is_here] = each.numbers[which[is_here]] == number[is_here]
+        index = last.astype(np.int32)  # the lower half
+        positions = np.flatnonzero(is_here).astype(np.int32)
+        found.append((which[is_here].astype(np.int32), index[is_here], positions))
+    return found
+
+
+def add_evictions(tables: Sequence[Any]) -> None:
+    """Note that the distinct places of each table are evicted (`Evictions`), as number `next`."""
+    for each in tables:
+        first = each.next << 32
+        each.last[each.places] = np.arange(first, first + each.places.size)
+
+
 def fingerprint(lists: Sequence[np.ndarray]) -> np.ndarray:
     """Return the sum and the exclusive or of each list of int64 ids, uint64 ``[lists, 2]``."""
     bits = [each.view(np.uint64) for each in lists]

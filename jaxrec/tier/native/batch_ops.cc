@@ -322,6 +322,44 @@ int64_t commit(const Change* changes, int64_t count, int64_t batch, uint8_t powe
   return count;
 }
 
+void find_evictions(const Evictions* tables, int64_t count, int32_t* which, int32_t* index,
+                    int32_t* positions, int64_t* sizes) {
+  for (const Evictions* table = tables; table != tables + count; ++table, ++sizes) {
+    const int64_t *numbers = table->numbers, *stop = numbers + table->num_numbers;
+    int64_t size = 0;
+    for (int64_t i = 0; i < table->count && numbers != stop; ++i) {
+      const int64_t place = table->places[i];
+      if (i + kAhead < table->count && table->places[i + kAhead] >= 0) {
+        __builtin_prefetch(table->last + table->places[i + kAhead]);
+      }
+      if (place < 0) continue;
+      // Older numbers are those of evictions that have arrived; they are not erased.
+      const int64_t number = table->last[place] >> 32;
+      if (number < *numbers) continue;
+      const int64_t* eviction = std::lower_bound(numbers, stop, number);
+      if (eviction == stop || *eviction != number) continue;
+      which[size] = static_cast<int32_t>(eviction - numbers);
+      index[size] = static_cast<int32_t>(table->last[place]);  // the lower half
+      positions[size++] = static_cast<int32_t>(i);
+    }
+    which += size;
+    index += size;
+    positions += size;
+    *sizes = size;
+  }
+}
+
+void add_evictions(const Evictions* tables, int64_t count) {
+  for (const Evictions* table = tables; table != tables + count; ++table) {
+    for (int64_t i = 0; i < table->count; ++i) {
+      if (i + kAhead < table->count) {
+        __builtin_prefetch(table->last + table->places[i + kAhead], 1);
+      }
+      table->last[table->places[i]] = (table->next << 32) + i;
+    }
+  }
+}
+
 void fingerprint(const uint64_t* const* lists, const int64_t* counts, int64_t num_lists,
                  uint64_t* sums) {
   for (int64_t k = 0; k < num_lists; ++k) {

@@ -101,6 +101,29 @@ struct Change {
 // refuses an id or lacks a victim: those after it are as before.
 int64_t commit(const Change* changes, int64_t count, int64_t batch, uint8_t power);
 
+// Evicted ids of one table. All fields have 8 bytes, so that Python writes them as an array.
+struct Evictions {
+  // For each id, or for each place that an id has, the number of its last eviction times 2^32, plus
+  // its index there; 0: there was none.
+  int64_t* last;
+  // Ids or places; those below 0 were not evicted.
+  const int64_t* places;
+  int64_t count;
+  // Numbers of the evictions under way, ascending. `add_evictions` adds the eviction `next`.
+  const int64_t* numbers;
+  int64_t num_numbers;
+  int64_t next;
+};
+
+// Writes which of the places of each table were evicted last by an eviction under way: the position
+// of its number in `numbers`, the index there, and the position among the places. What is written
+// for a table follows what was written for the one before; its size goes to `sizes`.
+void find_evictions(const Evictions* tables, int64_t count, int32_t* which, int32_t* index,
+                    int32_t* positions, int64_t* sizes);
+
+// Notes that the distinct places of each table, none below 0, are evicted.
+void add_evictions(const Evictions* tables, int64_t count);
+
 // Writes the sum and the exclusive or of the bits of each of some lists of ids: [lists, 2].
 void fingerprint(const uint64_t* const* lists, const int64_t* counts, int64_t num_lists,
                  uint64_t* sums);

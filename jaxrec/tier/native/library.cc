@@ -164,6 +164,16 @@ JAXREC_EXPORT int64_t jaxrec_commit(const jaxrec::Change* changes, int64_t count
   }
 }
 
+JAXREC_EXPORT void jaxrec_find_evictions(const jaxrec::Evictions* tables, int64_t count,
+                                         int32_t* which, int32_t* index, int32_t* positions,
+                                         int64_t* sizes) {
+  jaxrec::find_evictions(tables, count, which, index, positions, sizes);
+}
+
+JAXREC_EXPORT void jaxrec_add_evictions(const jaxrec::Evictions* tables, int64_t count) {
+  jaxrec::add_evictions(tables, count);
+}
+
 JAXREC_EXPORT void jaxrec_fingerprint(const uint64_t* const* lists, const int64_t* counts,
                                       int64_t num_lists, uint64_t* sums) {
   jaxrec::fingerprint(lists, counts, num_lists, sums);

@@ -16,7 +16,14 @@ import numpy as np
 from jaxrec.mesh.agree import gather_flags, gather_rows, in_all_processes
 from jaxrec.tier.ids.id_map import num_cores
 from jaxrec.tier.rows.records import RecordLayout, StoreTraffic
-from jaxrec.tier.rows.under_way import EvictedRows, RowsUnderWay, WantedRows, WrittenIds
+from jaxrec.tier.rows.under_way import (
+    EvictedRows,
+    RowsUnderWay,
+    WantedRows,
+    WrittenIds,
+    add_all,
+    find_all,
+)
 from jaxrec.tier.stores.row_store import RecordFormat, RowStore
 from jaxrec.tier.stores.urls import Division
 
@@ -102,11 +109,13 @@ def fetch_all(transfers: Sequence[RowTransfer], ids: Sequence[np.ndarray]) -> li
     # longer than many reads.
     tasks: dict[_Thread, list[tuple[StoredRows, np.ndarray]]] = {}
     fetched = []
-    for transfer, of_transfer in zip(transfers, ids, strict=True):
-        own = transfer._own(of_transfer)
-        # Before the read is queued: a row that arrives at the store between the two is found twice,
-        # and never missed.
-        under_way = transfer._under_way.find(own)
+    own_ids = [each._own(of_transfer) for each, of_transfer in zip(transfers, ids, strict=True)]
+    # Before the read is queued: a row that arrives at the store between the two is found twice, and
+    # never missed.
+    all_under_way = find_all([each._under_way for each in transfers], own_ids)
+    for transfer, of_transfer, own, under_way in zip(
+        transfers, ids, own_ids, all_under_way, strict=True
+    ):
         stored = StoredRows(
             transfer, of_transfer, transfer.owners(of_transfer), _Future(), under_way
         )
@@ -123,6 +132,12 @@ def _read_all(task: Sequence[tuple[StoredRows, np.ndarray]]) -> None:
             stored.stored.set_result(stored.transfer._get(own, stored.under_way))
         except BaseException as error:
             stored.stored.set_exception(error)
+
+
+def announce_all(transfers: Sequence[RowTransfer], ids: Sequence[np.ndarray]) -> list[EvictedRows]:
+    """Register evicted ids, int64 ``[n]`` for each transfer, whose rows `send_all` brings later."""
+    own_ids = [each._own(of_transfer) for each, of_transfer in zip(transfers, ids, strict=True)]
+    return add_all([each._under_way for each in transfers], own_ids)
 
 
 def send_all(sent: Sequence[tuple[RowTransfer, EvictedRows, Callable[[], Any]]]) -> None:
@@ -241,8 +256,8 @@ class RowTransfer:
         return self.division.is_own(ids)
 
     def announce(self, ids: np.ndarray) -> EvictedRows:
-        """Register evicted ids, int64 ``[n]``, whose rows `send_all` brings later."""
-        return self._under_way.add(self._own(ids))
+        """Register evicted ids, as `announce_all`."""
+        return announce_all([self], [ids])[0]
 
     def send(self, evicted: EvictedRows, rows: Callable[[], Any]) -> None:
         """Send announced rows to the store, as `send_all`."""
