@@ -432,11 +432,12 @@ void check_rows(int64_t width, Random& random) {
   std::shuffle(places.begin(), places.end(), random);
   std::vector<uint8_t> rows(kRoom * width), array(rows.size()), same(rows.size());
   for (uint8_t& byte : rows) byte = static_cast<uint8_t>(random());
+  const Rows taken = {array.data(), places.data(), width, kRoom, same.data()};
   put_rows(array.data(), width, places.data(), kRoom, rows.data());
-  take_rows(array.data(), width, places.data(), kRoom, same.data());
+  take_rows(taken);
   require(rows == same, "rows of an array");
   const int32_t place = std::exchange(places[7], -1);
-  take_rows(array.data(), width, places.data(), kRoom, same.data());
+  take_rows(taken);
   std::fill_n(rows.begin() + 7 * width, width, 0);
   require(rows == same, "a row without a place");
 

@@ -228,3 +228,8 @@ class Places:
         ids, places = self._map.items()
         self._map = IdMap(room, num_ids=self._map.num_ids)
         self._map.insert(ids, places)
+
+
+def find_all(places: Sequence[Places], ids: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the place of each id in each of several maps, int32 ``[n]``, -1 for none."""
+    return [found.slots for found in lookup_all([each._map for each in places], ids)]

@@ -60,7 +60,7 @@ _ARGUMENTS = {
     "find_evictions": (_Array, _COUNT, *[_Array] * 4),
     "add_evictions": (_Array, _COUNT),
     "fingerprint": (_Array, _Array, _COUNT, _Array),
-    "take_rows": (_Array, _COUNT, _Array, _COUNT, _Array),
+    "take_rows": (_Array, _COUNT),
     "put_rows": (_Array, _COUNT, _Array, _COUNT, _Array),
     "copy_rows": (_Array, _Array, _Array, _COUNT, _Array, _COUNT, _Array),
     "record_uses": (_Array, _COUNT, _COUNT, _Array, _Array, _COUNT),
@@ -315,9 +315,20 @@ def fingerprint(lists: Sequence[np.ndarray]) -> np.ndarray:
     return sums
 
 
-def take_rows(array: np.ndarray, places: np.ndarray) -> np.ndarray:
-    rows = np.empty((places.size, array.shape[1]), np.uint8)
-    _library().jaxrec_take_rows(array, array.shape[1], places, places.size, rows)
+def take_rows(arrays: Sequence[np.ndarray], places: Sequence[np.ndarray]) -> list[np.ndarray]:
+    rows = [
+        np.empty((of_array.size, array.shape[1]), np.uint8)
+        for array, of_array in zip(arrays, places, strict=True)
+    ]
+    # One row per array: the fields of `Rows` in native/row_records.h.
+    fields = np.array(
+        [
+            (*_addresses(array, of_array), array.shape[1], of_array.size, _address(taken))
+            for array, of_array, taken in zip(arrays, places, rows, strict=True)
+        ],
+        np.int64,
+    )
+    _library().jaxrec_take_rows(fields, len(arrays))
     return rows
 
 

@@ -277,12 +277,15 @@ def fingerprint(lists: Sequence[np.ndarray]) -> np.ndarray:
     return np.array(sums, np.uint64).reshape(-1, 2)
 
 
-def take_rows(array: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Gather rows of an array, uint8 ``[rows, width]``; return zeros for negative places."""
-    # "clip" takes row 0 for negative places; the default would take rows from the end.
-    rows = array.take(places, axis=0, mode="clip")
-    rows[places < 0] = 0
-    return rows
+def take_rows(arrays: Sequence[np.ndarray], places: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Gather rows of each array, uint8 ``[rows, width]``; return zeros for negative places."""
+    taken = []
+    for array, of_array in zip(arrays, places, strict=True):
+        # "clip" takes row 0 for negative places; the default would take rows from the end.
+        rows = array.take(of_array, axis=0, mode="clip")
+        rows[of_array < 0] = 0
+        taken.append(rows)
+    return taken
 
 
 def put_rows(array: np.ndarray, places: np.ndarray, rows: np.ndarray) -> None:

@@ -161,7 +161,8 @@ int32_t largest_of(const int32_t* slots, int64_t count) {
   return largest;
 }
 
-// Writes whether each row of a table may be evicted, and returns the number of such rows.
+// Writes whether each row of a table may be evicted, and returns the number of such rows. There is
+// an element before `eligible`.
 JAXREC_WIDEST
 int64_t mark_eligible(const Search& table, uint8_t* eligible) {
   const int64_t *born = table.born, *last_use = table.last_use;
@@ -169,9 +170,8 @@ int64_t mark_eligible(const Search& table, uint8_t* eligible) {
   for (int64_t row = 0; row < num_rows; ++row) {
     eligible[row] = (born[row] >= 0) & (last_use[row] < bound);
   }
-  for (int64_t i = 0; i < table.num_hits; ++i) {
-    if (table.hits[i] >= 0) eligible[table.hits[i]] = 0;
-  }
+  // Without a branch, which would be mispredicted: hits below 0 go to the element before the first.
+  for (int64_t i = 0; i < table.num_hits; ++i) eligible[std::max(table.hits[i], kNoSlot)] = 0;
   return std::accumulate(eligible, eligible + num_rows, int64_t{0});
 }
 
@@ -210,8 +210,10 @@ void absent(const int64_t* ids, const int32_t* slots, int64_t count, uint64_t se
             int32_t* positions, int64_t* unique, int32_t* inverse, int32_t* counts,
             int64_t* sizes) {
   int64_t size = 0;
+  // Without a branch, which would be mispredicted.
   for (int64_t i = 0; i < count; ++i) {
-    if (slots[i] < 0) positions[size++] = static_cast<int32_t>(i);
+    positions[size] = static_cast<int32_t>(i);
+    size += slots[i] < 0;
   }
   std::vector<int64_t> missing(size);
   for (int64_t i = 0; i < size; ++i) missing[i] = ids[positions[i]];
@@ -262,13 +264,11 @@ int64_t search(Search* searches, int64_t count) {
       }
     }
     if (largest_of(table.hits, table.num_hits) >= table.num_rows) return k;
-    uint8_t* eligible = table.eligible;
-    if (eligible == nullptr) {
-      // One array for all tables, which stays in the cache.
-      if (static_cast<int64_t>(flags.size()) < table.num_rows) flags.resize(table.num_rows);
-      eligible = flags.data();
-    }
+    // One array for all tables, which stays in the cache.
+    if (static_cast<int64_t>(flags.size()) <= table.num_rows) flags.resize(table.num_rows + 1);
+    uint8_t* eligible = flags.data() + 1;
     table.num_eligible = mark_eligible(table, eligible);
+    if (table.eligible != nullptr) std::copy_n(eligible, table.num_rows, table.eligible);
     table.num_found = 0;
     if (table.num_eligible < table.least) continue;
     const uint64_t* keys =

@@ -179,10 +179,8 @@ JAXREC_EXPORT void jaxrec_fingerprint(const uint64_t* const* lists, const int64_
   jaxrec::fingerprint(lists, counts, num_lists, sums);
 }
 
-// Copies the rows at some places out of an array, and zeros for places below 0.
-JAXREC_EXPORT void jaxrec_take_rows(const uint8_t* array, int64_t width, const int32_t* places,
-                                    int64_t count, uint8_t* rows) {
-  jaxrec::take_rows(array, width, places, count, rows);
+JAXREC_EXPORT void jaxrec_take_rows(const jaxrec::Rows* arrays, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) jaxrec::take_rows(arrays[i]);
 }
 
 JAXREC_EXPORT void jaxrec_put_rows(uint8_t* array, int64_t width, const int32_t* places,

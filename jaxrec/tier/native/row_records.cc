@@ -220,8 +220,8 @@ int64_t erase_records(const Records& records, int file, const int64_t* slots, in
   return 0;
 }
 
-void take_rows(const uint8_t* array, int64_t width, const int32_t* places, int64_t count,
-               uint8_t* rows) {
+void take_rows(const Rows& of) {
+  const auto [array, places, width, count, rows] = of;
   for (int64_t i = 0; i < count; ++i) {
     if (i + kAhead < count && places[i + kAhead] >= 0) {
       fetch(array + places[i + kAhead] * width, width);

@@ -35,10 +35,18 @@ void read_records(const Records& records, int file, uint64_t* pages, bool seeks,
 int64_t write_records(const Records& records, int file, uint64_t* pages, bool seeks,
                       const int64_t* slots, const int64_t* ids, int64_t count, const uint8_t* in);
 
-// Copies the rows at some places out of an array of rows of `width` bytes, and zeros for places
-// below 0.
-void take_rows(const uint8_t* array, int64_t width, const int32_t* places, int64_t count,
-               uint8_t* rows);
+// Places in an array of rows of `width` bytes, and room for these rows. All fields have 8 bytes, so
+// that Python writes them as an array.
+struct Rows {
+  const uint8_t* array;
+  const int32_t* places;
+  int64_t width;
+  int64_t count;
+  uint8_t* rows;
+};
+
+// Copies the rows at the places out of the array, and zeros for places below 0.
+void take_rows(const Rows& of);
 
 // Copies rows to distinct places of an array.
 void put_rows(uint8_t* array, int64_t width, const int32_t* places, int64_t count,

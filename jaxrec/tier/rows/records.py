@@ -97,11 +97,11 @@ class StoreTraffic:
         self._waited = self._last_stall = self._stall = 0.0
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Within the block, time a read of the store."""
+    def reading(self, share: float = 1.0) -> Iterator[None]:
+        """Within the block, time a read of the store; others are read with it at a ``share``."""
         start = self._clock()
         yield
-        self._read_seconds += self._clock() - start
+        self._read_seconds += share * (self._clock() - start)
 
     @contextlib.contextmanager
     def writing(self, rows: int) -> Iterator[None]:

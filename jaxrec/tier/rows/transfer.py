@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -127,11 +128,56 @@ def fetch_all(transfers: Sequence[RowTransfer], ids: Sequence[np.ndarray]) -> li
 
 
 def _read_all(task: Sequence[tuple[StoredRows, np.ndarray]]) -> None:
+    by_class: dict[type[RowStore], list[tuple[StoredRows, np.ndarray]]] = {}
     for stored, own in task:
+        by_class.setdefault(type(stored.transfer.store), []).append((stored, own))
+    for of_class in by_class.values():
         try:
-            stored.stored.set_result(stored.transfer._get(own, stored.under_way))
+            transfers = [stored.transfer for stored, _ in of_class]
+            read = _get_all(transfers, [own for _, own in of_class])
+            for (stored, _), (found, records) in zip(of_class, read, strict=True):
+                found[stored.under_way.positions] = True
+                stored.stored.set_result((found, records if found.all() else records[found]))
         except BaseException as error:
-            stored.stored.set_exception(error)
+            for stored, _ in of_class:
+                if not stored.stored.done():
+                    stored.stored.set_exception(error)
+
+
+def _get_all(
+    transfers: Sequence[RowTransfer], ids: Sequence[np.ndarray]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Read records of several stores of one class.
+
+    Returns:
+        For each store whether each id has a record, and the records; contiguous arrays that may be
+        changed.
+    """
+    results = [
+        (np.zeros(0, np.bool_), np.zeros((0, each.layout.width), np.uint8)) for each in transfers
+    ]
+    wanted = [number for number, of_store in enumerate(ids) if of_store.size]
+    if not wanted:
+        return results
+    stores = [transfers[number].store for number in wanted]
+    with contextlib.ExitStack() as clocks:
+        for number in wanted:
+            clocks.enter_context(transfers[number].traffic.reading(1 / len(wanted)))
+        read = type(stores[0]).get_all(stores, [ids[number] for number in wanted])
+    for number, (found, records) in zip(wanted, read, strict=True):
+        # A store outside of this package may return anything, and native code copies from these
+        # arrays.
+        size, width = ids[number].size, transfers[number].layout.width
+        given = [(array.shape, array.dtype) for array in (found, records)]
+        if given != [((size,), np.dtype(np.bool_)), ((size, width), np.dtype(np.uint8))]:
+            raise ValueError(
+                f"get of {size} ids returned {found.dtype} {list(found.shape)} and "
+                f"{records.dtype} {list(records.shape)}; a RowStore returns bool [{size}] and "
+                f"uint8 {[size, width]}"
+            )
+        arrays = (np.require(array, requirements=["C", "W"]) for array in (found, records))
+        results[number] = next(arrays), next(arrays)
+    return results
 
 
 def announce_all(transfers: Sequence[RowTransfer], ids: Sequence[np.ndarray]) -> list[EvictedRows]:
@@ -324,36 +370,14 @@ class RowTransfer:
         With a divided store every process calls this, and gets the records of all stores.
         """
         if self.division is None:
-            return self._get_own(ids)
-        own = _attempt(lambda: self._get_own(self._own(ids)))
+            return _get_all([self], [ids])[0]
+        own = _attempt(lambda: _get_all([self], [self._own(ids)])[0])
         owners = self.division.owners(ids)
         (found,) = gather_flags([own.found], [owners], own.error)
         records = np.zeros((ids.size, self.layout.width), np.uint8)
         for process, part in enumerate(gather_rows(own.records)):
             records[owners == process] = part
         return found, records
-
-    def _get_own(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Read the records of ids that this process owns.
-
-        Returns:
-            Whether each id has a record, and the records; contiguous arrays that may be changed.
-        """
-        shape = (ids.size, self.layout.width)
-        if not ids.size:
-            return np.zeros(0, np.bool_), np.zeros(shape, np.uint8)
-        arrays = found, records = self.store.get(ids)
-        # A store outside of this package may return anything, and native code copies from these
-        # arrays.
-        given = [(array.shape, array.dtype) for array in arrays]
-        if given != [(ids.shape, np.dtype(np.bool_)), (shape, np.dtype(np.uint8))]:
-            raise ValueError(
-                f"get of {ids.size} ids returned {found.dtype} {list(found.shape)} and "
-                f"{records.dtype} {list(records.shape)}; a RowStore returns bool [{ids.size}] and "
-                f"uint8 {list(shape)}"
-            )
-        own, own_records = (np.require(array, requirements=["C", "W"]) for array in arrays)
-        return own, own_records
 
     def scan(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the records of all stores, as `jaxrec.tier.RowStore.scan`.
@@ -389,12 +413,6 @@ class RowTransfer:
     def fetch(self, ids: np.ndarray) -> StoredRows:
         """Start to read the rows of distinct ids, int64 ``[n]``, in a thread."""
         return fetch_all([self], [ids])[0]
-
-    def _get(self, ids: np.ndarray, under_way: WantedRows) -> tuple[np.ndarray, np.ndarray]:
-        with self.traffic.reading():
-            found, records = self._get_own(ids)
-        found[under_way.positions] = True
-        return found, records if found.all() else records[found]
 
     def replaced(self) -> None:
         """Note that a checkpoint's records have replaced the store's."""

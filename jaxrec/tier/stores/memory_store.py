@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxrec.tier.ids import implementation
-from jaxrec.tier.ids.id_map import Places
+from jaxrec.tier.ids.id_map import Places, find_all
 from jaxrec.tier.stores.record_format import RecordFormat
 from jaxrec.tier.stores.row_store import RowStore
 
@@ -45,9 +46,14 @@ class MemoryStore(RowStore):
             self._empty()
 
     def get(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        with self._lock:
-            places = self._places.find(ids)
-            return places >= 0, implementation.current().take_rows(self._opened.array, places)
+        return _get_all([self], [ids])[0]
+
+    @classmethod
+    def get_all(
+        cls, stores: Sequence[Any], ids: Sequence[np.ndarray]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        # A class derived from this one may read in another way.
+        return super().get_all(stores, ids) if cls.get != MemoryStore.get else _get_all(stores, ids)
 
     def put(self, ids: np.ndarray, records: np.ndarray) -> None:
         rows = np.ascontiguousarray(records, np.uint8)
@@ -91,6 +97,20 @@ class MemoryStore(RowStore):
     def _empty(self) -> None:
         self._records = GrowingRecords(_FIRST_ROOM, self.format.width)
         self._places = Places(_FIRST_ROOM, self.format.num_ids)
+
+
+def _get_all(
+    stores: Sequence[MemoryStore], ids: Sequence[np.ndarray]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Read records of several stores by two native calls."""
+    with contextlib.ExitStack() as locks:
+        # In one order, in case another thread reads some of them, too.
+        for each in sorted(stores, key=id):
+            locks.enter_context(each._lock)
+        places = find_all([each._places for each in stores], ids)
+        arrays = [each._opened.array for each in stores]
+        records = implementation.current().take_rows(arrays, places)
+    return [(of_store >= 0, rows) for of_store, rows in zip(places, records, strict=True)]
 
 
 class GrowingRecords:
