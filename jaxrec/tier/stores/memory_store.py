@@ -108,8 +108,9 @@ def _get_all(
         for each in sorted(stores, key=id):
             locks.enter_context(each._lock)
         places = find_all([each._places for each in stores], ids)
-        arrays = [each._opened.array for each in stores]
-        records = implementation.current().take_rows(arrays, places)
+        # The arrays go with the call: a store whose array is in use cannot grow.
+        take_rows = implementation.current().take_rows
+        records = take_rows([each._opened.array for each in stores], places)
     return [(of_store >= 0, rows) for of_store, rows in zip(places, records, strict=True)]
 
 
