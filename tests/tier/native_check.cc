@@ -433,7 +433,14 @@ void check_rows(int64_t width, Random& random) {
   std::vector<uint8_t> rows(kRoom * width), array(rows.size()), same(rows.size());
   for (uint8_t& byte : rows) byte = static_cast<uint8_t>(random());
   const Rows taken = {array.data(), places.data(), width, kRoom, same.data()};
-  put_rows(array.data(), width, places.data(), kRoom, rows.data());
+  // The first byte of each record apart from the others.
+  std::vector<uint8_t> heads(kRoom), tails;
+  for (int64_t i = 0; i < kRoom; ++i) {
+    heads[i] = rows[i * width];
+    tails.insert(tails.end(), rows.begin() + i * width + 1, rows.begin() + (i + 1) * width);
+  }
+  const Part parts[] = {{heads.data(), 1, 0}, {tails.data(), width - 1, 1}};
+  put_rows({array.data(), width, places.data(), kRoom, parts, 2});
   take_rows(taken);
   require(rows == same, "rows of an array");
   const int32_t place = std::exchange(places[7], -1);
@@ -442,7 +449,7 @@ void check_rows(int64_t width, Random& random) {
   require(rows == same, "a row without a place");
 
   // Rows of two arrays, in turn, to shuffled places.
-  const uint8_t* const sources[] = {array.data(), rows.data()};
+  const Part sources[] = {{array.data(), width, 0}, {rows.data(), width, 0}};
   std::vector<int32_t> which(kRoom), index(kRoom);
   for (int32_t i = 0; i < kRoom; ++i) {
     which[i] = i % 2;
@@ -450,10 +457,10 @@ void check_rows(int64_t width, Random& random) {
   }
   places[7] = place;
   std::vector<uint8_t> copied(rows.size());
-  copy_rows(sources, which.data(), index.data(), width, places.data(), kRoom, copied.data());
+  copy_rows(sources, 1, which.data(), index.data(), width, places.data(), kRoom, copied.data());
   for (int64_t i = 0; i < kRoom; ++i) {
     require(std::equal(copied.begin() + places[i] * width, copied.begin() + (places[i] + 1) * width,
-                       sources[which[i]] + index[i] * width),
+                       sources[which[i]].bytes + index[i] * width),
             "a row of several arrays");
   }
 }

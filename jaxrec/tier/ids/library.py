@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import pathlib
 import secrets
 import weakref
@@ -61,8 +62,8 @@ _ARGUMENTS = {
     "add_evictions": (_Array, _COUNT),
     "fingerprint": (_Array, _Array, _COUNT, _Array),
     "take_rows": (_Array, _COUNT),
-    "put_rows": (_Array, _COUNT, _Array, _COUNT, _Array),
-    "copy_rows": (_Array, _Array, _Array, _COUNT, _Array, _COUNT, _Array),
+    "put_rows": (_Array, _COUNT),
+    "copy_rows": (_Array, _COUNT, _Array, _Array, _COUNT, _Array, _COUNT, _Array),
     "record_uses": (_Array, _COUNT, _COUNT, _Array, _Array, _COUNT),
     "read_records": (*_FILE, _Array, _Array, _COUNT, *[_Array] * 3, _COUNT),
     "write_records": (*_FILE, _Array, _Array, _COUNT, _Array, _COUNT),
@@ -332,20 +333,53 @@ def take_rows(arrays: Sequence[np.ndarray], places: Sequence[np.ndarray]) -> lis
     return rows
 
 
-def put_rows(array: np.ndarray, places: np.ndarray, rows: np.ndarray) -> None:
-    _library().jaxrec_put_rows(array, array.shape[1], places, places.size, rows)
+def put_rows(
+    arrays: Sequence[np.ndarray],
+    places: Sequence[np.ndarray],
+    parts: Sequence[Sequence[np.ndarray]],
+) -> None:
+    of_arrays = [_parts(each) for each in parts]
+    # One row per array: the fields of `NewRows` in native/row_records.h.
+    fields = np.array(
+        [
+            (
+                _address(array),
+                array.shape[1],
+                _address(of_array),
+                of_array.size,
+                _address(of_parts),
+                len(of_parts),
+            )
+            for array, of_array, of_parts in zip(arrays, places, of_arrays, strict=True)
+        ],
+        np.int64,
+    )
+    _library().jaxrec_put_rows(fields, len(arrays))
 
 
 def copy_rows(
-    sources: Sequence[np.ndarray],
+    sources: Sequence[Sequence[np.ndarray]],
     which: np.ndarray,
     index: np.ndarray,
     places: np.ndarray,
     rows: np.ndarray,
 ) -> None:
-    starts = np.array(_addresses(*sources), np.uintp)
-    width = rows.shape[1]
-    _library().jaxrec_copy_rows(starts, which, index, width, places, places.size, rows)
+    parts = np.array([_parts(each) for each in sources], np.int64)
+    given = parts, len(sources[0]), which, index, rows.shape[1], places, places.size, rows
+    _library().jaxrec_copy_rows(*given)
+
+
+def _parts(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the fields of `Part` in native/row_records.h, ``[parts, 3]``."""
+    widths = [each.shape[1] for each in parts]
+    offsets = itertools.accumulate(widths, initial=0)
+    return np.array(
+        [
+            (_address(each), width, offset)
+            for each, width, offset in zip(parts, widths, offsets, strict=False)
+        ],
+        np.int64,
+    )
 
 
 def read_records(

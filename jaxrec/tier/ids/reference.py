@@ -288,25 +288,34 @@ def take_rows(arrays: Sequence[np.ndarray], places: Sequence[np.ndarray]) -> lis
     return taken
 
 
-def put_rows(array: np.ndarray, places: np.ndarray, rows: np.ndarray) -> None:
-    """Set ``array[places] = rows`` for distinct places; rows are uint8 ``[n, width]``."""
-    array[places] = rows
+def put_rows(
+    arrays: Sequence[np.ndarray],
+    places: Sequence[np.ndarray],
+    parts: Sequence[Sequence[np.ndarray]],
+) -> None:
+    """Set rows of each array, at distinct places, to the parts of the rows side by side.
+
+    Arrays are uint8 ``[rows, width]``; parts are uint8 ``[n, _]``, contiguous.
+    """
+    for array, of_array, of_rows in zip(arrays, places, parts, strict=True):
+        array[of_array] = np.concatenate(of_rows, axis=1)
 
 
 def copy_rows(
-    sources: Sequence[np.ndarray],
+    sources: Sequence[Sequence[np.ndarray]],
     which: np.ndarray,
     index: np.ndarray,
     places: np.ndarray,
     rows: np.ndarray,
 ) -> None:
-    """Set ``rows[places[i]] = sources[which[i]][index[i]]`` for distinct places.
+    """Set ``rows[places[i]]`` to row ``index[i]`` of source ``which[i]``, for distinct places.
 
-    ``which``, ``index`` and ``places`` are int32 ``[n]``; arrays of rows are uint8 ``[_, width]``.
+    ``which``, ``index`` and ``places`` are int32 ``[n]``, ``rows`` is uint8 ``[_, width]``. Sources
+    are the parts of their rows, as of `put_rows`.
     """
     for number, source in enumerate(sources):
         is_here = which == number
-        rows[places[is_here]] = source[index[is_here]]
+        rows[places[is_here]] = np.concatenate([part[index[is_here]] for part in source], axis=1)
 
 
 def record_tags(ids: np.ndarray, records: np.ndarray) -> np.ndarray:

@@ -183,15 +183,14 @@ JAXREC_EXPORT void jaxrec_take_rows(const jaxrec::Rows* arrays, int64_t count) {
   for (int64_t i = 0; i < count; ++i) jaxrec::take_rows(arrays[i]);
 }
 
-JAXREC_EXPORT void jaxrec_put_rows(uint8_t* array, int64_t width, const int32_t* places,
-                                   int64_t count, const uint8_t* rows) {
-  jaxrec::put_rows(array, width, places, count, rows);
+JAXREC_EXPORT void jaxrec_put_rows(const jaxrec::NewRows* arrays, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) jaxrec::put_rows(arrays[i]);
 }
 
-JAXREC_EXPORT void jaxrec_copy_rows(const uint8_t* const* sources, const int32_t* which,
-                                    const int32_t* index, int64_t width, const int32_t* places,
-                                    int64_t count, uint8_t* rows) {
-  jaxrec::copy_rows(sources, which, index, width, places, count, rows);
+JAXREC_EXPORT void jaxrec_copy_rows(const jaxrec::Part* parts, int64_t num_parts,
+                                    const int32_t* which, const int32_t* index, int64_t width,
+                                    const int32_t* places, int64_t count, uint8_t* rows) {
+  jaxrec::copy_rows(parts, num_parts, which, index, width, places, count, rows);
 }
 
 JAXREC_EXPORT void jaxrec_read_records(uint8_t* base, int64_t start, int64_t stride, int64_t width,

@@ -202,8 +202,54 @@ def send_all(sent: Sequence[tuple[RowTransfer, EvictedRows, Callable[[], Any]]])
 
 
 def _send_all(task: Sequence[tuple[RowTransfer, EvictedRows, Callable[[], Any]]]) -> None:
+    by_class: dict[type[RowStore], list[tuple[RowTransfer, EvictedRows, list[np.ndarray]]]] = {}
     for transfer, evicted, rows in task:
-        transfer._send(evicted, rows)
+        try:
+            parts = transfer.layout.parts(rows())
+            # Before the write: an id that returns at once gets its row from here.
+            evicted.parts.set_result(parts)
+            by_class.setdefault(type(transfer.store), []).append((transfer, evicted, parts))
+        except BaseException as error:
+            transfer._error = error
+            evicted.parts.set_exception(error)
+            transfer._room.release()
+    for of_class in by_class.values():
+        try:
+            with contextlib.ExitStack() as clocks:
+                for transfer, evicted, _ in of_class:
+                    share = 1 / len(of_class)
+                    clocks.enter_context(transfer.traffic.writing(evicted.ids.size, share))
+                _put_all(
+                    [transfer for transfer, _, _ in of_class],
+                    [evicted.ids for _, evicted, _ in of_class],
+                    [parts for _, _, parts in of_class],
+                )
+            for transfer, evicted, _ in of_class:
+                transfer._under_way.remove(evicted)
+        except BaseException as error:
+            for transfer, _, _ in of_class:
+                transfer._error = error
+        finally:
+            for transfer, _, _ in of_class:
+                transfer._room.release()
+
+
+def _put_all(
+    transfers: Sequence[RowTransfer],
+    ids: Sequence[np.ndarray],
+    parts: Sequence[Sequence[np.ndarray]],
+) -> None:
+    """Write the records of several stores of one class, from their parts."""
+    wanted = [number for number, of_store in enumerate(ids) if of_store.size]
+    if not wanted:
+        return
+    for number in wanted:
+        # Noted before the write: if it fails half way, some records have changed nevertheless.
+        for watcher in transfers[number].watchers:
+            watcher.add(ids[number])
+    stores = [transfers[number].store for number in wanted]
+    put_all = type(stores[0]).put_all
+    put_all(stores, [ids[number] for number in wanted], [parts[number] for number in wanted])
 
 
 def receive(fetched: Sequence[StoredRows]) -> list[tuple[np.ndarray, list[dict[str, np.ndarray]]]]:
@@ -309,21 +355,6 @@ class RowTransfer:
         """Send announced rows to the store, as `send_all`."""
         send_all([(self, evicted, rows)])
 
-    def _send(self, evicted: EvictedRows, rows: Callable[[], Any]) -> None:
-        try:
-            records = self.layout.pack(rows())
-            # Before the write: an id that returns at once gets its row from here.
-            evicted.records.set_result(records)
-            with self.traffic.writing(evicted.ids.size):
-                self._put(evicted.ids, records)
-            self._under_way.remove(evicted)
-        except BaseException as error:
-            self._error = error
-            if not evicted.records.done():
-                evicted.records.set_exception(error)
-        finally:
-            self._room.release()
-
     def put(self, ids: np.ndarray, tables: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Write rows that are on the host to the store.
 
@@ -334,7 +365,7 @@ class RowTransfer:
             is_own = self.division.is_own(ids)
             ids = ids[is_own]
             tables = [{name: x[is_own] for name, x in table.items()} for table in tables]
-        self._together(lambda: self._put(ids, self.layout.pack(tables)))
+        self._together(lambda: _put_all([self], [ids], [self.layout.parts(tables)]))
 
     def delete(self, ids: np.ndarray) -> None:
         """Remove the rows of ids from the store; ids without a row are skipped."""
@@ -344,14 +375,6 @@ class RowTransfer:
                 watcher.add(own)
         # A process that owns none of the ids still takes part, or the others would wait for it.
         self._together(lambda: self.store.delete(own) if own.size else None)
-
-    def _put(self, ids: np.ndarray, records: np.ndarray) -> None:
-        if not ids.size:
-            return
-        for watcher in self.watchers:
-            watcher.add(ids)
-        # Noted before the write: if it fails half way, some records have changed nevertheless.
-        self.store.put(ids, records)
 
     def _own(self, ids: np.ndarray) -> np.ndarray:
         return ids if self.division is None else ids[self.division.is_own(ids)]

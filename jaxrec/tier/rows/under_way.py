@@ -27,7 +27,8 @@ class EvictedRows:
 
     ids: np.ndarray
     number: int
-    records: concurrent.futures.Future[np.ndarray] = dataclasses.field(
+    # The parts of the records (`RecordLayout.parts`).
+    parts: concurrent.futures.Future[list[np.ndarray]] = dataclasses.field(
         default_factory=concurrent.futures.Future
     )
 
@@ -50,11 +51,11 @@ class WantedRows:
 
     def wait(self) -> None:
         """Wait until the rows are on the host, or an error keeps them from it."""
-        concurrent.futures.wait([each.records for each in self.evictions])
+        concurrent.futures.wait([each.parts for each in self.evictions])
 
     def copy_to(self, rows: np.ndarray, places: np.ndarray) -> None:
         """Copy the rows to some places, int32 ``[n]``, of ``rows``, after `wait`."""
-        sources = [each.records.result() for each in self.evictions]
+        sources = [each.parts.result() for each in self.evictions]
         implementation.current().copy_rows(sources, self.which, self.index, places, rows)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxrec.tier.ids import implementation
-from jaxrec.tier.ids.id_map import Places, find_all
+from jaxrec.tier.ids.id_map import Places, assign_all, find_all
 from jaxrec.tier.stores.record_format import RecordFormat
 from jaxrec.tier.stores.row_store import RowStore
 
@@ -59,11 +59,19 @@ class MemoryStore(RowStore):
         rows = np.ascontiguousarray(records, np.uint8)
         if rows.shape != (ids.size, self.format.width):
             raise ValueError(f"{ids.size} records of {self.format}, got shape {rows.shape}")
-        with self._lock:
-            places = self._places.assign(ids)
-            if self._places.room > self._opened.room:
-                self._opened.grow(self._places.room)
-            implementation.current().put_rows(self._opened.array, places, rows)
+        _put_all([self], [ids], [[rows]])
+
+    @classmethod
+    def put_all(
+        cls,
+        stores: Sequence[Any],
+        ids: Sequence[np.ndarray],
+        parts: Sequence[Sequence[np.ndarray]],
+    ) -> None:
+        if cls.put != MemoryStore.put:
+            super().put_all(stores, ids, parts)
+        else:
+            _put_all(stores, ids, parts)
 
     def delete(self, ids: np.ndarray) -> None:
         with self._lock:
@@ -103,15 +111,36 @@ def _get_all(
     stores: Sequence[MemoryStore], ids: Sequence[np.ndarray]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Read records of several stores by two native calls."""
-    with contextlib.ExitStack() as locks:
-        # In one order, in case another thread reads some of them, too.
-        for each in sorted(stores, key=id):
-            locks.enter_context(each._lock)
+    with _locked(stores):
         places = find_all([each._places for each in stores], ids)
         # The arrays go with the call: a store whose array is in use cannot grow.
         take_rows = implementation.current().take_rows
         records = take_rows([each._opened.array for each in stores], places)
     return [(of_store >= 0, rows) for of_store, rows in zip(places, records, strict=True)]
+
+
+def _put_all(
+    stores: Sequence[MemoryStore],
+    ids: Sequence[np.ndarray],
+    parts: Sequence[Sequence[np.ndarray]],
+) -> None:
+    """Write records of several stores, from their parts, by two native calls."""
+    with _locked(stores):
+        places = assign_all([each._places for each in stores], ids)
+        for each in stores:
+            if each._places.room > each._opened.room:
+                each._opened.grow(each._places.room)
+        put_rows = implementation.current().put_rows
+        put_rows([each._opened.array for each in stores], places, parts)
+
+
+@contextlib.contextmanager
+def _locked(stores: Sequence[MemoryStore]) -> Iterator[None]:
+    """Hold the locks of several stores, always in one order."""
+    with contextlib.ExitStack() as locks:
+        for each in sorted(stores, key=id):
+            locks.enter_context(each._lock)
+        yield
 
 
 class GrowingRecords:

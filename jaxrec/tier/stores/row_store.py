@@ -88,6 +88,21 @@ class RowStore(abc.ABC):
         """
         return [store.get(of_store) for store, of_store in zip(stores, ids, strict=True)]
 
+    @classmethod
+    def put_all(
+        cls,
+        stores: Sequence[Any],
+        ids: Sequence[np.ndarray],
+        parts: Sequence[Sequence[np.ndarray]],
+    ) -> None:
+        """Write records of several stores of this class, as `put` of each with its ids.
+
+        The records of a store come in parts, uint8 ``[n, _]``, contiguous: side by side they are
+        the records. A class whose stores are `in_memory` may write all of them at once.
+        """
+        for store, of_store, of_records in zip(stores, ids, parts, strict=True):
+            store.put(of_store, np.concatenate(of_records, axis=1))
+
     @abc.abstractmethod
     def delete(self, ids: np.ndarray) -> None:
         """Remove the records of ids; an id without a record is skipped."""

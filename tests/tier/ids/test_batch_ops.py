@@ -268,6 +268,11 @@ def test_fingerprints(each_implementation):
         assert mixed == functools.reduce(operator.xor, bits, 0)
 
 
+def split(rows: np.ndarray) -> list[np.ndarray]:
+    """Cut rows into two parts, of which the first may have no columns."""
+    return [np.ascontiguousarray(part) for part in np.split(rows, [rows.shape[1] // 3], axis=1)]
+
+
 @settings(max_examples=max_examples(50))
 @given(st.integers(1, 40), st.integers(1, 300), st.integers(0, 2**32 - 1))
 def test_rows_of_arrays(count, width, seed):
@@ -282,7 +287,7 @@ def test_rows_of_arrays(count, width, seed):
         assert taken.tolist() == expected
         assert again.shape == (0, width)
         changed = array.copy()
-        module.put_rows(changed, distinct_places, rows)
+        module.put_rows([changed], [distinct_places], [split(rows)])
         after = array.tolist()
         for place, row in zip(distinct_places.tolist(), rows.tolist(), strict=True):
             after[place] = row
@@ -302,7 +307,8 @@ def test_rows_of_several_arrays(num_sources, width, count, seed):
         expected[places[i]] = sources[which[i]][index[i]]
     for module in IMPLEMENTATIONS:
         rows = np.zeros((50, width), np.uint8)
-        module.copy_rows(sources, which, index, places, rows)
+        parts = [split(each) for each in sources]
+        module.copy_rows(parts, which, index, places, rows)
         np.testing.assert_array_equal(rows, expected)
 
 
