@@ -434,10 +434,10 @@ void check_rows(int64_t width, Random& random) {
   for (uint8_t& byte : rows) byte = static_cast<uint8_t>(random());
   const Rows taken = {array.data(), places.data(), width, kRoom, same.data()};
   // The first byte of each record apart from the others.
-  std::vector<uint8_t> heads(kRoom), tails;
+  std::vector<uint8_t> heads(kRoom), tails(rows.size());
   for (int64_t i = 0; i < kRoom; ++i) {
     heads[i] = rows[i * width];
-    tails.insert(tails.end(), rows.begin() + i * width + 1, rows.begin() + (i + 1) * width);
+    std::copy_n(rows.begin() + i * width + 1, width - 1, tails.begin() + i * (width - 1));
   }
   const Part parts[] = {{heads.data(), 1, 0}, {tails.data(), width - 1, 1}};
   put_rows({array.data(), width, places.data(), kRoom, parts, 2});

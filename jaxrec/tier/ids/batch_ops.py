@@ -82,6 +82,7 @@ def _checked_search(search: Search) -> Search:
     records, num_rows = search.records, search.records.born.size
     if search.keys is not None:
         search = search._replace(keys=checked(search.keys, np.uint64, "keys", num_rows))
+    arrays: list[tuple[np.ndarray, Any, int]]
     arrays = [(records.born, np.int64, num_rows), (records.last_use, np.int64, num_rows),
               (records.count, np.uint32, num_rows), (search.hits, np.int32, search.hits.size),
               *((rows, np.int32, rows.size) for rows, _ in search.uses)]  # fmt: skip
