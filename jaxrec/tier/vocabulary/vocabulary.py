@@ -12,7 +12,7 @@ from jaxrec.embed.config import MAX_ROWS
 from jaxrec.tier.ids.batch_ops import Search, mix, search, smallest
 from jaxrec.tier.ids.id_map import IdMap, Lookup, MapChange, commit, lookup_all
 from jaxrec.tier.vocabulary.counts import Sightings, Statistics, Uses
-from jaxrec.tier.vocabulary.eviction import FIRST_POWER, Records
+from jaxrec.tier.vocabulary.eviction import FIRST_POWER, Eviction, Records
 from jaxrec.tier.vocabulary.next_use import spare_coming
 from jaxrec.tier.vocabulary.settings import Dynamic
 
@@ -173,32 +173,13 @@ class Vocabulary:
         (proposal,) = propose_all([self], [ids], batch, held, lookups, [coming])
         return proposal
 
-    def _begin_proposal(
-        self,
-        ids: np.ndarray,
-        batch: int,
-        held: int,
-        lookup: Lookup,
-        coming: Sequence[np.ndarray],
-    ) -> tuple[Proposal, _Shortage | None]:
-        """Decide which ids of a batch get rows; return a proposal without victims.
-
-        The shortage finds the victims; None: the batch needs none.
-        """
+    def _begin_proposal(self, ids: np.ndarray, batch: int, lookup: Lookup) -> Proposal:
+        """Decide which ids of a batch get rows; return a proposal without victims."""
         sightings = lookup.counts
         if self.sightings is not None:
             sightings = self.sightings.count(lookup.absent, lookup.counts)
         admitted = self._admit(lookup.absent, sightings, batch)
-        proposal = Proposal(ids, batch, lookup, sightings, admitted, _NO_ROWS)
-        policy, expired = self.settings.eviction, None
-        if batch % policy.expiry_interval == 0:
-            expired = policy.expired(self.records, batch)
-        # The usual batch of a table with free rows ends here; all else reads every record.
-        if expired is None and proposal.new_ids.size <= self._num_free:
-            return proposal, None
-        coming = coming[: policy.foresight]
-        bound, hits = batch - held, lookup.slots
-        return proposal, self._shortage(proposal.new_ids, batch, bound, hits, coming, expired)
+        return Proposal(ids, batch, lookup, sightings, admitted, _NO_ROWS)
 
     def commit(self, proposal: Proposal) -> Assignment:
         """Carry out a proposal; the vocabulary must not have changed since `propose`."""
@@ -254,6 +235,7 @@ class Vocabulary:
         records, victims = self.records, _NO_ROWS
         if ids.size > self._num_free:
             shortage = self._shortage(ids, batch, last_use + 1, hits)
+            assert shortage is not None
             victims = self._victims(shortage, *search([shortage.search])[0])
         evicted_ids = self._evict(victims)
         rows = self._take_free(ids.size)
@@ -291,6 +273,17 @@ class Vocabulary:
             admitted &= draws < self.settings.admit_probability
         return admitted
 
+    def _may_expire(self, batch: int) -> bool:
+        """Whether the policy looks for expired rows at a batch."""
+        policy = self.settings.eviction
+        return type(policy).expired is not Eviction.expired and not batch % policy.expiry_interval
+
+    def _searches_last_uses(self, batch: int, coming: Sequence[np.ndarray]) -> bool:
+        """Whether the rows to evict for a batch are those of the smallest last uses."""
+        policy = self.settings.eviction
+        is_plain = not coming[: policy.foresight] and not self._may_expire(batch)
+        return is_plain and policy.orders_by_last_use
+
     def _shortage(
         self,
         new_ids: np.ndarray,
@@ -298,13 +291,19 @@ class Vocabulary:
         bound: int,
         hits: np.ndarray,
         coming: Sequence[np.ndarray] = (),
-        expired: np.ndarray | None = None,
-    ) -> _Shortage:
-        """Return the search for rows for the new ids of a batch.
+        *,
+        may_expire: bool = False,
+    ) -> _Shortage | None:
+        """Return the search for rows for the new ids of a batch; None: the batch evicts no row.
 
         The rows in ``hits``, int32 ``[n]``, and those used from batch ``bound`` on stay.
         """
         policy, lacking = self.settings.eviction, new_ids.size - self._num_free
+        coming = coming[: policy.foresight]
+        expired = policy.expired(self.records, batch) if may_expire else None
+        # The usual batch of a table with free rows ends here; all else reads every record.
+        if expired is None and lacking <= 0:
+            return None
         if coming or expired is not None:
             eligible = np.empty(self.num_rows, np.bool_)
             wanted = Search(self.records, (), bound, hits, None, 0, 0, eligible)
@@ -477,23 +476,36 @@ def propose_all(
         VocabularyFullError: The index of the first vocabulary without room is its `index`.
     """
     # Nothing changes here, so that a caller whose batch does not fit may try again with a smaller
-    # `held`, or raise an error that leaves all vocabularies of the model as they were. One native
-    # call searches all tables that need rows.
-    begun = [
-        each._begin_proposal(of_ids, batch, held, lookup, of_coming)
-        for each, of_ids, lookup, of_coming in zip(vocabularies, ids, lookups, coming, strict=True)
+    # `held`, or raise an error that leaves all vocabularies of the model as they were.
+    proposals = [
+        each._begin_proposal(of_ids, batch, lookup)
+        for each, of_ids, lookup in zip(vocabularies, ids, lookups, strict=True)
     ]
-    results = iter(search([shortage.search for _, shortage in begun if shortage is not None]))
-    proposals = []
-    for index, (each, (proposal, shortage)) in enumerate(zip(vocabularies, begun, strict=True)):
-        if shortage is not None:
-            try:
-                victims = each._victims(shortage, *next(results))
-            except VocabularyFullError as error:
-                error.index = index
-                raise
-            proposal = dataclasses.replace(proposal, victims=victims)
-        proposals.append(proposal)
+
+    def shortage_of(index: int) -> _Shortage | None:
+        each, proposal = vocabularies[index], proposals[index]
+        bound, hits, may_expire = batch - held, proposal.lookup.slots, each._may_expire(batch)
+        return each._shortage(
+            proposal.new_ids, batch, bound, hits, coming[index], may_expire=may_expire
+        )
+
+    # One native call searches all tables by last uses. Others are searched in turn: their keys take
+    # memory.
+    indices = range(len(vocabularies))
+    together = {i for i in indices if vocabularies[i]._searches_last_uses(batch, coming[i])}
+    shortages = {i: shortage for i in together if (shortage := shortage_of(i)) is not None}
+    found = dict(zip(shortages, search([x.search for x in shortages.values()]), strict=True))
+    for i in indices:
+        shortage = shortages.get(i) if i in together else shortage_of(i)
+        if shortage is None:
+            continue
+        try:
+            result = found[i] if i in together else search([shortage.search])[0]
+            victims = vocabularies[i]._victims(shortage, *result)
+        except VocabularyFullError as error:
+            error.index = i
+            raise
+        proposals[i] = dataclasses.replace(proposals[i], victims=victims)
     return proposals
 
 
