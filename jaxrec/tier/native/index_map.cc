@@ -23,17 +23,12 @@ int32_t IndexMap::slot_of(int64_t id) const {
   return is_valid ? static_cast<int32_t>(entries_[id] - 1) : kNoSlot;
 }
 
-// Asks for the entry of the id at a position, if there is one.
-template <int kWrite>
-void IndexMap::fetch(const int64_t* ids, int64_t position, int64_t count) const {
-  if (position >= count) return;
-  const uint64_t id = static_cast<uint64_t>(ids[position]);
-  __builtin_prefetch(entries_.get() + (id < static_cast<uint64_t>(num_ids_) ? id : 0), kWrite);
-}
-
 void IndexMap::find(const int64_t* ids, int64_t count, int32_t* slots) const {
   for (int64_t i = 0; i < count; ++i) {
-    fetch<0>(ids, i + kAhead, count);
+    if (i + kAhead < count) {
+      const uint64_t coming = static_cast<uint64_t>(ids[i + kAhead]);
+      __builtin_prefetch(entries_.get() + (coming < static_cast<uint64_t>(num_ids_) ? coming : 0));
+    }
     slots[i] = slot_of(ids[i]);
   }
 }
@@ -41,7 +36,6 @@ void IndexMap::find(const int64_t* ids, int64_t count, int32_t* slots) const {
 int64_t IndexMap::insert(const int64_t* ids, const int32_t* slots, int64_t count) {
   int64_t added = 0;
   for (; added < count; ++added) {
-    fetch<1>(ids, added + kAhead, count);
     const int64_t id = ids[added];
     if (id < 0 || id >= num_ids_ || slots[added] < 0 || entries_[id] != 0) break;
     entries_[id] = entry_for(slots[added]);
@@ -57,7 +51,6 @@ int64_t IndexMap::insert(const int64_t* ids, const int32_t* slots, int64_t count
 int64_t IndexMap::remove(const int64_t* ids, int64_t count, int32_t* slots) {
   int64_t removed = 0;
   for (; removed < count; ++removed) {
-    fetch<1>(ids, removed + kAhead, count);
     slots[removed] = slot_of(ids[removed]);
     if (slots[removed] == kNoSlot) break;
     entries_[ids[removed]] = 0;

@@ -26,8 +26,6 @@ class IndexMap final : public IdMap {
   };
 
   int32_t slot_of(int64_t id) const;
-  template <int kWrite>
-  void fetch(const int64_t* ids, int64_t position, int64_t count) const;
 
   int64_t num_ids_;
   // For each id its slot + 1, or 0. Fresh memory is 0, and takes no room before it is written.
