@@ -78,16 +78,16 @@ def search(searches: Sequence[Search]) -> list[tuple[int, Int32[np.ndarray, " _"
     return results
 
 
-def _checked_search(search: Search) -> Search:
-    records, num_rows = search.records, search.records.born.size
-    if search.keys is not None:
-        search = search._replace(keys=checked(search.keys, np.uint64, "keys", num_rows))
+def _checked_search(given: Search) -> Search:
+    records, num_rows = given.records, given.records.born.size
+    if given.keys is not None:
+        given = given._replace(keys=checked(given.keys, np.uint64, "keys", num_rows))
     arrays: list[tuple[np.ndarray, Any, int]]
     arrays = [(records.born, np.int64, num_rows), (records.last_use, np.int64, num_rows),
-              (records.count, np.uint32, num_rows), (search.hits, np.int32, search.hits.size),
-              *((rows, np.int32, rows.size) for rows, _ in search.uses)]  # fmt: skip
-    if search.eligible is not None:
-        arrays.append((search.eligible, np.bool_, num_rows))
+              (records.count, np.uint32, num_rows), (given.hits, np.int32, given.hits.size),
+              *((rows, np.int32, rows.size) for rows, _ in given.uses)]  # fmt: skip
+    if given.eligible is not None:
+        arrays.append((given.eligible, np.bool_, num_rows))
     for array, dtype, size in arrays:
         # `checked` may return a copy, and changes would be lost in it.
         if array.dtype != dtype or array.shape != (size,) or not array.flags.c_contiguous:
@@ -95,9 +95,9 @@ def _checked_search(search: Search) -> Search:
                 f"a search needs contiguous arrays {dtype.__name__} [{size}], got {array.dtype} "
                 f"{list(array.shape)}"
             )
-    if search.most < 0:
-        raise ValueError(f"most must be 0 or more, not {search.most}")
-    return search
+    if given.most < 0:
+        raise ValueError(f"most must be 0 or more, not {given.most}")
+    return given
 
 
 def record_uses(

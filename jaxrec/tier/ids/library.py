@@ -241,7 +241,7 @@ def search(searches: Sequence[Any]) -> tuple[int, list[tuple[int, np.ndarray]]]:
             0,
             0 if each.eligible is None else _address(each.eligible),
         )
-        first_use += 8 * 3 * len(each.uses)
+        first_use += uses.itemsize * 3 * len(each.uses)
     done = _checked(_library().jaxrec_search(fields, len(searches)))
     numbers = fields[:, _NUM_FOUND : _NUM_FOUND + 2].tolist()
     return done, [
