@@ -139,6 +139,8 @@ class RowsUnderWay:
 
 def add_all(under_way: Sequence[RowsUnderWay], ids: Sequence[np.ndarray]) -> list[EvictedRows]:
     """Register the eviction of distinct ids in each of several tables, by one native call."""
+    if not under_way:
+        return []
     with _locked(under_way):
         added = [each._add(of_table) for each, of_table in zip(under_way, ids, strict=True)]
         implementation.current().add_evictions([evictions for _, evictions in added])
@@ -147,6 +149,8 @@ def add_all(under_way: Sequence[RowsUnderWay], ids: Sequence[np.ndarray]) -> lis
 
 def find_all(under_way: Sequence[RowsUnderWay], ids: Sequence[np.ndarray]) -> list[WantedRows]:
     """Return the rows of distinct ids that are under way in each table, by one native call."""
+    if not under_way:
+        return []
     with _locked(under_way):
         wanted = [each._find(of_table) for each, of_table in zip(under_way, ids, strict=True)]
         found = implementation.current().find_evictions(wanted)
