@@ -132,16 +132,24 @@ def _read_all(task: Sequence[tuple[StoredRows, np.ndarray]]) -> None:
     for stored, own in task:
         by_class.setdefault(type(stored.transfer.store), []).append((stored, own))
     for of_class in by_class.values():
-        try:
-            transfers = [stored.transfer for stored, _ in of_class]
-            read = _get_all(transfers, [own for _, own in of_class])
-            for (stored, _), (found, records) in zip(of_class, read, strict=True):
-                found[stored.under_way.positions] = True
-                stored.stored.set_result((found, records if found.all() else records[found]))
-        except BaseException as error:
-            for stored, _ in of_class:
-                if not stored.stored.done():
-                    stored.stored.set_exception(error)
+        _read_together(of_class)
+
+
+def _read_together(task: Sequence[tuple[StoredRows, np.ndarray]]) -> None:
+    """Read from stores of one class; one by one after an error, which is of one store."""
+    try:
+        transfers = [stored.transfer for stored, _ in task]
+        read = _get_all(transfers, [own for _, own in task])
+        for (stored, _), (found, records) in zip(task, read, strict=True):
+            found[stored.under_way.positions] = True
+            stored.stored.set_result((found, records if found.all() else records[found]))
+    except BaseException as error:
+        left = [(stored, own) for stored, own in task if not stored.stored.done()]
+        if len(task) > 1:
+            for each in left:
+                _read_together([each])
+        else:
+            left[0][0].stored.set_exception(error)
 
 
 def _get_all(
@@ -214,24 +222,30 @@ def _send_all(task: Sequence[tuple[RowTransfer, EvictedRows, Callable[[], Any]]]
             evicted.parts.set_exception(error)
             transfer._room.release()
     for of_class in by_class.values():
-        try:
-            with contextlib.ExitStack() as clocks:
-                for transfer, evicted, _ in of_class:
-                    share = 1 / len(of_class)
-                    clocks.enter_context(transfer.traffic.writing(evicted.ids.size, share))
-                _put_all(
-                    [transfer for transfer, _, _ in of_class],
-                    [evicted.ids for _, evicted, _ in of_class],
-                    [parts for _, _, parts in of_class],
-                )
-            for transfer, evicted, _ in of_class:
-                transfer._under_way.remove(evicted)
-        except BaseException as error:
-            for transfer, _, _ in of_class:
-                transfer._error = error
-        finally:
-            for transfer, _, _ in of_class:
-                transfer._room.release()
+        _write_together(of_class)
+        for transfer, _, _ in of_class:
+            transfer._room.release()
+
+
+def _write_together(task: Sequence[tuple[RowTransfer, EvictedRows, list[np.ndarray]]]) -> None:
+    """Write to stores of one class; one by one after an error, which is of one store."""
+    try:
+        with contextlib.ExitStack() as clocks:
+            for transfer, evicted, _ in task:
+                clocks.enter_context(transfer.traffic.writing(evicted.ids.size, 1 / len(task)))
+            _put_all(
+                [transfer for transfer, _, _ in task],
+                [evicted.ids for _, evicted, _ in task],
+                [parts for _, _, parts in task],
+            )
+        for transfer, evicted, _ in task:
+            transfer._under_way.remove(evicted)
+    except BaseException as error:
+        if len(task) > 1:  # Records that are written again are the same.
+            for each in task:
+                _write_together([each])
+        else:
+            task[0][0]._error = error
 
 
 def _put_all(
