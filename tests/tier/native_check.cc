@@ -353,15 +353,76 @@ void check_commit(Random& random) {
       }
     }
   }
-  std::vector<uint8_t> eligible(kRoom);
-  const std::vector<int64_t> last_use(kRoom, 3);
-  const std::vector<int32_t> hits = {-1, tables[0].order[0], tables[0].order[0]};
-  const int64_t resident = tables[0].map.size();
-  auto mark = [&](int64_t bound) {
-    return mark_eligible(tables[0].born.data(), last_use.data(), kRoom, bound, hits.data(), 3,
-                         eligible.data());
+}
+
+// Two tables, one by its last uses and one by keys, and a third that a use does not fit.
+void check_search(Random& random) {
+  constexpr int64_t kRoom = 20000;
+  struct Table {
+    std::vector<int64_t> born = std::vector<int64_t>(kRoom), last_use = born;
+    std::vector<uint32_t> counts = std::vector<uint32_t>(kRoom);
+    std::vector<uint64_t> keys = std::vector<uint64_t>(kRoom);
+    std::vector<int32_t> hits = std::vector<int32_t>(300), rows = hits, found = hits;
+    std::vector<uint8_t> eligible = std::vector<uint8_t>(kRoom);
+    Uses uses;
   };
-  require(mark(3) == 0 && mark(4) == resident - 1, "eligible rows");
+  std::vector<Table> tables(3);
+  std::vector<Search> searches;
+  for (Table& table : tables) {
+    for (int64_t& each : table.born) each = static_cast<int64_t>(random() % 3) - 1;
+    for (int64_t& each : table.last_use) each = static_cast<int64_t>(random() % 9);
+    for (uint64_t& key : table.keys) key = random();
+    for (int32_t& row : table.hits) row = static_cast<int32_t>(random() % kRoom) - 1;
+    for (int32_t& row : table.rows) row = static_cast<int32_t>(random() % kRoom) - 1;
+    const bool is_first = &table == &tables[0];
+    table.uses = {table.rows.data(), 300, 9};
+    searches.push_back({table.born.data(), table.last_use.data(), table.counts.data(), kRoom,
+                        &table.uses, 1, 7, table.hits.data(), 300,
+                        is_first ? nullptr : table.keys.data(), 5, 300, table.found.data(), 0, 0,
+                        is_first ? table.eligible.data() : nullptr});
+  }
+  tables[2].rows[4] = kRoom;
+  require(search(searches.data(), 3) == 2, "a use of no row");
+  require(search(searches.data(), 2) == 2, "searches");
+  for (int64_t k = 0; k < 2; ++k) {
+    Table& table = tables[k];
+    for (int32_t row : table.rows) require(row < 0 || table.last_use[row] == 9, "recorded uses");
+    std::vector<int32_t> expected;
+    for (int32_t row = 0; row < kRoom; ++row) {
+      const bool is_hit =
+          std::find(table.hits.begin(), table.hits.end(), row) != table.hits.end();
+      const bool is_eligible = table.born[row] >= 0 && table.last_use[row] < 7 && !is_hit;
+      if (is_eligible) expected.push_back(row);
+      require(k == 1 || table.eligible[row] == is_eligible, "eligible rows");
+    }
+    require(searches[k].num_eligible == static_cast<int64_t>(expected.size()), "their number");
+    std::stable_sort(expected.begin(), expected.end(), [&](int32_t a, int32_t b) {
+      return k == 1 ? table.keys[a] < table.keys[b] : table.last_use[a] < table.last_use[b];
+    });
+    require(searches[k].num_found == 300, "number of rows found");
+    require(std::equal(table.found.begin(), table.found.end(), expected.begin()), "rows found");
+    searches[k].least = kRoom;
+  }
+  require(search(searches.data(), 2) == 2 && searches[1].num_found == 0, "too few eligible rows");
+}
+
+void check_evictions() {
+  std::vector<int64_t> last(100), found_sizes(2);
+  const std::vector<int64_t> first = {7, 3, 50}, second = {3, 99}, wanted = {99, 3, -1, 7, 8};
+  const std::vector<int64_t> both = {1, 2}, later = {2};
+  Evictions added = {last.data(), first.data(), 3, nullptr, 0, 1};
+  add_evictions(&added, 1);
+  added = {last.data(), second.data(), 2, nullptr, 0, 2};
+  add_evictions(&added, 1);
+  const Evictions tables[] = {{last.data(), wanted.data(), 5, later.data(), 1, 0},
+                              {last.data(), wanted.data(), 5, both.data(), 2, 0}};
+  std::vector<int32_t> which(10), index(10), positions(10);
+  find_evictions(tables, 2, which.data(), index.data(), positions.data(), found_sizes.data());
+  require(found_sizes == std::vector<int64_t>({2, 3}), "numbers of evicted ids");
+  which.resize(5), index.resize(5), positions.resize(5);
+  require(which == std::vector<int32_t>({0, 0, 1, 1, 0}), "their evictions");
+  require(index == std::vector<int32_t>({1, 0, 1, 0, 0}), "their indices");
+  require(positions == std::vector<int32_t>({0, 1, 0, 1, 3}), "their positions");
 }
 
 void check_rows(int64_t width, Random& random) {
@@ -371,16 +432,24 @@ void check_rows(int64_t width, Random& random) {
   std::shuffle(places.begin(), places.end(), random);
   std::vector<uint8_t> rows(kRoom * width), array(rows.size()), same(rows.size());
   for (uint8_t& byte : rows) byte = static_cast<uint8_t>(random());
-  put_rows(array.data(), width, places.data(), kRoom, rows.data());
-  take_rows(array.data(), width, places.data(), kRoom, same.data());
+  const Rows taken = {array.data(), places.data(), width, kRoom, same.data()};
+  // The first byte of each record apart from the others.
+  std::vector<uint8_t> heads(kRoom), tails(rows.size());
+  for (int64_t i = 0; i < kRoom; ++i) {
+    heads[i] = rows[i * width];
+    std::copy_n(rows.begin() + i * width + 1, width - 1, tails.begin() + i * (width - 1));
+  }
+  const Part parts[] = {{heads.data(), 1, 0}, {tails.data(), width - 1, 1}};
+  put_rows({array.data(), width, places.data(), kRoom, parts, 2});
+  take_rows(taken);
   require(rows == same, "rows of an array");
   const int32_t place = std::exchange(places[7], -1);
-  take_rows(array.data(), width, places.data(), kRoom, same.data());
+  take_rows(taken);
   std::fill_n(rows.begin() + 7 * width, width, 0);
   require(rows == same, "a row without a place");
 
   // Rows of two arrays, in turn, to shuffled places.
-  const uint8_t* const sources[] = {array.data(), rows.data()};
+  const Part sources[] = {{array.data(), width, 0}, {rows.data(), width, 0}};
   std::vector<int32_t> which(kRoom), index(kRoom);
   for (int32_t i = 0; i < kRoom; ++i) {
     which[i] = i % 2;
@@ -388,10 +457,10 @@ void check_rows(int64_t width, Random& random) {
   }
   places[7] = place;
   std::vector<uint8_t> copied(rows.size());
-  copy_rows(sources, which.data(), index.data(), width, places.data(), kRoom, copied.data());
+  copy_rows(sources, 1, which.data(), index.data(), width, places.data(), kRoom, copied.data());
   for (int64_t i = 0; i < kRoom; ++i) {
     require(std::equal(copied.begin() + places[i] * width, copied.begin() + (places[i] + 1) * width,
-                       sources[which[i]] + index[i] * width),
+                       sources[which[i]].bytes + index[i] * width),
             "a row of several arrays");
   }
 }
@@ -426,6 +495,8 @@ int main() {
   check_record_uses();
   check_look_up(random);
   check_commit(random);
+  check_search(random);
+  check_evictions();
   check_fingerprint();
   for (int64_t width : {1, 64, 260}) check_rows(width, random);
   for (int64_t width : {1, 8, 13, 260}) {

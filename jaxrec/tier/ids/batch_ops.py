@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, UInt8, UInt32, UInt64
 
@@ -40,23 +43,61 @@ def smallest(
     return implementation.current().smallest(keys, eligible, min(k, keys.size))
 
 
-def mark_eligible(
-    born: Int64[np.ndarray, " slots"],
-    last_use: Int64[np.ndarray, " slots"],
-    bound: int,
-    hits: Int32[np.ndarray, " n"],
-) -> tuple[Bool[np.ndarray, " slots"], int]:
-    """Return whether each slot may be evicted, and the number of those that may.
+class Search(NamedTuple):
+    """Search of one table for rows that lose their ids.
 
-    An eligible slot has an id (``born`` of 0 or more), was last used before batch ``bound``, and is
-    not in ``hits``, whose negative items are skipped.
+    A row is eligible if it has an id (``records.born`` of 0 or more), was last used before batch
+    ``bound``, and is not in ``hits``, whose negative items are skipped.
     """
-    born = checked(born, np.int64, "born")
-    last_use = checked(last_use, np.int64, "last_use", born.size)
-    hits = checked(hits, np.int32, "hits")
-    if hits.max(initial=-1) >= born.size:
-        raise ValueError(f"hit {hits.max()}: there are {born.size} slots")
-    return implementation.current().mark_eligible(born, last_use, bound, hits)
+
+    records: Any  # `jaxrec.tier.Records`: `count` and `last_use` change by the uses
+    # Rows that each of some batches used, int32 [n], and its number: recorded before the search.
+    uses: Sequence[tuple[np.ndarray, int]]
+    bound: int
+    hits: np.ndarray  # int32 [n]
+    keys: np.ndarray | None  # uint64 [rows]; None: `records.last_use`
+    # The `most` eligible rows of the smallest keys are found, or all if there are fewer; none if
+    # there are fewer than `least`.
+    least: int
+    most: int
+    eligible: np.ndarray | None = None  # bool [rows], gets whether each row is eligible
+
+
+def search(searches: Sequence[Search]) -> list[tuple[int, Int32[np.ndarray, " _"]]]:
+    """Search several tables; return the number of eligible rows of each, and the rows found.
+
+    The rows are ordered by key, then index.
+    """
+    if not searches:
+        return []
+    searches = [_checked_search(each) for each in searches]
+    done, results = implementation.current().search(searches)
+    if done < len(searches):
+        num_rows = searches[done].records.born.size
+        raise ValueError(f"a use or hit of search {done} is of none of the {num_rows} rows")
+    return results
+
+
+def _checked_search(given: Search) -> Search:
+    records, num_rows = given.records, given.records.born.size
+    if given.keys is not None:
+        given = given._replace(keys=checked(given.keys, np.uint64, "keys", num_rows))
+    arrays: list[tuple[np.ndarray, Any, int]]
+    arrays = [(records.born, np.int64, num_rows), (records.last_use, np.int64, num_rows),
+              (records.count, np.uint32, num_rows), (given.hits, np.int32, given.hits.size),
+              *((rows, np.int32, rows.size) for rows, _ in given.uses)]  # fmt: skip
+    if given.eligible is not None:
+        arrays.append((given.eligible, np.bool_, num_rows))
+    for array, dtype, size in arrays:
+        # `checked` may return a copy, and changes would be lost in it.
+        if array.dtype != dtype or array.shape != (size,) or not array.flags.c_contiguous:
+            raise ValueError(
+                f"a search needs contiguous arrays {dtype.__name__} [{size}], got {array.dtype} "
+                f"{list(array.shape)}"
+            )
+    if given.most < 0:
+        raise ValueError(f"most must be 0 or more, not {given.most}")
+    return given
 
 
 def record_uses(

@@ -186,11 +186,11 @@ class Places:
 
     def assign(self, ids: np.ndarray) -> np.ndarray:
         """Return the place of each of distinct ids, int32 ``[n]``; ids without a place get one."""
-        places = self._map.find(ids)
-        is_new = places < 0
-        count = int(is_new.sum())
-        if not count:
-            return places
+        return assign_all([self], [ids])[0]
+
+    def _assign_new(self, ids: np.ndarray) -> np.ndarray:
+        """Give places to distinct ids without one."""
+        count = ids.size
         wanted, room = len(self) + count, self.room
         while room < wanted:
             room *= 2
@@ -199,11 +199,10 @@ class Places:
         reused = min(count, self._freed.size)
         fresh = np.arange(self._next, self._next + count - reused, dtype=np.int32)
         new = np.concatenate([self._freed[self._freed.size - reused :], fresh])
-        self._map.insert(ids[is_new], new)
+        self._map.insert(ids, new)
         self._freed = self._freed[: self._freed.size - reused]
         self._next += fresh.size
-        places[is_new] = new
-        return places
+        return new
 
     def load(self, ids: np.ndarray, places: np.ndarray, room: int) -> None:
         """Replace all ids by the given ones, int64 ``[n]``, at their places, int32 ``[n]``."""
@@ -228,3 +227,18 @@ class Places:
         ids, places = self._map.items()
         self._map = IdMap(room, num_ids=self._map.num_ids)
         self._map.insert(ids, places)
+
+
+def find_all(places: Sequence[Places], ids: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the place of each id in each of several maps, int32 ``[n]``, -1 for none."""
+    return [found.slots for found in lookup_all([each._map for each in places], ids)]
+
+
+def assign_all(places: Sequence[Places], ids: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the place of each of distinct ids in each of several maps; see `Places.assign`."""
+    # One native call finds the ids of all maps.
+    lookups = lookup_all([each._map for each in places], ids)
+    for each, (slots, misses, new_ids, _, _) in zip(places, lookups, strict=True):
+        if new_ids.size:
+            slots[misses] = each._assign_new(new_ids)
+    return [found.slots for found in lookups]

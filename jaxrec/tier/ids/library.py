@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import pathlib
 import secrets
 import weakref
@@ -20,7 +21,7 @@ from jaxrec.tier.ids.reference import RecordArray
 
 _LIBRARY = pathlib.Path(__file__).parents[1] / "native" / "libjaxrec_tier.so"
 # Version of the functions in native/library.cc: both change together.
-_INTERFACE = 6
+_INTERFACE = 7
 
 _COUNT, _HANDLE, _BYTE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char
 
@@ -55,24 +56,30 @@ _ARGUMENTS = {
     "id_map_items": (_HANDLE, _COUNT, _Array, _Array),
     "distinct": (_Array, _COUNT, ctypes.c_uint64, _Array, _Array, _Array),
     "smallest": (_Array, _Array, _COUNT, _COUNT, _Array),
-    "mark_eligible": (_Array, _Array, _COUNT, _COUNT, _Array, _COUNT, _Array),
+    "search": (_Array, _COUNT),
     "commit": (_Array, _COUNT, _COUNT, _COUNT),
+    "find_evictions": (_Array, _COUNT, *[_Array] * 4),
+    "add_evictions": (_Array, _COUNT),
     "fingerprint": (_Array, _Array, _COUNT, _Array),
-    "take_rows": (_Array, _COUNT, _Array, _COUNT, _Array),
-    "put_rows": (_Array, _COUNT, _Array, _COUNT, _Array),
-    "copy_rows": (_Array, _Array, _Array, _COUNT, _Array, _COUNT, _Array),
+    "take_rows": (_Array, _COUNT),
+    "put_rows": (_Array, _COUNT),
+    "copy_rows": (_Array, _COUNT, _Array, _Array, _COUNT, _Array, _COUNT, _Array),
     "record_uses": (_Array, _COUNT, _COUNT, _Array, _Array, _COUNT),
     "read_records": (*_FILE, _Array, _Array, _COUNT, *[_Array] * 3, _COUNT),
     "write_records": (*_FILE, _Array, _Array, _COUNT, _Array, _COUNT),
     "erase_records": (_Array, _COUNT, _COUNT, _COUNT, _Array, _COUNT),
 }
 
+# Number of fields of `Search` in native/batch_ops.h, and the index of `num_found`, which
+# `num_eligible` follows.
+_SEARCH_FIELDS, _NUM_FOUND = 16, 13
+
 # Whether `read_records` sets bits in `RecordArray.pages` for the pages that it reads.
 MARKS_PAGES = True
 
 _VOID = (
-    "id_map_delete", "id_map_find", "fingerprint", "take_rows", "put_rows", "copy_rows",
-    "read_records",
+    "id_map_delete", "id_map_find", "find_evictions", "add_evictions", "fingerprint", "take_rows",
+    "put_rows", "copy_rows", "read_records",
 )  # fmt: skip
 _RESULTS = {"id_map_new": _HANDLE, **dict.fromkeys(_VOID)}
 
@@ -207,14 +214,40 @@ def record_uses(slots: np.ndarray, batch: int, counts: np.ndarray, last_use: np.
     return _library().jaxrec_record_uses(slots, slots.size, batch, counts, last_use, counts.size)
 
 
-def mark_eligible(
-    born: np.ndarray, last_use: np.ndarray, bound: int, hits: np.ndarray
-) -> tuple[np.ndarray, int]:
-    eligible = np.empty(born.size, np.bool_)
-    count = _library().jaxrec_mark_eligible(
-        born, last_use, born.size, bound, hits, hits.size, eligible
-    )
-    return eligible, count
+def search(searches: Sequence[Any]) -> tuple[int, list[tuple[int, np.ndarray]]]:
+    used = [(rows, batch) for each in searches for rows, batch in each.uses]
+    # One row per use and per table: the fields of `Uses` and of `Search` in native/batch_ops.h, in
+    # their order, 8 bytes each.
+    uses = np.array([(_address(rows), rows.size, batch) for rows, batch in used], np.int64)
+    ends = np.cumsum([0, *(each.most for each in searches)]).tolist()
+    found = np.empty(ends[-1], np.int32)
+    first_use, first_found = _address(uses), _address(found)
+    fields = np.empty((len(searches), _SEARCH_FIELDS), np.int64)
+    for number, each in enumerate(searches):
+        records = each.records
+        fields[number] = (
+            *_addresses(records.born, records.last_use, records.count),
+            records.born.size,
+            first_use,
+            len(each.uses),
+            each.bound,
+            _address(each.hits),
+            each.hits.size,
+            0 if each.keys is None else _address(each.keys),
+            each.least,
+            each.most,
+            first_found + found.itemsize * ends[number],
+            0,
+            0,
+            0 if each.eligible is None else _address(each.eligible),
+        )
+        first_use += uses.itemsize * 3 * len(each.uses)
+    done = _checked(_library().jaxrec_search(fields, len(searches)))
+    numbers = fields[:, _NUM_FOUND : _NUM_FOUND + 2].tolist()
+    return done, [
+        (num_eligible, found[start : start + num_found])
+        for start, (num_found, num_eligible) in zip(ends, numbers, strict=False)
+    ]
 
 
 def commit(
@@ -243,6 +276,38 @@ def commit(
     return done, evicted
 
 
+def find_evictions(tables: Sequence[Any]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    total = sum(each.places.size for each in tables)
+    which, index, positions = np.empty((3, total), np.int32)
+    sizes = np.empty(len(tables), np.int64)
+    fields = _evictions(tables)
+    _library().jaxrec_find_evictions(fields, len(tables), which, index, positions, sizes)
+    stops = np.cumsum(sizes).tolist()
+    parts = [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+    return [(which[part], index[part], positions[part]) for part in parts]
+
+
+def add_evictions(tables: Sequence[Any]) -> None:
+    _library().jaxrec_add_evictions(_evictions(tables), len(tables))
+
+
+def _evictions(tables: Sequence[Any]) -> np.ndarray:
+    # One row per table: the fields of `Evictions` in native/batch_ops.h.
+    return np.array(
+        [
+            (
+                *_addresses(each.last, each.places),
+                each.places.size,
+                _address(each.numbers),
+                each.numbers.size,
+                each.next,
+            )
+            for each in tables
+        ],
+        np.int64,
+    )
+
+
 def fingerprint(lists: Sequence[np.ndarray]) -> np.ndarray:
     sums = np.empty((len(lists), 2), np.uint64)
     sizes = np.array([each.size for each in lists], np.int64)
@@ -251,26 +316,70 @@ def fingerprint(lists: Sequence[np.ndarray]) -> np.ndarray:
     return sums
 
 
-def take_rows(array: np.ndarray, places: np.ndarray) -> np.ndarray:
-    rows = np.empty((places.size, array.shape[1]), np.uint8)
-    _library().jaxrec_take_rows(array, array.shape[1], places, places.size, rows)
+def take_rows(arrays: Sequence[np.ndarray], places: Sequence[np.ndarray]) -> list[np.ndarray]:
+    rows = [
+        np.empty((of_array.size, array.shape[1]), np.uint8)
+        for array, of_array in zip(arrays, places, strict=True)
+    ]
+    # One row per array: the fields of `Rows` in native/row_records.h.
+    fields = np.array(
+        [
+            (*_addresses(array, of_array), array.shape[1], of_array.size, _address(taken))
+            for array, of_array, taken in zip(arrays, places, rows, strict=True)
+        ],
+        np.int64,
+    )
+    _library().jaxrec_take_rows(fields, len(arrays))
     return rows
 
 
-def put_rows(array: np.ndarray, places: np.ndarray, rows: np.ndarray) -> None:
-    _library().jaxrec_put_rows(array, array.shape[1], places, places.size, rows)
+def put_rows(
+    arrays: Sequence[np.ndarray],
+    places: Sequence[np.ndarray],
+    parts: Sequence[Sequence[np.ndarray]],
+) -> None:
+    of_arrays = [_parts(each) for each in parts]
+    # One row per array: the fields of `NewRows` in native/row_records.h.
+    fields = np.array(
+        [
+            (
+                _address(array),
+                array.shape[1],
+                _address(of_array),
+                of_array.size,
+                _address(of_parts),
+                len(of_parts),
+            )
+            for array, of_array, of_parts in zip(arrays, places, of_arrays, strict=True)
+        ],
+        np.int64,
+    )
+    _library().jaxrec_put_rows(fields, len(arrays))
 
 
 def copy_rows(
-    sources: Sequence[np.ndarray],
+    sources: Sequence[Sequence[np.ndarray]],
     which: np.ndarray,
     index: np.ndarray,
     places: np.ndarray,
     rows: np.ndarray,
 ) -> None:
-    starts = np.array(_addresses(*sources), np.uintp)
-    width = rows.shape[1]
-    _library().jaxrec_copy_rows(starts, which, index, width, places, places.size, rows)
+    parts = np.array([_parts(each) for each in sources], np.int64)
+    given = parts, len(sources[0]), which, index, rows.shape[1], places, places.size, rows
+    _library().jaxrec_copy_rows(*given)
+
+
+def _parts(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the fields of `Part` in native/row_records.h, ``[parts, 3]``."""
+    widths = [each.shape[1] for each in parts]
+    offsets = itertools.accumulate(widths, initial=0)
+    return np.array(
+        [
+            (_address(each), width, offset)
+            for each, width, offset in zip(parts, widths, offsets, strict=False)
+        ],
+        np.int64,
+    )
 
 
 def read_records(

@@ -195,17 +195,29 @@ def record_uses(slots: np.ndarray, batch: int, counts: np.ndarray, last_use: np.
     return slots.size
 
 
-def mark_eligible(
-    born: np.ndarray, last_use: np.ndarray, bound: int, hits: np.ndarray
-) -> tuple[np.ndarray, int]:
-    """Return whether each slot may be evicted, bool ``[slots]``, and the number of those that may.
+def search(searches: Sequence[Any]) -> tuple[int, list[tuple[int, np.ndarray]]]:
+    """Search tables (`Search`); return the number of searched ones and their results.
 
-    An eligible slot has an id (``born`` of 0 or more), was last used before batch ``bound``, and is
-    not in ``hits``, whose negative items are skipped.
+    A table without a row that is used or hit ends this: the number returned is then its index. Each
+    result has the number of eligible rows and the rows found, int32 ``[m]``.
     """
-    eligible = (born >= 0) & (last_use < bound)
-    eligible[hits[hits >= 0]] = False
-    return eligible, int(np.count_nonzero(eligible))
+    results: list[tuple[int, np.ndarray]] = []
+    for each in searches:
+        records, hits = each.records, each.hits
+        for rows, batch in each.uses:
+            if record_uses(rows, batch, records.count, records.last_use) < rows.size:
+                return len(results), results
+        if hits.max(initial=-1) >= records.born.size:
+            return len(results), results
+        eligible = (records.born >= 0) & (records.last_use < each.bound)
+        eligible[hits[hits >= 0]] = False
+        if each.eligible is not None:
+            each.eligible[:] = eligible
+        num_eligible = int(np.count_nonzero(eligible))
+        keys = records.last_use.view(np.uint64) if each.keys is None else each.keys
+        most = each.most if num_eligible >= each.least else 0
+        results.append((num_eligible, smallest(keys, eligible, most)))
+    return len(results), results
 
 
 def commit(
@@ -232,6 +244,32 @@ def commit(
     return len(changes), evicted
 
 
+def find_evictions(tables: Sequence[Any]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Return which places were evicted last by an eviction under way (`Evictions`), for each table.
+
+    The arrays are int32 ``[n]``: the position of the eviction in ``numbers``, the index there, and
+    the position among the places.
+    """
+    found = []
+    for each in tables:
+        last = np.where(each.places >= 0, each.last[each.places], 0)
+        number = last >> 32
+        which = np.searchsorted(each.numbers, number)
+        is_here = which < each.numbers.size
+        is_here[is_here] = each.numbers[which[is_here]] == number[is_here]
+        index = last.astype(np.int32)  # the lower half
+        positions = np.flatnonzero(is_here).astype(np.int32)
+        found.append((which[is_here].astype(np.int32), index[is_here], positions))
+    return found
+
+
+def add_evictions(tables: Sequence[Any]) -> None:
+    """Note that the distinct places of each table are evicted (`Evictions`), as number `next`."""
+    for each in tables:
+        first = each.next << 32
+        each.last[each.places] = np.arange(first, first + each.places.size)
+
+
 def fingerprint(lists: Sequence[np.ndarray]) -> np.ndarray:
     """Return the sum and the exclusive or of each list of int64 ids, uint64 ``[lists, 2]``."""
     bits = [each.view(np.uint64) for each in lists]
@@ -239,33 +277,45 @@ def fingerprint(lists: Sequence[np.ndarray]) -> np.ndarray:
     return np.array(sums, np.uint64).reshape(-1, 2)
 
 
-def take_rows(array: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Gather rows of an array, uint8 ``[rows, width]``; return zeros for negative places."""
-    # "clip" takes row 0 for negative places; the default would take rows from the end.
-    rows = array.take(places, axis=0, mode="clip")
-    rows[places < 0] = 0
-    return rows
+def take_rows(arrays: Sequence[np.ndarray], places: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Gather rows of each array, uint8 ``[rows, width]``; return zeros for negative places."""
+    taken = []
+    for array, of_array in zip(arrays, places, strict=True):
+        # "clip" takes row 0 for negative places; the default would take rows from the end.
+        rows = array.take(of_array, axis=0, mode="clip")
+        rows[of_array < 0] = 0
+        taken.append(rows)
+    return taken
 
 
-def put_rows(array: np.ndarray, places: np.ndarray, rows: np.ndarray) -> None:
-    """Set ``array[places] = rows`` for distinct places; rows are uint8 ``[n, width]``."""
-    array[places] = rows
+def put_rows(
+    arrays: Sequence[np.ndarray],
+    places: Sequence[np.ndarray],
+    parts: Sequence[Sequence[np.ndarray]],
+) -> None:
+    """Set rows of each array, at distinct places, to the parts of the rows side by side.
+
+    Arrays are uint8 ``[rows, width]``; parts are uint8 ``[n, _]``, contiguous.
+    """
+    for array, of_array, of_rows in zip(arrays, places, parts, strict=True):
+        array[of_array] = np.concatenate(of_rows, axis=1)
 
 
 def copy_rows(
-    sources: Sequence[np.ndarray],
+    sources: Sequence[Sequence[np.ndarray]],
     which: np.ndarray,
     index: np.ndarray,
     places: np.ndarray,
     rows: np.ndarray,
 ) -> None:
-    """Set ``rows[places[i]] = sources[which[i]][index[i]]`` for distinct places.
+    """Set ``rows[places[i]]`` to row ``index[i]`` of source ``which[i]``, for distinct places.
 
-    ``which``, ``index`` and ``places`` are int32 ``[n]``; arrays of rows are uint8 ``[_, width]``.
+    ``which``, ``index`` and ``places`` are int32 ``[n]``, ``rows`` is uint8 ``[_, width]``. Sources
+    are the parts of their rows, as of `put_rows`.
     """
     for number, source in enumerate(sources):
         is_here = which == number
-        rows[places[is_here]] = source[index[is_here]]
+        rows[places[is_here]] = np.concatenate([part[index[is_here]] for part in source], axis=1)
 
 
 def record_tags(ids: np.ndarray, records: np.ndarray) -> np.ndarray:

@@ -154,6 +154,27 @@ std::vector<Keyed> smallest_within(const uint64_t* keys, const uint8_t* eligible
   return entries;
 }
 
+JAXREC_WIDEST
+int32_t largest_of(const int32_t* slots, int64_t count) {
+  int32_t largest = kNoSlot;
+  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, slots[i]);
+  return largest;
+}
+
+// Writes whether each row of a table may be evicted, and returns the number of such rows. There is
+// an element before `eligible`.
+JAXREC_WIDEST
+int64_t mark_eligible(const Search& table, uint8_t* eligible) {
+  const int64_t *born = table.born, *last_use = table.last_use;
+  const int64_t num_rows = table.num_rows, bound = table.bound;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    eligible[row] = (born[row] >= 0) & (last_use[row] < bound);
+  }
+  // Without a branch, which would be mispredicted: hits below 0 go to the element before the first.
+  for (int64_t i = 0; i < table.num_hits; ++i) eligible[std::max(table.hits[i], kNoSlot)] = 0;
+  return std::accumulate(eligible, eligible + num_rows, int64_t{0});
+}
+
 }  // namespace
 
 int64_t distinct(const int64_t* ids, int64_t count, uint64_t seed, int64_t* unique,
@@ -189,8 +210,10 @@ void absent(const int64_t* ids, const int32_t* slots, int64_t count, uint64_t se
             int32_t* positions, int64_t* unique, int32_t* inverse, int32_t* counts,
             int64_t* sizes) {
   int64_t size = 0;
+  // Without a branch, which would be mispredicted.
   for (int64_t i = 0; i < count; ++i) {
-    if (slots[i] < 0) positions[size++] = static_cast<int32_t>(i);
+    positions[size] = static_cast<int32_t>(i);
+    size += slots[i] < 0;
   }
   std::vector<int64_t> missing(size);
   for (int64_t i = 0; i < size; ++i) missing[i] = ids[positions[i]];
@@ -213,9 +236,7 @@ int64_t smallest(const uint64_t* keys, const uint8_t* eligible, int64_t count, i
 
 int64_t record_uses(const int32_t* slots, int64_t count, int64_t batch, uint32_t* counts,
                     int64_t* last_use, int64_t num_slots) {
-  int32_t largest = kNoSlot;
-  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, slots[i]);
-  if (largest >= num_slots) {
+  if (largest_of(slots, count) >= num_slots) {
     return std::find_if(slots, slots + count, [=](int32_t slot) { return slot >= num_slots; }) -
            slots;
   }
@@ -232,16 +253,30 @@ int64_t record_uses(const int32_t* slots, int64_t count, int64_t batch, uint32_t
   return count;
 }
 
-JAXREC_WIDEST
-int64_t mark_eligible(const int64_t* born, const int64_t* last_use, int64_t num_rows, int64_t bound,
-                      const int32_t* hits, int64_t num_hits, uint8_t* eligible) {
-  for (int64_t row = 0; row < num_rows; ++row) {
-    eligible[row] = (born[row] >= 0) & (last_use[row] < bound);
+int64_t search(Search* searches, int64_t count) {
+  std::vector<uint8_t> flags;
+  for (int64_t k = 0; k < count; ++k) {
+    Search& table = searches[k];
+    for (const Uses* uses = table.uses; uses != table.uses + table.num_uses; ++uses) {
+      if (record_uses(uses->rows, uses->count, uses->batch, table.counts, table.last_use,
+                      table.num_rows) < uses->count) {
+        return k;
+      }
+    }
+    if (largest_of(table.hits, table.num_hits) >= table.num_rows) return k;
+    // One array for all tables, which stays in the cache.
+    if (static_cast<int64_t>(flags.size()) <= table.num_rows) flags.resize(table.num_rows + 1);
+    uint8_t* eligible = flags.data() + 1;
+    table.num_eligible = mark_eligible(table, eligible);
+    if (table.eligible != nullptr) std::copy_n(eligible, table.num_rows, table.eligible);
+    table.num_found = 0;
+    if (table.num_eligible < table.least) continue;
+    const uint64_t* keys =
+        table.keys != nullptr ? table.keys : reinterpret_cast<const uint64_t*>(table.last_use);
+    table.num_found = smallest(keys, eligible, table.num_rows,
+                               std::min(table.most, table.num_eligible), table.found);
   }
-  for (int64_t i = 0; i < num_hits; ++i) {
-    if (hits[i] >= 0) eligible[hits[i]] = 0;
-  }
-  return std::accumulate(eligible, eligible + num_rows, int64_t{0});
+  return count;
 }
 
 int64_t commit(const Change* changes, int64_t count, int64_t batch, uint8_t power) {
@@ -285,6 +320,44 @@ int64_t commit(const Change* changes, int64_t count, int64_t batch, uint8_t powe
     }
   }
   return count;
+}
+
+void find_evictions(const Evictions* tables, int64_t count, int32_t* which, int32_t* index,
+                    int32_t* positions, int64_t* sizes) {
+  for (const Evictions* table = tables; table != tables + count; ++table, ++sizes) {
+    const int64_t *numbers = table->numbers, *stop = numbers + table->num_numbers;
+    int64_t size = 0;
+    for (int64_t i = 0; i < table->count && numbers != stop; ++i) {
+      const int64_t place = table->places[i];
+      if (i + kAhead < table->count && table->places[i + kAhead] >= 0) {
+        __builtin_prefetch(table->last + table->places[i + kAhead]);
+      }
+      if (place < 0) continue;
+      // Older numbers are those of evictions that have arrived; they are not erased.
+      const int64_t number = table->last[place] >> 32;
+      if (number < *numbers) continue;
+      const int64_t* eviction = std::lower_bound(numbers, stop, number);
+      if (eviction == stop || *eviction != number) continue;
+      which[size] = static_cast<int32_t>(eviction - numbers);
+      index[size] = static_cast<int32_t>(table->last[place]);  // the lower half
+      positions[size++] = static_cast<int32_t>(i);
+    }
+    which += size;
+    index += size;
+    positions += size;
+    *sizes = size;
+  }
+}
+
+void add_evictions(const Evictions* tables, int64_t count) {
+  for (const Evictions* table = tables; table != tables + count; ++table) {
+    for (int64_t i = 0; i < table->count; ++i) {
+      if (i + kAhead < table->count) {
+        __builtin_prefetch(table->last + table->places[i + kAhead], 1);
+      }
+      table->last[table->places[i]] = (table->next << 32) + i;
+    }
+  }
 }
 
 void fingerprint(const uint64_t* const* lists, const int64_t* counts, int64_t num_lists,

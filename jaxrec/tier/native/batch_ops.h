@@ -30,11 +30,45 @@ int64_t smallest(const uint64_t* keys, const uint8_t* eligible, int64_t count, i
 int64_t record_uses(const int32_t* slots, int64_t count, int64_t batch, uint32_t* counts,
                     int64_t* last_use, int64_t num_slots);
 
-// Writes whether each of the rows may be evicted: it has an id (`born` is not below 0), its last use
-// is below `bound`, and it is none of the `hits`, of which those below 0 are skipped. Returns the
-// number of such rows.
-int64_t mark_eligible(const int64_t* born, const int64_t* last_use, int64_t num_rows, int64_t bound,
-                      const int32_t* hits, int64_t num_hits, uint8_t* eligible);
+// Uses of the rows of a table by one batch; rows below 0 are skipped.
+struct Uses {
+  const int32_t* rows;
+  int64_t count;
+  int64_t batch;
+};
+
+// Search of one table for rows that lose their ids. All fields have 8 bytes, so that Python writes
+// them as an array.
+struct Search {
+  // Records of the rows, and uses that are recorded before the search.
+  const int64_t* born;
+  int64_t* last_use;
+  uint32_t* counts;
+  int64_t num_rows;
+  const Uses* uses;
+  int64_t num_uses;
+  // A row is eligible if it has an id (`born` is not below 0), its last use is below `bound`, and it
+  // is none of the `hits`, of which those below 0 are skipped.
+  int64_t bound;
+  const int32_t* hits;
+  int64_t num_hits;
+  // Keys of the rows; null: their last uses.
+  const uint64_t* keys;
+  // The `most` eligible rows of the smallest keys are found, or all if there are fewer; none if
+  // there are fewer than `least`.
+  int64_t least;
+  int64_t most;
+  int32_t* found;
+  int64_t num_found;
+  int64_t num_eligible;
+  // Gets whether each row is eligible; null: nothing reads that.
+  uint8_t* eligible;
+};
+
+// Searches tables, one after the other, so that each table's records come from memory once. Writes
+// `found`, `num_found`, `num_eligible` and `eligible`. Returns `count`, or the index of the first
+// table with a use or a hit of a row that it does not have.
+int64_t search(Search* searches, int64_t count);
 
 // Changes of a batch to the map of a table and to the records of its rows. All fields have 8 bytes,
 // so that Python writes them as an array.
@@ -66,6 +100,29 @@ struct Change {
 // and the frequency class `power`. Returns `count`, or the index of the first table whose map
 // refuses an id or lacks a victim: those after it are as before.
 int64_t commit(const Change* changes, int64_t count, int64_t batch, uint8_t power);
+
+// Evicted ids of one table. All fields have 8 bytes, so that Python writes them as an array.
+struct Evictions {
+  // For each id, or for each place that an id has, the number of its last eviction times 2^32, plus
+  // its index there; 0: there was none.
+  int64_t* last;
+  // Ids or places; those below 0 were not evicted.
+  const int64_t* places;
+  int64_t count;
+  // Numbers of the evictions under way, ascending. `add_evictions` adds the eviction `next`.
+  const int64_t* numbers;
+  int64_t num_numbers;
+  int64_t next;
+};
+
+// Writes which of the places of each table were evicted last by an eviction under way: the position
+// of its number in `numbers`, the index there, and the position among the places. What is written
+// for a table follows what was written for the one before; its size goes to `sizes`.
+void find_evictions(const Evictions* tables, int64_t count, int32_t* which, int32_t* index,
+                    int32_t* positions, int64_t* sizes);
+
+// Notes that the distinct places of each table, none below 0, are evicted.
+void add_evictions(const Evictions* tables, int64_t count);
 
 // Writes the sum and the exclusive or of the bits of each of some lists of ids: [lists, 2].
 void fingerprint(const uint64_t* const* lists, const int64_t* counts, int64_t num_lists,

@@ -49,7 +49,7 @@ void in_parts(int64_t count, int64_t of_thread, int64_t max_threads, Work work) 
 }  // namespace
 
 // Raised by each change of the functions below, so that Python refuses a library of other sources.
-JAXREC_EXPORT int64_t jaxrec_tier_interface() { return 6; }
+JAXREC_EXPORT int64_t jaxrec_tier_interface() { return 7; }
 
 JAXREC_EXPORT IdMap* jaxrec_id_map_new(int64_t capacity, uint64_t seed, int64_t num_ids) {
   try {
@@ -145,10 +145,13 @@ JAXREC_EXPORT int64_t jaxrec_record_uses(const int32_t* slots, int64_t count, in
   return jaxrec::record_uses(slots, count, batch, counts, last_use, num_slots);
 }
 
-JAXREC_EXPORT int64_t jaxrec_mark_eligible(const int64_t* born, const int64_t* last_use,
-                                           int64_t num_rows, int64_t bound, const int32_t* hits,
-                                           int64_t num_hits, uint8_t* eligible) {
-  return jaxrec::mark_eligible(born, last_use, num_rows, bound, hits, num_hits, eligible);
+// Returns `count`, the index of a table without one of its rows, or -1.
+JAXREC_EXPORT int64_t jaxrec_search(jaxrec::Search* searches, int64_t count) {
+  try {
+    return jaxrec::search(searches, count);
+  } catch (const std::bad_alloc&) {
+    return kOutOfMemory;
+  }
 }
 
 // Returns `count`, the index of a table whose map refused an id, or -1.
@@ -161,26 +164,33 @@ JAXREC_EXPORT int64_t jaxrec_commit(const jaxrec::Change* changes, int64_t count
   }
 }
 
+JAXREC_EXPORT void jaxrec_find_evictions(const jaxrec::Evictions* tables, int64_t count,
+                                         int32_t* which, int32_t* index, int32_t* positions,
+                                         int64_t* sizes) {
+  jaxrec::find_evictions(tables, count, which, index, positions, sizes);
+}
+
+JAXREC_EXPORT void jaxrec_add_evictions(const jaxrec::Evictions* tables, int64_t count) {
+  jaxrec::add_evictions(tables, count);
+}
+
 JAXREC_EXPORT void jaxrec_fingerprint(const uint64_t* const* lists, const int64_t* counts,
                                       int64_t num_lists, uint64_t* sums) {
   jaxrec::fingerprint(lists, counts, num_lists, sums);
 }
 
-// Copies the rows at some places out of an array, and zeros for places below 0.
-JAXREC_EXPORT void jaxrec_take_rows(const uint8_t* array, int64_t width, const int32_t* places,
-                                    int64_t count, uint8_t* rows) {
-  jaxrec::take_rows(array, width, places, count, rows);
+JAXREC_EXPORT void jaxrec_take_rows(const jaxrec::Rows* arrays, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) jaxrec::take_rows(arrays[i]);
 }
 
-JAXREC_EXPORT void jaxrec_put_rows(uint8_t* array, int64_t width, const int32_t* places,
-                                   int64_t count, const uint8_t* rows) {
-  jaxrec::put_rows(array, width, places, count, rows);
+JAXREC_EXPORT void jaxrec_put_rows(const jaxrec::NewRows* arrays, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) jaxrec::put_rows(arrays[i]);
 }
 
-JAXREC_EXPORT void jaxrec_copy_rows(const uint8_t* const* sources, const int32_t* which,
-                                    const int32_t* index, int64_t width, const int32_t* places,
-                                    int64_t count, uint8_t* rows) {
-  jaxrec::copy_rows(sources, which, index, width, places, count, rows);
+JAXREC_EXPORT void jaxrec_copy_rows(const jaxrec::Part* parts, int64_t num_parts,
+                                    const int32_t* which, const int32_t* index, int64_t width,
+                                    const int32_t* places, int64_t count, uint8_t* rows) {
+  jaxrec::copy_rows(parts, num_parts, which, index, width, places, count, rows);
 }
 
 JAXREC_EXPORT void jaxrec_read_records(uint8_t* base, int64_t start, int64_t stride, int64_t width,

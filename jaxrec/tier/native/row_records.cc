@@ -220,8 +220,8 @@ int64_t erase_records(const Records& records, int file, const int64_t* slots, in
   return 0;
 }
 
-void take_rows(const uint8_t* array, int64_t width, const int32_t* places, int64_t count,
-               uint8_t* rows) {
+void take_rows(const Rows& of) {
+  const auto [array, places, width, count, rows] = of;
   for (int64_t i = 0; i < count; ++i) {
     if (i + kAhead < count && places[i + kAhead] >= 0) {
       fetch(array + places[i + kAhead] * width, width);
@@ -234,20 +234,35 @@ void take_rows(const uint8_t* array, int64_t width, const int32_t* places, int64
   }
 }
 
-void put_rows(uint8_t* array, int64_t width, const int32_t* places, int64_t count,
-              const uint8_t* rows) {
+void put_rows(const NewRows& rows) {
+  const auto [array, width, places, count, parts, num_parts] = rows;
   for (int64_t i = 0; i < count; ++i) {
     if (i + kAhead < count) fetch<1>(array + places[i + kAhead] * width, width);
-    std::memcpy(array + places[i] * width, rows + i * width, width);
+    uint8_t* row = array + places[i] * width;
+    for (const Part* part = parts; part != parts + num_parts; ++part) {
+      std::memcpy(row + part->offset, part->bytes + i * part->width, part->width);
+    }
   }
 }
 
-void copy_rows(const uint8_t* const* sources, const int32_t* which, const int32_t* index,
+void copy_rows(const Part* parts, int64_t num_parts, const int32_t* which, const int32_t* index,
                int64_t width, const int32_t* places, int64_t count, uint8_t* rows) {
-  auto row = [=](int64_t i) { return sources[which[i]] + index[i] * width; };
+  auto for_each_part = [=](int64_t i, auto work) {
+    const Part* of_source = parts + which[i] * num_parts;
+    for (const Part* part = of_source; part != of_source + num_parts; ++part) {
+      work(*part, part->bytes + index[i] * part->width);
+    }
+  };
   for (int64_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) fetch(row(i + kAhead), width);
-    std::memcpy(rows + places[i] * width, row(i), width);
+    if (i + kAhead < count) {
+      for_each_part(i + kAhead, [](const Part& part, const uint8_t* bytes) {
+        fetch(bytes, part.width);
+      });
+    }
+    uint8_t* row = rows + places[i] * width;
+    for_each_part(i, [row](const Part& part, const uint8_t* bytes) {
+      std::memcpy(row + part.offset, bytes, part.width);
+    });
   }
 }
 

@@ -35,17 +35,42 @@ void read_records(const Records& records, int file, uint64_t* pages, bool seeks,
 int64_t write_records(const Records& records, int file, uint64_t* pages, bool seeks,
                       const int64_t* slots, const int64_t* ids, int64_t count, const uint8_t* in);
 
-// Copies the rows at some places out of an array of rows of `width` bytes, and zeros for places
-// below 0.
-void take_rows(const uint8_t* array, int64_t width, const int32_t* places, int64_t count,
-               uint8_t* rows);
+// Places in an array of rows of `width` bytes, and room for these rows. All fields have 8 bytes, so
+// that Python writes them as an array.
+struct Rows {
+  const uint8_t* array;
+  const int32_t* places;
+  int64_t width;
+  int64_t count;
+  uint8_t* rows;
+};
 
-// Copies rows to distinct places of an array.
-void put_rows(uint8_t* array, int64_t width, const int32_t* places, int64_t count,
-              const uint8_t* rows);
+// Copies the rows at the places out of the array, and zeros for places below 0.
+void take_rows(const Rows& of);
 
-// Copies row index[i] of array sources[which[i]] to row places[i] of `rows`, for distinct places.
-void copy_rows(const uint8_t* const* sources, const int32_t* which, const int32_t* index,
+// Bytes of the records of `count` rows that lie at `offset` in each record: [count, width].
+struct Part {
+  const uint8_t* bytes;
+  int64_t width;
+  int64_t offset;
+};
+
+// Records that go to distinct places of an array. All fields have 8 bytes, so that Python writes them
+// as an array.
+struct NewRows {
+  uint8_t* array;
+  int64_t width;
+  const int32_t* places;
+  int64_t count;
+  const Part* parts;
+  int64_t num_parts;
+};
+
+void put_rows(const NewRows& rows);
+
+// Copies record index[i] of source which[i] to row places[i] of `rows`, for distinct places. Each
+// source has `num_parts` of the parts, [sources, num_parts].
+void copy_rows(const Part* parts, int64_t num_parts, const int32_t* which, const int32_t* index,
                int64_t width, const int32_t* places, int64_t count, uint8_t* rows);
 
 // Sets the tags of records that have one to 0. Returns 0 or the error number.

@@ -19,7 +19,7 @@ from jaxrec.mesh.store import MeshStore
 from jaxrec.tier.planning.model_tables import TableVocabulary, collection_at
 from jaxrec.tier.rows.first_rows import NewRows, reset
 from jaxrec.tier.rows.row_exchange import send_to_owners, write_from_owners
-from jaxrec.tier.rows.transfer import StoredRows, fetch_all, receive, send_all
+from jaxrec.tier.rows.transfer import StoredRows, announce_all, fetch_all, receive, send_all
 from jaxrec.tier.rows.under_way import EvictedRows
 from jaxrec.tier.vocabulary.vocabulary import NO_CHANGE, Assignment
 
@@ -53,14 +53,18 @@ def begin_moves(
         [transfer for _, transfer in bringing], [assignments[v].new_ids for v, _ in bringing]
     )
     fetched = {v: rows for (v, _), rows in zip(bringing, stored, strict=True)}
-    moves = []
-    for v, (each, assignment) in enumerate(pairs):
-        evicted = None
-        if each.transfer is not None and assignment.evicted_ids.size:
-            evicted = each.transfer.announce(assignment.evicted_ids)
-        is_change = assignment.new_ids.size or assignment.evicted_ids.size
-        moves.append(Move(assignment, evicted, fetched.get(v)) if is_change else NO_MOVE)
-    return moves
+    leaving = [(v, each.transfer) for v, (each, assignment) in enumerate(pairs)
+               if each.transfer is not None and assignment.evicted_ids.size]  # fmt: skip
+    announced = announce_all(
+        [transfer for _, transfer in leaving], [assignments[v].evicted_ids for v, _ in leaving]
+    )
+    evicted = {v: rows for (v, _), rows in zip(leaving, announced, strict=True)}
+    return [
+        Move(assignment, evicted.get(v), fetched.get(v))
+        if assignment.new_ids.size or assignment.evicted_ids.size
+        else NO_MOVE
+        for v, assignment in enumerate(assignments)
+    ]
 
 
 def move_rows(

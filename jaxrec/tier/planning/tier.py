@@ -34,6 +34,7 @@ from jaxrec.tier.vocabulary.vocabulary import (
     TableFullError,
     VocabularyFullError,
     commit_all,
+    propose_all,
 )
 
 # In place of a row: the id reads the row that `Dynamic.unknown` says, even after rows were brought
@@ -245,15 +246,13 @@ class Tier:
         self, foreseen: ForeseenBatch, number: int, held: int, lookups: Sequence[Lookup]
     ) -> list[Proposal]:
         """Propose rows for batch ``number``, keeping those of exactly ``held`` earlier batches."""
-        ids, proposals = foreseen.ids, []
-        for v, each in enumerate(self.vocabularies):
-            try:
-                coming = [of_batch[v] for of_batch in foreseen.coming]
-                proposal = each.vocabulary.propose(ids.ids[v], number, held, lookups[v], coming)
-            except VocabularyFullError as error:
-                raise ids.table_full(v, error, held) from None
-            proposals.append(proposal)
-        return proposals
+        ids = foreseen.ids
+        vocabularies = [each.vocabulary for each in self.vocabularies]
+        coming = [[of_batch[v] for of_batch in foreseen.coming] for v in range(len(vocabularies))]
+        try:
+            return propose_all(vocabularies, ids.ids, number, held, lookups, coming)
+        except VocabularyFullError as error:
+            raise ids.table_full(error.index, error, held) from None
 
     def _rows_after(self, v: int, ids: np.ndarray, number: int) -> np.ndarray:
         """Return the row of each id of vocabulary ``v`` after training batch ``number``, int32."""

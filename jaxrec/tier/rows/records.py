@@ -50,22 +50,31 @@ class RecordLayout:
         )
         return RecordFormat(self.width, ", ".join(fields), num_ids)
 
-    def pack(self, tables: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
-        """Pack rows and states, ``[n, ...]`` by name for each table, as uint8 ``[n, width]``.
+    def parts(self, tables: Sequence[Mapping[str, np.ndarray]]) -> list[np.ndarray]:
+        """Return the bytes of rows and states, uint8 ``[n, _]`` for each of `leaves`.
+
+        ``tables`` has arrays ``[n, ...]`` by name for each table. Side by side the parts are the
+        records.
 
         Raises:
             ValueError: If an array has another shape.
         """
-        records = np.empty((len(tables[0]["rows"]), self.width), np.uint8)
-        for number, (views, values) in enumerate(zip(self.unpack(records), tables, strict=True)):
-            for name, view in views.items():
-                if values[name].shape != view.shape:  # NumPy would repeat a single row or column.
-                    raise ValueError(
-                        f"table {number}: {name!r} has the shape {values[name].shape}, records of "
-                        f"{len(records)} rows need {view.shape}"
-                    )
-                view[:] = values[name]
-        return records
+        count, parts = len(tables[0]["rows"]), []
+        for number, name, width, dtype in self.leaves:
+            values = tables[number][name]
+            shape = (count, width) if width else (count,)
+            if values.shape != shape:
+                raise ValueError(
+                    f"table {number}: {name!r} has the shape {values.shape}, records of {count} "
+                    f"rows need {shape}"
+                )
+            array = np.ascontiguousarray(values, dtype)
+            parts.append(array.view(np.uint8).reshape(count, (width or 1) * dtype.itemsize))
+        return parts
+
+    def pack(self, tables: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray:
+        """Return the records of rows and states, uint8 ``[n, width]``; see `parts`."""
+        return np.concatenate(self.parts(tables), axis=1)
 
     def unpack(self, records: np.ndarray) -> list[dict[str, np.ndarray]]:
         """Return views of the rows and states in records, by name for each table."""
@@ -97,18 +106,21 @@ class StoreTraffic:
         self._waited = self._last_stall = self._stall = 0.0
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Within the block, time a read of the store."""
+    def reading(self, share: float = 1.0) -> Iterator[None]:
+        """Within the block, time a read of the store; others are read with it at a ``share``."""
         start = self._clock()
         yield
-        self._read_seconds += self._clock() - start
+        self._read_seconds += share * (self._clock() - start)
 
     @contextlib.contextmanager
-    def writing(self, rows: int) -> Iterator[None]:
-        """Within the block, time a write of ``rows`` evicted rows; count them if it succeeds."""
+    def writing(self, rows: int, share: float = 1.0) -> Iterator[None]:
+        """Within the block, time a write of ``rows`` evicted rows; count them if it succeeds.
+
+        Other stores are written with this one at a ``share``.
+        """
         start = self._clock()
         yield
-        self._write_seconds += self._clock() - start
+        self._write_seconds += share * (self._clock() - start)
         self._written += rows
 
     @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -16,7 +17,14 @@ import numpy as np
 from jaxrec.mesh.agree import gather_flags, gather_rows, in_all_processes
 from jaxrec.tier.ids.id_map import num_cores
 from jaxrec.tier.rows.records import RecordLayout, StoreTraffic
-from jaxrec.tier.rows.under_way import EvictedRows, RowsUnderWay, WantedRows, WrittenIds
+from jaxrec.tier.rows.under_way import (
+    EvictedRows,
+    RowsUnderWay,
+    WantedRows,
+    WrittenIds,
+    add_all,
+    find_all,
+)
 from jaxrec.tier.stores.row_store import RecordFormat, RowStore
 from jaxrec.tier.stores.urls import Division
 
@@ -102,11 +110,13 @@ def fetch_all(transfers: Sequence[RowTransfer], ids: Sequence[np.ndarray]) -> li
     # longer than many reads.
     tasks: dict[_Thread, list[tuple[StoredRows, np.ndarray]]] = {}
     fetched = []
-    for transfer, of_transfer in zip(transfers, ids, strict=True):
-        own = transfer._own(of_transfer)
-        # Before the read is queued: a row that arrives at the store between the two is found twice,
-        # and never missed.
-        under_way = transfer._under_way.find(own)
+    own_ids = [each._own(of_transfer) for each, of_transfer in zip(transfers, ids, strict=True)]
+    # Before the read is queued: a row that arrives at the store between the two is found twice, and
+    # never missed.
+    all_under_way = find_all([each._under_way for each in transfers], own_ids)
+    for transfer, of_transfer, own, under_way in zip(
+        transfers, ids, own_ids, all_under_way, strict=True
+    ):
         stored = StoredRows(
             transfer, of_transfer, transfer.owners(of_transfer), _Future(), under_way
         )
@@ -118,11 +128,70 @@ def fetch_all(transfers: Sequence[RowTransfer], ids: Sequence[np.ndarray]) -> li
 
 
 def _read_all(task: Sequence[tuple[StoredRows, np.ndarray]]) -> None:
+    by_class: dict[type[RowStore], list[tuple[StoredRows, np.ndarray]]] = {}
     for stored, own in task:
-        try:
-            stored.stored.set_result(stored.transfer._get(own, stored.under_way))
-        except BaseException as error:
-            stored.stored.set_exception(error)
+        by_class.setdefault(type(stored.transfer.store), []).append((stored, own))
+    for of_class in by_class.values():
+        _read_together(of_class)
+
+
+def _read_together(task: Sequence[tuple[StoredRows, np.ndarray]]) -> None:
+    """Read from stores of one class; one by one after an error, which is of one store."""
+    try:
+        transfers = [stored.transfer for stored, _ in task]
+        read = _get_all(transfers, [own for _, own in task])
+        for (stored, _), (found, records) in zip(task, read, strict=True):
+            found[stored.under_way.positions] = True
+            stored.stored.set_result((found, records if found.all() else records[found]))
+    except BaseException as error:
+        left = [(stored, own) for stored, own in task if not stored.stored.done()]
+        if len(task) > 1:
+            for each in left:
+                _read_together([each])
+        else:
+            left[0][0].stored.set_exception(error)
+
+
+def _get_all(
+    transfers: Sequence[RowTransfer], ids: Sequence[np.ndarray]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Read records of several stores of one class.
+
+    Returns:
+        For each store whether each id has a record, and the records; contiguous arrays that may be
+        changed.
+    """
+    results = [
+        (np.zeros(0, np.bool_), np.zeros((0, each.layout.width), np.uint8)) for each in transfers
+    ]
+    wanted = [number for number, of_store in enumerate(ids) if of_store.size]
+    if not wanted:
+        return results
+    stores = [transfers[number].store for number in wanted]
+    with contextlib.ExitStack() as clocks:
+        for number in wanted:
+            clocks.enter_context(transfers[number].traffic.reading(1 / len(wanted)))
+        read = type(stores[0]).get_all(stores, [ids[number] for number in wanted])
+    for number, (found, records) in zip(wanted, read, strict=True):
+        # A store outside of this package may return anything, and native code copies from these
+        # arrays.
+        size, width = ids[number].size, transfers[number].layout.width
+        given = [(array.shape, array.dtype) for array in (found, records)]
+        if given != [((size,), np.dtype(np.bool_)), ((size, width), np.dtype(np.uint8))]:
+            raise ValueError(
+                f"get of {size} ids returned {found.dtype} {list(found.shape)} and "
+                f"{records.dtype} {list(records.shape)}; a RowStore returns bool [{size}] and "
+                f"uint8 {[size, width]}"
+            )
+        arrays = (np.require(array, requirements=["C", "W"]) for array in (found, records))
+        results[number] = next(arrays), next(arrays)
+    return results
+
+
+def announce_all(transfers: Sequence[RowTransfer], ids: Sequence[np.ndarray]) -> list[EvictedRows]:
+    """Register evicted ids, int64 ``[n]`` for each transfer, whose rows `send_all` brings later."""
+    own_ids = [each._own(of_transfer) for each, of_transfer in zip(transfers, ids, strict=True)]
+    return add_all([each._under_way for each in transfers], own_ids)
 
 
 def send_all(sent: Sequence[tuple[RowTransfer, EvictedRows, Callable[[], Any]]]) -> None:
@@ -141,8 +210,60 @@ def send_all(sent: Sequence[tuple[RowTransfer, EvictedRows, Callable[[], Any]]])
 
 
 def _send_all(task: Sequence[tuple[RowTransfer, EvictedRows, Callable[[], Any]]]) -> None:
+    by_class: dict[type[RowStore], list[tuple[RowTransfer, EvictedRows, list[np.ndarray]]]] = {}
     for transfer, evicted, rows in task:
-        transfer._send(evicted, rows)
+        try:
+            parts = transfer.layout.parts(rows())
+            # Before the write: an id that returns at once gets its row from here.
+            evicted.parts.set_result(parts)
+            by_class.setdefault(type(transfer.store), []).append((transfer, evicted, parts))
+        except BaseException as error:
+            transfer._error = error
+            evicted.parts.set_exception(error)
+            transfer._room.release()
+    for of_class in by_class.values():
+        _write_together(of_class)
+        for transfer, _, _ in of_class:
+            transfer._room.release()
+
+
+def _write_together(task: Sequence[tuple[RowTransfer, EvictedRows, list[np.ndarray]]]) -> None:
+    """Write to stores of one class; one by one after an error, which is of one store."""
+    try:
+        with contextlib.ExitStack() as clocks:
+            for transfer, evicted, _ in task:
+                clocks.enter_context(transfer.traffic.writing(evicted.ids.size, 1 / len(task)))
+            _put_all(
+                [transfer for transfer, _, _ in task],
+                [evicted.ids for _, evicted, _ in task],
+                [parts for _, _, parts in task],
+            )
+        for transfer, evicted, _ in task:
+            transfer._under_way.remove(evicted)
+    except BaseException as error:
+        if len(task) > 1:  # Records that are written again are the same.
+            for each in task:
+                _write_together([each])
+        else:
+            task[0][0]._error = error
+
+
+def _put_all(
+    transfers: Sequence[RowTransfer],
+    ids: Sequence[np.ndarray],
+    parts: Sequence[Sequence[np.ndarray]],
+) -> None:
+    """Write the records of several stores of one class, from their parts."""
+    wanted = [number for number, of_store in enumerate(ids) if of_store.size]
+    if not wanted:
+        return
+    for number in wanted:
+        # Noted before the write: if it fails half way, some records have changed nevertheless.
+        for watcher in transfers[number].watchers:
+            watcher.add(ids[number])
+    stores = [transfers[number].store for number in wanted]
+    put_all = type(stores[0]).put_all
+    put_all(stores, [ids[number] for number in wanted], [parts[number] for number in wanted])
 
 
 def receive(fetched: Sequence[StoredRows]) -> list[tuple[np.ndarray, list[dict[str, np.ndarray]]]]:
@@ -241,27 +362,12 @@ class RowTransfer:
         return self.division.is_own(ids)
 
     def announce(self, ids: np.ndarray) -> EvictedRows:
-        """Register evicted ids, int64 ``[n]``, whose rows `send_all` brings later."""
-        return self._under_way.add(self._own(ids))
+        """Register evicted ids, as `announce_all`."""
+        return announce_all([self], [ids])[0]
 
     def send(self, evicted: EvictedRows, rows: Callable[[], Any]) -> None:
         """Send announced rows to the store, as `send_all`."""
         send_all([(self, evicted, rows)])
-
-    def _send(self, evicted: EvictedRows, rows: Callable[[], Any]) -> None:
-        try:
-            records = self.layout.pack(rows())
-            # Before the write: an id that returns at once gets its row from here.
-            evicted.records.set_result(records)
-            with self.traffic.writing(evicted.ids.size):
-                self._put(evicted.ids, records)
-            self._under_way.remove(evicted)
-        except BaseException as error:
-            self._error = error
-            if not evicted.records.done():
-                evicted.records.set_exception(error)
-        finally:
-            self._room.release()
 
     def put(self, ids: np.ndarray, tables: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Write rows that are on the host to the store.
@@ -273,7 +379,7 @@ class RowTransfer:
             is_own = self.division.is_own(ids)
             ids = ids[is_own]
             tables = [{name: x[is_own] for name, x in table.items()} for table in tables]
-        self._together(lambda: self._put(ids, self.layout.pack(tables)))
+        self._together(lambda: _put_all([self], [ids], [self.layout.parts(tables)]))
 
     def delete(self, ids: np.ndarray) -> None:
         """Remove the rows of ids from the store; ids without a row are skipped."""
@@ -283,14 +389,6 @@ class RowTransfer:
                 watcher.add(own)
         # A process that owns none of the ids still takes part, or the others would wait for it.
         self._together(lambda: self.store.delete(own) if own.size else None)
-
-    def _put(self, ids: np.ndarray, records: np.ndarray) -> None:
-        if not ids.size:
-            return
-        for watcher in self.watchers:
-            watcher.add(ids)
-        # Noted before the write: if it fails half way, some records have changed nevertheless.
-        self.store.put(ids, records)
 
     def _own(self, ids: np.ndarray) -> np.ndarray:
         return ids if self.division is None else ids[self.division.is_own(ids)]
@@ -309,36 +407,14 @@ class RowTransfer:
         With a divided store every process calls this, and gets the records of all stores.
         """
         if self.division is None:
-            return self._get_own(ids)
-        own = _attempt(lambda: self._get_own(self._own(ids)))
+            return _get_all([self], [ids])[0]
+        own = _attempt(lambda: _get_all([self], [self._own(ids)])[0])
         owners = self.division.owners(ids)
         (found,) = gather_flags([own.found], [owners], own.error)
         records = np.zeros((ids.size, self.layout.width), np.uint8)
         for process, part in enumerate(gather_rows(own.records)):
             records[owners == process] = part
         return found, records
-
-    def _get_own(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Read the records of ids that this process owns.
-
-        Returns:
-            Whether each id has a record, and the records; contiguous arrays that may be changed.
-        """
-        shape = (ids.size, self.layout.width)
-        if not ids.size:
-            return np.zeros(0, np.bool_), np.zeros(shape, np.uint8)
-        arrays = found, records = self.store.get(ids)
-        # A store outside of this package may return anything, and native code copies from these
-        # arrays.
-        given = [(array.shape, array.dtype) for array in arrays]
-        if given != [(ids.shape, np.dtype(np.bool_)), (shape, np.dtype(np.uint8))]:
-            raise ValueError(
-                f"get of {ids.size} ids returned {found.dtype} {list(found.shape)} and "
-                f"{records.dtype} {list(records.shape)}; a RowStore returns bool [{ids.size}] and "
-                f"uint8 {list(shape)}"
-            )
-        own, own_records = (np.require(array, requirements=["C", "W"]) for array in arrays)
-        return own, own_records
 
     def scan(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the records of all stores, as `jaxrec.tier.RowStore.scan`.
@@ -374,12 +450,6 @@ class RowTransfer:
     def fetch(self, ids: np.ndarray) -> StoredRows:
         """Start to read the rows of distinct ids, int64 ``[n]``, in a thread."""
         return fetch_all([self], [ids])[0]
-
-    def _get(self, ids: np.ndarray, under_way: WantedRows) -> tuple[np.ndarray, np.ndarray]:
-        with self.traffic.reading():
-            found, records = self._get_own(ids)
-        found[under_way.positions] = True
-        return found, records if found.all() else records[found]
 
     def replaced(self) -> None:
         """Note that a checkpoint's records have replaced the store's."""

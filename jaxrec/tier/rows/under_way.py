@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import itertools
 import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +27,8 @@ class EvictedRows:
 
     ids: np.ndarray
     number: int
-    records: concurrent.futures.Future[np.ndarray] = dataclasses.field(
+    # The parts of the records (`RecordLayout.parts`).
+    parts: concurrent.futures.Future[list[np.ndarray]] = dataclasses.field(
         default_factory=concurrent.futures.Future
     )
 
@@ -46,16 +51,25 @@ class WantedRows:
 
     def wait(self) -> None:
         """Wait until the rows are on the host, or an error keeps them from it."""
-        concurrent.futures.wait([each.records for each in self.evictions])
+        concurrent.futures.wait([each.parts for each in self.evictions])
 
     def copy_to(self, rows: np.ndarray, places: np.ndarray) -> None:
         """Copy the rows to some places, int32 ``[n]``, of ``rows``, after `wait`."""
-        sources = [each.records.result() for each in self.evictions]
+        sources = [each.parts.result() for each in self.evictions]
         implementation.current().copy_rows(sources, self.which, self.index, places, rows)
 
 
-_NO_INDICES = np.zeros(0, np.int32)
+_NO_IDS, _NO_INDICES = np.zeros(0, np.int64), np.zeros(0, np.int32)
 _NO_ROWS = WantedRows((), _NO_INDICES, _NO_INDICES, _NO_INDICES)
+
+
+class Evictions(NamedTuple):
+    """Ids of one table that are evicted, or looked for among evicted ones, for native code."""
+
+    last: np.ndarray  # `RowsUnderWay._last`
+    places: np.ndarray  # int64 [n], index of each id in `last`; negative: it was never evicted
+    numbers: np.ndarray  # int64 [m], numbers of the evictions under way, ascending
+    next: int  # number of the eviction that is added
 
 
 class RowsUnderWay:
@@ -82,49 +96,34 @@ class RowsUnderWay:
 
     def add(self, ids: np.ndarray) -> EvictedRows:
         """Register the eviction of distinct ids, int64 ``[n]``."""
-        with self._lock:
-            self._num_evictions += 1
-            number = self._num_evictions
-            evicted = self._evictions[number] = EvictedRows(ids, number)
-            places = ids
-            if self._places is not None:
-                places = self._places.assign(ids)
-                grown = self._places.room - self._last.size
-                if grown > 0:
-                    self._last = np.concatenate([self._last, np.zeros(grown, np.int64)])
-            first = number << 32
-            self._last[places] = np.arange(first, first + ids.size)
-            return evicted
+        return add_all([self], [ids])[0]
 
     def find(self, ids: np.ndarray) -> WantedRows:
         """Return the rows of distinct ids that are under way, of their last eviction each."""
-        with self._lock:
-            if not self._evictions:
-                return _NO_ROWS
-            if self._places is None:
-                last = self._last[ids]
-            else:
-                places = self._places.find(ids)
-                last = np.where(places >= 0, self._last[places], 0)
-            # Older numbers are those of evictions that have arrived; they are not erased from the
-            # array.
-            first = min(self._evictions)
-            positions = np.flatnonzero(last >= first << 32).astype(np.int32)
-            if not positions.size:
-                return _NO_ROWS
-            last = last[positions]
-            number, index = last >> 32, last.astype(np.int32)  # of the lower half
-            # The place of each eviction in the result; -1: it has arrived, as later ones may have.
-            place = np.full(int(number.max()) - first + 1, -1, np.int32)
-            numbers = [each for each in self._evictions if each - first < place.size]
-            place[np.array(numbers) - first] = np.arange(len(numbers))
-            which = place[number - first]
-            is_here = which >= 0
-            if not is_here.any():
-                return _NO_ROWS
-            # Evictions beyond the last one that is wanted may be sent later than the caller waits.
-            evictions = [self._evictions[each] for each in numbers[: which.max() + 1]]
-            return WantedRows(tuple(evictions), which[is_here], index[is_here], positions[is_here])
+        return find_all([self], [ids])[0]
+
+    def _add(self, ids: np.ndarray) -> tuple[EvictedRows, Evictions]:
+        self._num_evictions += 1
+        number = self._num_evictions
+        evicted = self._evictions[number] = EvictedRows(ids, number)
+        places = ids
+        if self._places is not None:
+            places = self._places.assign(ids).astype(np.int64)
+            grown = self._places.room - self._last.size
+            if grown > 0:
+                self._last = np.concatenate([self._last, np.zeros(grown, np.int64)])
+        return evicted, Evictions(self._last, places, _NO_IDS, number)
+
+    def _find(self, ids: np.ndarray) -> Evictions:
+        places = ids if self._places is None else self._places.find(ids).astype(np.int64)
+        return Evictions(self._last, places, np.array(list(self._evictions), np.int64), 0)
+
+    def _wanted(self, which: np.ndarray, index: np.ndarray, positions: np.ndarray) -> WantedRows:
+        if not positions.size:
+            return _NO_ROWS
+        # Evictions beyond the last one that is wanted may be sent later than the caller waits.
+        evictions = tuple(itertools.islice(self._evictions.values(), int(which.max()) + 1))
+        return WantedRows(evictions, which, index, positions)
 
     def remove(self, evicted: EvictedRows) -> None:
         """Forget an eviction whose rows the store has."""
@@ -138,7 +137,33 @@ class RowsUnderWay:
             self._places.remove(evicted.ids[is_last & (places >= 0)])
 
 
-_NO_IDS = np.zeros(0, np.int64)
+def add_all(under_way: Sequence[RowsUnderWay], ids: Sequence[np.ndarray]) -> list[EvictedRows]:
+    """Register the eviction of distinct ids in each of several tables, by one native call."""
+    if not under_way:
+        return []
+    with _locked(under_way):
+        added = [each._add(of_table) for each, of_table in zip(under_way, ids, strict=True)]
+        implementation.current().add_evictions([evictions for _, evictions in added])
+        return [evicted for evicted, _ in added]
+
+
+def find_all(under_way: Sequence[RowsUnderWay], ids: Sequence[np.ndarray]) -> list[WantedRows]:
+    """Return the rows of distinct ids that are under way in each table, by one native call."""
+    if not under_way:
+        return []
+    with _locked(under_way):
+        wanted = [each._find(of_table) for each, of_table in zip(under_way, ids, strict=True)]
+        found = implementation.current().find_evictions(wanted)
+        return [each._wanted(*of_table) for each, of_table in zip(under_way, found, strict=True)]
+
+
+@contextlib.contextmanager
+def _locked(under_way: Sequence[RowsUnderWay]) -> Iterator[None]:
+    """Hold the locks of several tables; other threads hold one of them at a time."""
+    with contextlib.ExitStack() as locks:
+        for each in under_way:
+            locks.enter_context(each._lock)
+        yield
 
 
 class WrittenIds:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxrec.tier.ids import implementation
-from jaxrec.tier.ids.id_map import Places
+from jaxrec.tier.ids.id_map import Places, assign_all, find_all
 from jaxrec.tier.stores.record_format import RecordFormat
 from jaxrec.tier.stores.row_store import RowStore
 
@@ -45,19 +46,32 @@ class MemoryStore(RowStore):
             self._empty()
 
     def get(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        with self._lock:
-            places = self._places.find(ids)
-            return places >= 0, implementation.current().take_rows(self._opened.array, places)
+        return _get_all([self], [ids])[0]
+
+    @classmethod
+    def get_all(
+        cls, stores: Sequence[Any], ids: Sequence[np.ndarray]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        # A class derived from this one may read in another way.
+        return super().get_all(stores, ids) if cls.get != MemoryStore.get else _get_all(stores, ids)
 
     def put(self, ids: np.ndarray, records: np.ndarray) -> None:
         rows = np.ascontiguousarray(records, np.uint8)
         if rows.shape != (ids.size, self.format.width):
             raise ValueError(f"{ids.size} records of {self.format}, got shape {rows.shape}")
-        with self._lock:
-            places = self._places.assign(ids)
-            if self._places.room > self._opened.room:
-                self._opened.grow(self._places.room)
-            implementation.current().put_rows(self._opened.array, places, rows)
+        _put_all([self], [ids], [[rows]])
+
+    @classmethod
+    def put_all(
+        cls,
+        stores: Sequence[Any],
+        ids: Sequence[np.ndarray],
+        parts: Sequence[Sequence[np.ndarray]],
+    ) -> None:
+        if cls.put != MemoryStore.put:
+            super().put_all(stores, ids, parts)
+        else:
+            _put_all(stores, ids, parts)
 
     def delete(self, ids: np.ndarray) -> None:
         with self._lock:
@@ -91,6 +105,42 @@ class MemoryStore(RowStore):
     def _empty(self) -> None:
         self._records = GrowingRecords(_FIRST_ROOM, self.format.width)
         self._places = Places(_FIRST_ROOM, self.format.num_ids)
+
+
+def _get_all(
+    stores: Sequence[MemoryStore], ids: Sequence[np.ndarray]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Read records of several stores by two native calls."""
+    with _locked(stores):
+        places = find_all([each._places for each in stores], ids)
+        # The arrays go with the call: a store whose array is in use cannot grow.
+        take_rows = implementation.current().take_rows
+        records = take_rows([each._opened.array for each in stores], places)
+    return [(of_store >= 0, rows) for of_store, rows in zip(places, records, strict=True)]
+
+
+def _put_all(
+    stores: Sequence[MemoryStore],
+    ids: Sequence[np.ndarray],
+    parts: Sequence[Sequence[np.ndarray]],
+) -> None:
+    """Write records of several stores, from their parts, by two native calls."""
+    with _locked(stores):
+        places = assign_all([each._places for each in stores], ids)
+        for each in stores:
+            if each._places.room > each._opened.room:
+                each._opened.grow(each._places.room)
+        put_rows = implementation.current().put_rows
+        put_rows([each._opened.array for each in stores], places, parts)
+
+
+@contextlib.contextmanager
+def _locked(stores: Sequence[MemoryStore]) -> Iterator[None]:
+    """Hold the locks of several stores, always in one order."""
+    with contextlib.ExitStack() as locks:
+        for each in sorted(stores, key=id):
+            locks.enter_context(each._lock)
+        yield
 
 
 class GrowingRecords:

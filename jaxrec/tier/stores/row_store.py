@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import pathlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -76,6 +77,31 @@ class RowStore(abc.ABC):
             OSError: A record could not be written. Each record is then the old or the new one, or
                 absent if it was new.
         """
+
+    @classmethod
+    def get_all(
+        cls, stores: Sequence[Any], ids: Sequence[np.ndarray]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Read records of several stores of this class, as `get` of each with its ids.
+
+        A class whose stores are `in_memory` may read all of them at once.
+        """
+        return [store.get(of_store) for store, of_store in zip(stores, ids, strict=True)]
+
+    @classmethod
+    def put_all(
+        cls,
+        stores: Sequence[Any],
+        ids: Sequence[np.ndarray],
+        parts: Sequence[Sequence[np.ndarray]],
+    ) -> None:
+        """Write records of several stores of this class, as `put` of each with its ids.
+
+        The records of a store come in parts, uint8 ``[n, _]``, contiguous: side by side they are
+        the records. A class whose stores are `in_memory` may write all of them at once.
+        """
+        for store, of_store, of_records in zip(stores, ids, parts, strict=True):
+            store.put(of_store, np.concatenate(of_records, axis=1))
 
     @abc.abstractmethod
     def delete(self, ids: np.ndarray) -> None:

@@ -90,6 +90,14 @@ class Uses:
         if self._num_waiting >= _MOST_USES or len(self._waiting) >= _MOST_BATCHES:
             self.record()
 
+    def take(self) -> list[tuple[np.ndarray, int]]:
+        """Return the waiting uses, which the caller records: rows, int32 ``[n]``, and batches."""
+        # Powers and times change with the counts, batch by batch.
+        if self._policy.uses_power or self._policy.uses_seconds:
+            self.record()
+        waiting, self._waiting, self._num_waiting = self._waiting, [], 0
+        return [(rows, batch) for rows, batch, _ in waiting]
+
     def record(self) -> None:
         """Write the waiting uses to the records."""
         waiting, self._waiting, self._num_waiting = self._waiting, [], 0

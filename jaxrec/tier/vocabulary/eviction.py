@@ -120,6 +120,11 @@ class Eviction:
         """Whether the policy implements `keys`, as a vocabulary on the host needs."""
         return type(self).keys is not Eviction.keys
 
+    @property
+    def orders_by_last_use(self) -> bool:
+        """Whether `keys` returns `Records.last_use`, which then need not be up to date for it."""
+        return type(self).keys is _last_use
+
     def scores(
         self, metadata: Mapping[str, Int32[Array, " ids"]], iteration: Int32[Array, ""]
     ) -> Num[Array, " ids"]:
@@ -167,15 +172,18 @@ class Eviction:
         return 0.0
 
 
+def _last_use(policy: Eviction, records: Records, batch: int) -> np.ndarray:
+    """Return the keys of policies that evict the least recently used rows."""
+    return records.last_use.view(np.uint64)
+
+
 @dataclasses.dataclass(frozen=True)
 class Lru(Eviction):
     """Policy that evicts the least recently used rows; `lru` makes it."""
 
     metadata = (LAST_ACCESS,)
     decay_exponent = 1.0
-
-    def keys(self, records: Records, batch: int) -> np.ndarray:
-        return records.last_use.view(np.uint64)
+    keys = _last_use
 
     def scores(self, metadata, iteration):
         return -_decay(iteration - metadata[LAST_ACCESS] + 1, self.decay_exponent)
@@ -238,8 +246,7 @@ class TimeToLive(Eviction):
                 f"batches={self.batches}, hours={self.hours}"
             )
 
-    def keys(self, records: Records, batch: int) -> np.ndarray:
-        return records.last_use.view(np.uint64)
+    keys = _last_use
 
     def expired(self, records: Records, batch: int) -> np.ndarray:
         if self.batches is not None:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrec.embed.config import MAX_ROWS
-from jaxrec.tier.ids.batch_ops import mark_eligible, mix, smallest
+from jaxrec.tier.ids.batch_ops import Search, mix, search, smallest
 from jaxrec.tier.ids.id_map import IdMap, Lookup, MapChange, commit, lookup_all
 from jaxrec.tier.vocabulary.counts import Sightings, Statistics, Uses
-from jaxrec.tier.vocabulary.eviction import FIRST_POWER, Records
+from jaxrec.tier.vocabulary.eviction import FIRST_POWER, Eviction, Records
 from jaxrec.tier.vocabulary.next_use import spare_coming
 from jaxrec.tier.vocabulary.settings import Dynamic
 
@@ -29,6 +29,7 @@ class VocabularyFullError(ValueError):
     def __init__(self, needed: int, available: int, room: int, first_id: int) -> None:
         super().__init__(needed, available, room, first_id)
         self.needed, self.available, self.room, self.first_id = needed, available, room, first_id
+        self.index = 0  # of the vocabulary, among those of a batch
 
 
 class TableFullError(ValueError):
@@ -71,6 +72,24 @@ class Proposal:
     sightings: np.ndarray  # int64 [absent], of each of `lookup.absent`
     admitted: np.ndarray | None  # bool [absent]; None: every absent id gets a row
     victims: np.ndarray  # int32 [e], rows to evict
+
+    @property
+    def new_ids(self) -> np.ndarray:
+        """The distinct ids that get rows, int64 ``[m]``."""
+        absent = self.lookup.absent
+        return absent if self.admitted is None else absent[self.admitted]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shortage:
+    """A batch whose new ids may need more rows than are free, and the search for rows to evict."""
+
+    search: Search
+    new_ids: np.ndarray  # int64 [m]
+    batch: int
+    # With one of these, the search only tells which rows are eligible.
+    coming: Sequence[np.ndarray]
+    expired: np.ndarray | None  # bool [rows]
 
 
 class Vocabulary:
@@ -150,18 +169,17 @@ class Vocabulary:
         Rows that the last ``held`` batches before this one use are not evicted. ``coming`` has the
         ids of the next batches, nearest first, for policies with a `foresight`.
         """
-        # Nothing changes here, so that a caller whose batch does not fit may try again with a
-        # smaller `held`, or raise an error that leaves all vocabularies of the model as they were.
-        if lookup is None:
-            (lookup,) = lookup_all([self.map], [ids])
+        lookups = lookup_all([self.map], [ids]) if lookup is None else [lookup]
+        (proposal,) = propose_all([self], [ids], batch, held, lookups, [coming])
+        return proposal
+
+    def _begin_proposal(self, ids: np.ndarray, batch: int, lookup: Lookup) -> Proposal:
+        """Decide which ids of a batch get rows; return a proposal without victims."""
         sightings = lookup.counts
         if self.sightings is not None:
             sightings = self.sightings.count(lookup.absent, lookup.counts)
         admitted = self._admit(lookup.absent, sightings, batch)
-        new_ids = lookup.absent if admitted is None else lookup.absent[admitted]
-        coming = coming[: self.settings.eviction.foresight]
-        victims = self._choose_victims(new_ids, batch, held, lookup.slots, coming)
-        return Proposal(ids, batch, lookup, sightings, admitted, victims)
+        return Proposal(ids, batch, lookup, sightings, admitted, _NO_ROWS)
 
     def commit(self, proposal: Proposal) -> Assignment:
         """Carry out a proposal; the vocabulary must not have changed since `propose`."""
@@ -216,8 +234,9 @@ class Vocabulary:
         # evict them when it is short of rows: an evaluation must not make training fail.
         records, victims = self.records, _NO_ROWS
         if ids.size > self._num_free:
-            eligible, count = mark_eligible(records.born, records.last_use, last_use + 1, hits)
-            victims = self._least_used(ids, self._num_free, eligible, count, batch)
+            shortage = self._shortage(ids, batch, last_use + 1, hits)
+            assert shortage is not None
+            victims = self._victims(shortage, *search([shortage.search])[0])
         evicted_ids = self._evict(victims)
         rows = self._take_free(ids.size)
         self._insert(ids, rows, batch)
@@ -254,60 +273,80 @@ class Vocabulary:
             admitted &= draws < self.settings.admit_probability
         return admitted
 
-    def _choose_victims(
+    def _may_expire(self, batch: int) -> bool:
+        """Whether the policy looks for expired rows at a batch."""
+        policy = self.settings.eviction
+        return type(policy).expired is not Eviction.expired and not batch % policy.expiry_interval
+
+    def _searches_last_uses(self, batch: int, coming: Sequence[np.ndarray]) -> bool:
+        """Whether the rows to evict for a batch are those of the smallest last uses."""
+        policy = self.settings.eviction
+        is_plain = not coming[: policy.foresight] and not self._may_expire(batch)
+        return is_plain and policy.orders_by_last_use
+
+    def _shortage(
         self,
         new_ids: np.ndarray,
         batch: int,
-        held: int,
+        bound: int,
         hits: np.ndarray,
-        coming: Sequence[np.ndarray],
-    ) -> np.ndarray:
-        """Return the rows to evict for a batch, int32: expired ones, and more if new ids need them.
+        coming: Sequence[np.ndarray] = (),
+        *,
+        may_expire: bool = False,
+    ) -> _Shortage | None:
+        """Return the search for rows for the new ids of a batch; None: the batch evicts no row.
 
-        The rows in ``hits`` and those of the last ``held`` batches stay.
+        The rows in ``hits``, int32 ``[n]``, and those used from batch ``bound`` on stay.
         """
-        policy, free = self.settings.eviction, self._num_free
-        is_due = batch % policy.expiry_interval == 0
+        policy, lacking = self.settings.eviction, new_ids.size - self._num_free
+        coming = coming[: policy.foresight]
+        expired = policy.expired(self.records, batch) if may_expire else None
         # The usual batch of a table with free rows ends here; all else reads every record.
-        if new_ids.size <= free and not is_due:
-            return _NO_ROWS
-        records = self.records
-        eligible, available = mark_eligible(records.born, records.last_use, batch - held, hits)
-        expired = policy.expired(records, batch) if is_due else None
-        victims = _NO_ROWS
-        if expired is not None:
+        if expired is None and lacking <= 0:
+            return None
+        if coming or expired is not None:
+            eligible = np.empty(self.num_rows, np.bool_)
+            wanted = Search(self.records, (), bound, hits, None, 0, 0, eligible)
+        else:
+            keys = None
+            if not policy.orders_by_last_use:
+                keys = policy.keys(self.records, batch)
+            uses, most = self._uses.take(), self._most(lacking)
+            wanted = Search(self._records, uses, bound, hits, keys, lacking, most)
+        return _Shortage(wanted, new_ids, batch, coming, expired)
+
+    def _victims(self, shortage: _Shortage, available: int, found: np.ndarray) -> np.ndarray:
+        """Return the rows to evict, int32 ``[e]``: expired ones, and others if new ids need them.
+
+        ``available`` rows are eligible; ``found`` are those that the search found.
+        """
+        new_ids, free, expired = shortage.new_ids, self._num_free, shortage.expired
+        eligible, victims = shortage.search.eligible, _NO_ROWS
+        if expired is not None and eligible is not None:
             victims = np.flatnonzero(expired & eligible).astype(np.int32)
             eligible[victims] = False
-        free, available = free + victims.size, available - victims.size
-        if new_ids.size <= free:
-            return victims
-        least_used = self._least_used(new_ids, free, eligible, available, batch, coming)
-        return np.concatenate([victims, least_used]) if victims.size else least_used
-
-    def _least_used(
-        self,
-        new_ids: np.ndarray,
-        free: int,
-        eligible: np.ndarray,
-        available: int,
-        batch: int,
-        coming: Sequence[np.ndarray] = (),
-    ) -> np.ndarray:
-        """Return rows to evict by the policy, int32 ``[m]``, enough for all new ids.
-
-        ``free`` rows are free. ``eligible``, bool ``[rows]``, has the ``available`` other ones set.
-        """
+            free, available = free + victims.size, available - victims.size
+            if new_ids.size <= free:
+                return victims
         lacking = new_ids.size - free
         if lacking > available:
             fitting = free + available
             raise VocabularyFullError(new_ids.size, fitting, self.room, int(new_ids[fitting]))
+        if eligible is None:
+            return found
+        keys, count = self.settings.eviction.keys(self.records, shortage.batch), self._most(lacking)
+        count = min(count, available)
+        if shortage.coming:
+            found = spare_coming(keys, eligible, lacking, count, self.map, shortage.coming)
+        else:
+            found = smallest(keys, eligible, count)
+        return np.concatenate([victims, found]) if victims.size else found
+
+    def _most(self, lacking: int) -> int:
+        """Return the number of rows to evict where ``lacking`` rows are missing."""
         # Choosing victims reads the keys of all rows, however few are needed. Evicting a share of
         # the table at once leaves free rows for many batches, which then skip this.
-        count = min(max(lacking, int(self.settings.evict_fraction * self.room)), available)
-        keys = self.settings.eviction.keys(self.records, batch)
-        if not coming:
-            return smallest(keys, eligible, count)
-        return spare_coming(keys, eligible, lacking, count, self.map, coming)
+        return max(lacking, int(self.settings.evict_fraction * self.room))
 
     def _evict(self, rows: np.ndarray) -> np.ndarray:
         """Take rows, int32 ``[n]``, away from their ids; return these ids, int64 ``[n]``."""
@@ -419,6 +458,55 @@ class Vocabulary:
                 self.sightings.new_ids = int(state["sightings_new_ids"][0])
         self.statistics = Statistics(self.room)
         return LoadedRows(old_rows, rows, dropped_ids, dropped_rows)
+
+
+def propose_all(
+    vocabularies: Sequence[Vocabulary],
+    ids: Sequence[np.ndarray],
+    batch: int,
+    held: int,
+    lookups: Sequence[Lookup],
+    coming: Sequence[Sequence[np.ndarray]],
+) -> list[Proposal]:
+    """Propose rows for the ids of one batch in several vocabularies; see `Vocabulary.propose`.
+
+    All but ``batch`` and ``held`` have an item for each vocabulary.
+
+    Raises:
+        VocabularyFullError: The index of the first vocabulary without room is its `index`.
+    """
+    # Nothing changes here, so that a caller whose batch does not fit may try again with a smaller
+    # `held`, or raise an error that leaves all vocabularies of the model as they were.
+    proposals = [
+        each._begin_proposal(of_ids, batch, lookup)
+        for each, of_ids, lookup in zip(vocabularies, ids, lookups, strict=True)
+    ]
+
+    def shortage_of(index: int) -> _Shortage | None:
+        each, proposal = vocabularies[index], proposals[index]
+        bound, hits, may_expire = batch - held, proposal.lookup.slots, each._may_expire(batch)
+        return each._shortage(
+            proposal.new_ids, batch, bound, hits, coming[index], may_expire=may_expire
+        )
+
+    # One native call searches all tables by last uses. Others are searched in turn: their keys take
+    # memory.
+    indices = range(len(vocabularies))
+    together = {i for i in indices if vocabularies[i]._searches_last_uses(batch, coming[i])}
+    shortages = {i: shortage for i in together if (shortage := shortage_of(i)) is not None}
+    found = dict(zip(shortages, search([x.search for x in shortages.values()]), strict=True))
+    for i in indices:
+        shortage = shortages.get(i) if i in together else shortage_of(i)
+        if shortage is None:
+            continue
+        try:
+            result = found[i] if i in together else search([shortage.search])[0]
+            victims = vocabularies[i]._victims(shortage, *result)
+        except VocabularyFullError as error:
+            error.index = i
+            raise
+        proposals[i] = dataclasses.replace(proposals[i], victims=victims)
+    return proposals
 
 
 def commit_all(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import copy
+import dataclasses
 import functools
 import operator
 
@@ -12,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrec.tier.ids import implementation, library, reference
-from jaxrec.tier.ids.batch_ops import distinct, mark_eligible, mix, record_uses, smallest
+from jaxrec.tier.ids.batch_ops import Search, distinct, mix, record_uses, search, smallest
+from jaxrec.tier.vocabulary.eviction import Records
 from tests.fuzz import max_examples
 from tests.tier.vocabulary_oracle import mix as mix_one
 
@@ -174,26 +177,86 @@ class TestRecordUses:
         assert counts.tolist() == last_use.tolist() == [0, 0, 0]
 
 
+def random_search(rng: np.random.Generator) -> Search:
+    count = int(rng.choice([0, 1, 30, 200, 40_000]))
+    records = Records.empty(count)
+    records.born[:] = rng.integers(-1, 3, count)
+    records.last_use[:] = rng.integers(0, 6, count)
+
+    def rows() -> np.ndarray:
+        return rng.integers(-1, count, rng.integers(0, 50) if count else 0).astype(np.int32)
+
+    return Search(
+        records,
+        [(rows(), 6 + number) for number in range(rng.integers(0, 3))],
+        int(rng.integers(-3, 9)),
+        rows(),
+        rng.integers(0, 2**64, count, np.uint64) if rng.random() < 0.5 else None,
+        int(rng.integers(-5, 60)),
+        int(rng.integers(0, 60)),
+        np.empty(count, bool) if rng.random() < 0.5 else None,
+    )
+
+
 @settings(max_examples=max_examples(50))
-@given(st.integers(0, 200), st.integers(-3, 8), st.integers(0, 2**32 - 1))
-def test_eligible_rows(count, bound, seed):
-    rng = np.random.default_rng(seed)
-    born, last_use = rng.integers(-1, 3, count), rng.integers(0, 6, count)
-    hits = rng.integers(-1, count, rng.integers(0, 50) if count else 0).astype(np.int32)
-    kept = set(hits.tolist())
-    expected = [
-        born[row] >= 0 and last_use[row] < bound and row not in kept for row in range(count)
-    ]
+@given(st.integers(0, 4), st.integers(0, 2**32 - 1))
+def test_searches(num_tables, seed):
     for module in IMPLEMENTATIONS:
-        eligible, number = module.mark_eligible(born, last_use, bound, hits)
-        assert eligible.dtype == np.bool_
-        assert eligible.tolist() == expected
-        assert number == sum(expected)
+        searches = [random_search(rng) for rng in np.random.default_rng(seed).spawn(num_tables)]
+        befores = [copy.deepcopy(each.records) for each in searches]
+        done, results = module.search(searches)
+        assert done == num_tables
+        for each, before, (num_eligible, found) in zip(searches, befores, results, strict=True):
+            records, hits = each.records, set(each.hits.tolist())
+            for rows, batch in each.uses:
+                for row in rows[rows >= 0].tolist():
+                    before.count[row] += 1
+                    before.last_use[row] = batch
+            np.testing.assert_array_equal(records.count, before.count)
+            np.testing.assert_array_equal(records.last_use, before.last_use)
+            pairs = zip(records.born.tolist(), records.last_use.tolist(), strict=True)
+            eligible = [
+                row
+                for row, (born, last_use) in enumerate(pairs)
+                if born >= 0 and last_use < each.bound and row not in hits
+            ]
+            assert num_eligible == len(eligible)
+            if each.eligible is not None:
+                assert np.flatnonzero(each.eligible).tolist() == eligible
+            keys = (records.last_use if each.keys is None else each.keys).tolist()
+            expected = sorted(eligible, key=lambda row: (keys[row], row))[: each.most]
+            assert found.dtype == np.int32
+            assert found.tolist() == (expected if len(eligible) >= each.least else [])
 
 
-def test_a_hit_beyond_the_rows(each_implementation):
-    with pytest.raises(ValueError, match="hit 2: there are 2 slots"):
-        mark_eligible(np.zeros(2, np.int64), np.zeros(2, np.int64), 1, np.array([2], np.int32))
+@pytest.mark.usefixtures("each_implementation")
+class TestSearch:
+    def test_nothing_to_search(self):
+        assert search([]) == []
+
+    def test_rows_beyond_the_table(self):
+        whole = random_search(np.random.default_rng(0))._replace(
+            records=Records.empty(2), keys=None
+        )
+        whole = whole._replace(uses=[], hits=np.array([1], np.int32), eligible=None)
+        outside = np.array([0, 2], np.int32)
+        for bad in (whole._replace(hits=outside), whole._replace(uses=[(outside, 1)])):
+            with pytest.raises(ValueError, match="hit of search 1 is of none of the 2 rows"):
+                search([whole, bad, whole])
+
+    def test_other_arrays_are_refused(self):
+        whole = Search(Records.empty(4), [], 1, np.zeros(1, np.int32), None, 0, 1)
+        for bad in (
+            whole._replace(hits=np.zeros(1, np.int64)),
+            whole._replace(hits=np.zeros(4, np.int32)[::2]),
+            whole._replace(uses=[(np.zeros(1, np.int64), 1)]),
+            whole._replace(keys=np.zeros(3, np.uint64)),
+            whole._replace(eligible=np.zeros(3, bool)),
+            whole._replace(records=dataclasses.replace(whole.records, count=np.zeros(4, np.int32))),
+            whole._replace(most=-1),
+        ):
+            with pytest.raises((TypeError, ValueError)):
+                search([bad])
 
 
 def test_fingerprints(each_implementation):
@@ -203,6 +266,11 @@ def test_fingerprints(each_implementation):
         bits = [number % 2**64 for number in each]
         assert total == sum(bits) % 2**64
         assert mixed == functools.reduce(operator.xor, bits, 0)
+
+
+def split(rows: np.ndarray) -> list[np.ndarray]:
+    """Cut rows into two parts, of which the first may have no columns."""
+    return [np.ascontiguousarray(part) for part in np.split(rows, [rows.shape[1] // 3], axis=1)]
 
 
 @settings(max_examples=max_examples(50))
@@ -215,9 +283,11 @@ def test_rows_of_arrays(count, width, seed):
     distinct_places = rng.permutation(count)[: rng.integers(0, count + 1)].astype(np.int32)
     rows = rng.integers(0, 256, (distinct_places.size, width), np.uint8)
     for module in IMPLEMENTATIONS:
-        assert module.take_rows(array, places).tolist() == expected
+        taken, again = module.take_rows([array, array[:0]], [places, places[:0]])
+        assert taken.tolist() == expected
+        assert again.shape == (0, width)
         changed = array.copy()
-        module.put_rows(changed, distinct_places, rows)
+        module.put_rows([changed], [distinct_places], [split(rows)])
         after = array.tolist()
         for place, row in zip(distinct_places.tolist(), rows.tolist(), strict=True):
             after[place] = row
@@ -237,7 +307,8 @@ def test_rows_of_several_arrays(num_sources, width, count, seed):
         expected[places[i]] = sources[which[i]][index[i]]
     for module in IMPLEMENTATIONS:
         rows = np.zeros((50, width), np.uint8)
-        module.copy_rows(sources, which, index, places, rows)
+        parts = [split(each) for each in sources]
+        module.copy_rows(parts, which, index, places, rows)
         np.testing.assert_array_equal(rows, expected)
 
 

@@ -12,7 +12,13 @@ import pytest
 from jaxrec.embed.checkpoint_view import LogicalTable
 from jaxrec.tier.ids.id_map import num_cores
 from jaxrec.tier.rows.records import RecordLayout
-from jaxrec.tier.rows.transfer import _MOST_SENT, RowTransfer
+from jaxrec.tier.rows.transfer import (
+    _MOST_SENT,
+    RowTransfer,
+    announce_all,
+    fetch_all,
+    send_all,
+)
 from jaxrec.tier.rows.under_way import WrittenIds
 from jaxrec.tier.stores.memory_store import MemoryStore
 
@@ -343,6 +349,51 @@ def test_a_store_that_cannot_be_read():
     with pytest.raises(RuntimeError, match=message) as caught:
         transfer.fetch(np.array([5])).result()
     assert isinstance(caught.value.__cause__, OSError)
+
+
+class OneFails(MemoryStore):
+    """A class of stores of which one fails."""
+
+    fails = False
+
+    def get(self, ids):
+        if self.fails:
+            raise OSError("connection lost")
+        return super().get(ids)
+
+    def put(self, ids, records):
+        if self.fails:
+            raise OSError("no space left")
+        super().put(ids, records)
+
+
+@pytest.mark.parametrize("task", ["read", "written"])
+def test_an_error_is_that_of_one_store_among_those_of_its_thread(task):
+    transfers = [RowTransfer(OneFails(), layout_of()) for _ in range(3 * num_cores())]
+    bad, *good = transfers
+    ids = np.array([5, 7])
+    if task == "read":
+        for transfer in transfers:
+            transfer.put(ids, rows_of(ids))
+        bad.store.fails = True
+        fetched = fetch_all(transfers, [ids] * len(transfers))
+        with pytest.raises(RuntimeError, match="connection lost"):
+            fetched[0].result()
+        for each in fetched[1:]:
+            found, tables = each.result()
+            assert found.all()
+            assert_rows(tables, ids)
+        return
+    bad.store.fails = True
+    evicted = announce_all(transfers, [ids] * len(transfers))
+    send_all(
+        [(each, rows, lambda: rows_of(ids)) for each, rows in zip(transfers, evicted, strict=True)]
+    )
+    with pytest.raises(RuntimeError, match="no space left"):
+        bad.wait()
+    for each in good:
+        each.wait()
+        assert_rows(each.layout.unpack(each.store.get(ids)[1]), ids)
 
 
 def test_a_store_of_records_of_another_width():

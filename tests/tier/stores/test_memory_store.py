@@ -65,6 +65,49 @@ def test_agrees_with_a_dict(steps):
     assert contents(store) == expected
 
 
+def test_several_stores_at_once():
+    stores = [opened(), opened()]
+    for number, store in enumerate(stores):
+        store.put(np.array([1, 2]), records_of([1, 2], number))
+    read = MemoryStore.get_all(stores, [np.array([2, 5]), np.array([], np.int64)])
+    assert [found.tolist() for found, _ in read] == [[True, False], []]
+    assert [records.tolist() for _, records in read] == [[[2, 0, 7], [0, 0, 0]], []]
+
+
+def test_a_derived_class_reads_in_its_way():
+    class Refusing(MemoryStore):
+        def get(self, ids):
+            raise OSError("refused")
+
+    store = Refusing()
+    store.open(RecordFormat(WIDTH, "rows"))
+    with pytest.raises(OSError, match="refused"):
+        Refusing.get_all([store], [np.array([1])])
+
+
+def test_stores_grow_while_others_read_them():
+    stores = [opened(), opened()]
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        is_done = False
+
+        def read() -> int:
+            count = 0
+            while not is_done:
+                MemoryStore.get_all(stores, [np.arange(500), np.arange(500)])
+                count += 1
+            return count
+
+        reads = thread.submit(read)
+        try:
+            for first in range(0, 200_000, 500):
+                ids = np.arange(first, first + 500)
+                for store in stores:
+                    store.put(ids, np.zeros((500, WIDTH), np.uint8))
+        finally:
+            is_done = True
+        assert reads.result() > 0
+
+
 def test_it_grows():
     store = opened()
     for first in range(0, 10_000, 2500):
