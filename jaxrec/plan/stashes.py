@@ -20,18 +20,21 @@ def render_stashes(planner: Planner, model: Model, plan: ShardingPlan, *, batch_
         plan: The plan. Its placements stay the same.
         batch_size: Samples of all devices in a step.
     """
-    rows = []
+    rows: list[dict[str, str]] = []
+    most = 0.0
     for stash in (None, *STASHES):
         stashed = dataclasses.replace(plan, stash=stash)
         estimate = planner.evaluate(model, stashed, batch_size=batch_size).estimate
         assert estimate is not None
         memory = max(sum(device.bytes.values()) for device in estimate.devices)
+        most = memory if stash is None else most
         rows.append(
             {
                 "stash": stash or "none",
                 "step": format_seconds(estimate.seconds),
                 "memory": format_bytes(memory),
                 "of": format_bytes(estimate.capacity),
+                "saved": "-" if stash is None else format_bytes(most - memory),
                 "fits": "yes" if memory <= estimate.capacity else "no",
                 "plan": "this" if stash == plan.stash else "-",
             }
