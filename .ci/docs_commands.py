@@ -338,6 +338,7 @@ LEFT_OUT = {
     "--output interaction_baselines": "needs data sets",
     "python -m benchmarks.generative amazon-beauty.txt --output generative": "takes hours",
     "python -m benchmarks.plan_scale hosts": "takes minutes",
+    "python -m benchmarks.plan_scale large": "takes minutes",
     "pip install 'jaxrec[tpu]'": "takes 1.5 GB",
     "python -m benchmarks.tpu.estimates": "needs libtpu",
     "python -m benchmarks.mesh --types table_wise row_wise:rows row_wise:pooled column_wise "
@@ -355,6 +356,7 @@ LEFT_OUT = {
     "python -m benchmarks.gpu.tier --compile": CUDA,
     "python -m benchmarks.gpu.mesh --exchange rows --topology 1x8x1 --routed True": CUDA,
     "python -m benchmarks.gpu.ahead": CUDA,
+    "python -m benchmarks.gpu.ahead --exchange rows --step fetched": CUDA,
     "python -m benchmarks.gpu.ahead --exchange rows --topology 1x8x1 --step fetched": CUDA,
     "python -m pytest tests/plan/test_golden.py": "is run by .ci/run",
 }

@@ -185,7 +185,8 @@ def draw(lines: Sequence[Mapping[str, Any]], part: Hosts) -> None:
         axes.set_xticks(range(len(own)), [line["hosts"] for line in own])
         axes.set(title=exchange, xlabel="hosts of 8 GPUs")
     panels[0].set_ylabel("ms of work on tables in a step")
-    panels[0].legend(fontsize="small")
+    # Beside the panels: inside of one it would hide bars.
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.suptitle(
         f"The planner's model, nothing measured: DLRM-DCNv2's 26 tables, {part.samples:,} samples "
         f"a GPU, {part.machine} by its data sheet; the dense layers are left out"

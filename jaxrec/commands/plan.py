@@ -14,12 +14,14 @@ from typing import Annotated, Literal
 import tyro
 
 from jaxrec.arguments import ConfigError, parse
+from jaxrec.embed.stash import Stash
 from jaxrec.plan.feature_statistics import Statistics
 from jaxrec.plan.model_file import ModelFile, read_model_file
 from jaxrec.plan.plan import PlanMismatchError, ShardingPlan
 from jaxrec.plan.planner import Planner
-from jaxrec.plan.report import render, require_matplotlib
+from jaxrec.plan.report import require_matplotlib
 from jaxrec.plan.shortage import PlanError
+from jaxrec.plan.stashes import render_stashes
 from jaxrec.plan.topology import Topology
 from jaxrec.plan.trials import dry_run, parse_machines, render_trials
 
@@ -71,6 +73,9 @@ class PlanOptions:
     """Places that may hold the rows: host memory and row stores have caches on the devices."""
     store: str | None = None
     """URL of the row store of storage "store", such as "file:///data/{table}"."""
+    stashes: tuple[Literal["none", "recompute", "host"], ...] = ("none",)
+    """Policies that the plan may choose for what an update needs of its lookups while the dense
+    part runs: kept on the devices, computed again, or put into pinned host memory."""
     statistics: pathlib.Path | None = None
     """File of statistics of batches, written by jaxrec.plan.Statistics.save."""
     reserve: float = 0.15
@@ -125,7 +130,9 @@ def _plan(options: PlanOptions) -> int:
     else:
         made_for = planner.context(model.tables, batch_size=batch_size)
         plan = ShardingPlan.from_json(options.load.read_text(), made_for)
-    print(plan if plan.estimate is None else render(plan.estimate))
+    print(plan)
+    if options.stashes != PlanOptions.stashes:
+        print("", render_stashes(planner, model.tables, plan, batch_size=batch_size), sep="\n")
     if options.plot is not None:
         plan.plot(options.plot)
     if options.output is not None:
@@ -186,10 +193,15 @@ def _planner(options: PlanOptions, model: ModelFile, topology: Topology) -> Plan
         statistics=None if options.statistics is None else Statistics.load(options.statistics),
         storages=options.storages,
         store=options.store,
+        stashes=_stashes(options),
         reserve=options.reserve,
         time_limit=options.time_limit,
         dense_bytes=model.dense_bytes,
     )
+
+
+def _stashes(options: PlanOptions) -> tuple[Stash | None, ...]:
+    return tuple(None if stash == "none" else stash for stash in options.stashes)
 
 
 def _topology(options: PlanOptions) -> Topology:

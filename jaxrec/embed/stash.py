@@ -59,6 +59,15 @@ class LookupArguments:
 Stashed: TypeAlias = Residuals | HostResiduals | LookupArguments
 
 
+def check_stash_name(stash: Any) -> None:
+    """Raise a ValueError if a policy is unknown."""
+    if stash is not None and stash not in STASHES:
+        known = " or ".join(map(repr, STASHES))
+        raise ValueError(
+            f"stash is {known}, or None to keep residuals on the device, got {stash!r}"
+        )
+
+
 def check_stash(stash: Any, device: Any = None) -> None:
     """Raise a ValueError if a policy is unknown, or if the device's host memory cannot be pinned.
 
@@ -66,11 +75,7 @@ def check_stash(stash: Any, device: Any = None) -> None:
         stash: The policy.
         device: A `jax.Device` of the tables; None: the first one of this process.
     """
-    if stash is not None and stash not in STASHES:
-        known = " or ".join(map(repr, STASHES))
-        raise ValueError(
-            f"stash is {known}, or None to keep residuals on the device, got {stash!r}"
-        )
+    check_stash_name(stash)
     if stash == "host":
         device = jax.local_devices()[0] if device is None else device
         kinds = [memory.kind for memory in device.addressable_memories()]

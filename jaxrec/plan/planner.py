@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxrec.embed.stash import Stash, check_stash
+from jaxrec.embed.stash import Stash, check_stash_name
 from jaxrec.mesh.precision import ExchangePrecision
 from jaxrec.plan.caches import only_cache
 from jaxrec.plan.constraints import STORAGES, ParameterConstraints, check_store
@@ -121,7 +121,7 @@ class Planner:
         if isinstance(self.stashes, str) or not self.stashes:
             raise ValueError(f"stashes is a sequence such as (None, 'host'), got {self.stashes!r}")
         for stash in self.stashes:
-            check_stash(stash)
+            check_stash_name(stash)  # The planned devices may not be here.
         for field in ("time_limit", "gap"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field} is above 0, got {getattr(self, field)}")

@@ -119,6 +119,7 @@ def render_trials(trials: Iterable[Trial]) -> str:
     # A phase without work on any cluster, such as that of caches, has no column.
     phases = [phase for phase in PHASES if any(each.phases[phase] for each in estimates)]
     costs = [trial.cost for trial in trials if trial.cost is not None]
+    is_stashed = any(trial.plan is not None and trial.plan.stash for trial in trials)
     rows = []
     for trial in trials:
         row = {"machines": trial.machines, "fits": "no" if trial.plan is None else "yes"}
@@ -138,6 +139,8 @@ def render_trials(trials: Iterable[Trial]) -> str:
                 "gap": f"{estimate.gap:.1%}" if math.isfinite(estimate.gap) else "-",
             }
         row |= cells
+        if is_stashed:
+            row["stash"] = "-" if trial.plan is None else trial.plan.stash or "none"
         if costs:
             row["cost"] = "-" if trial.cost is None else f"{trial.cost:.4g}"
         rows.append(row)

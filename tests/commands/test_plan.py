@@ -108,6 +108,43 @@ def test_storages_are_asked_for(capsys, model, tmp_path):
     assert (code, "hunter2" in text + error) == (1, False)
 
 
+STASHED = """
+batch_size: 8192
+tables:
+  - {name: small, num_embeddings: 1000, embedding_dim: 8, pooling_factors: 100}
+  - {name: large, num_embeddings: 1000, embedding_dim: 16, pooling_factors: 100}
+"""
+
+
+def bytes_of(plan):
+    return max(sum(device.bytes.values()) for device in plan.estimate.devices)
+
+
+def test_stashes_are_asked_for(capsys, model, tmp_path):
+    model.write_text(STASHED)
+    out = tmp_path / "plan.json"
+    given = (model, "--reserve", 0, "--time-limit", 2, "--output", out)
+    code, text, _ = run(capsys, *given, "--stashes", "none", "recompute", "host")
+    assert code == 0
+    table = [line.split() for line in text.split("Stashes, ")[1].splitlines()[3:]]
+    assert [row[0] for row in table] == ["none", "host", "recompute"]
+    # Without need there is no stash; each line has the policy's own memory and step.
+    assert [row[-1] for row in table] == ["this", "-", "-"]
+    plan = ShardingPlan.from_json(out.read_text())
+    assert plan.stash is None
+    assert len({tuple(row[1:3]) for row in table}) == 3
+    tight = ("--memory", (bytes_of(plan) - 1) / 1e9)
+    assert run(capsys, *given, *tight)[0] == 1
+    code, text, _ = run(capsys, *given, *tight, "--stashes", "none", "host")
+    assert code == 0
+    assert "Stash   host, in all collections" in text
+    assert ShardingPlan.from_json(out.read_text()).stash == "host"
+    code, text, _ = run(capsys, *given[:-2], "--machines", "8xh100", "--stashes", "host")
+    assert code == 0
+    assert text.splitlines()[1].split()[-1] == "stash"
+    assert text.splitlines()[3].split()[-1] == "host"
+
+
 def test_several_clusters_in_one_table(capsys, model):
     model.write_text(MODEL.replace(", placement: {table_wise: 1}", ""))
     given = (model, "--time-limit", 1, "--batch-size", 1024, "--machines")
@@ -142,6 +179,7 @@ def test_several_clusters_in_one_table(capsys, model):
         (["m.yaml", "--devices", "12"], "12 devices do not fill hosts of 8"),
         (["m.yaml", "--machine", "z80"], "no machine is named 'z80'"),
         (["m.yaml", "--storages", "tape"], "storages"),
+        (["m.yaml", "--stashes", "disk"], "stashes"),
         (["m.yaml", "--unheard-of"], "unheard-of"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxrec
-from jaxrec.plan import Planner, solver
+from jaxrec.plan import Planner, program, solver
 from jaxrec.plan.partitioners import place_fastest
 from jaxrec.plan.problem import Solution, Totals
 from jaxrec.plan.proposers import (
@@ -218,6 +218,17 @@ def test_the_averaged_program_is_a_bound(counted):
     answer = solve_averaged(problem, time_limit=60, gap=1e-6)
     assert answer.is_finished
     assert answer.bound <= best.seconds * (1 + 1e-9)
+
+
+def test_a_large_averaged_program_has_the_same_bound(monkeypatch, capfd):
+    problem = overflowing_problem("all", 0)
+    small = solve_averaged(problem, time_limit=60, gap=1e-7)
+    monkeypatch.setattr(program, "_MAX_SIMPLEX", 0)
+    large = solve_averaged(problem, time_limit=60, gap=1e-7)
+    assert large.is_finished
+    assert large.bound == pytest.approx(small.bound, rel=1e-5)
+    ctypes.CDLL(None).fflush(None)  # the solver prints by C's buffers
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_program_that_cannot_fit_is_proven_so():
