@@ -83,6 +83,7 @@ def programs() -> list[Program]:
     return list(every())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("compiled.tpu-*.md")), ids=lambda x: x.stem)
 def test_pages_are_what_the_script_writes(path, programs):
     text = path.read_text()

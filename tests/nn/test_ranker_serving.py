@@ -148,6 +148,7 @@ GROWING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", GROWING)
 def test_new_events_are_appended(name):

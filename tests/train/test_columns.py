@@ -115,6 +115,7 @@ def test_a_schema_and_a_directory(trained):
     assert auc(logits, held_out.labels, held_out.weights) == pytest.approx(results["auc"], abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dcn_v2", "deepfm"])
 def test_models_on_one_file_without_a_schema(directory, tmp_path, name, capsys):
     options = [f"--data={directory / 'rows/b.parquet'}", f"--model.name={name}", *SMALL]

@@ -129,7 +129,9 @@ def on_eight(model):
     return lambda batch, capacities: shard_batch(batch, mesh, capacities=capacities)
 
 
-devices = pytest.mark.parametrize("spread", [on_one_device, on_eight])
+devices = pytest.mark.parametrize(
+    "spread", [on_one_device, pytest.param(on_eight, marks=pytest.mark.slow)]
+)
 
 
 def follow(model, spread, tx, arrays, case, keys, loss_of=optax.sigmoid_binary_cross_entropy):
@@ -183,7 +185,7 @@ def make_tables(meta, optimizer, rngs):
     )
 
 
-@pytest.mark.parametrize("spread", [on_one_device, pytest.param(on_eight, marks=pytest.mark.slow)])
+@devices
 @pytest.mark.parametrize("name", DLRM_OPTIMIZERS)
 def test_dlrm(name, spread):
     case, arrays = CASES[name], golden.load("train", name)

@@ -209,6 +209,7 @@ def test_stores_are_shown_and_recorded(items, tmp_path, capsys, monkeypatch):
     assert int(shown[1].replace(",", "")) >= of_item["fetched"]
 
 
+@pytest.mark.slow
 def test_ids_that_are_rare_get_no_row(items, tmp_path):
     options = ["--data.table-rows=2000", "--vocabulary.admit-after=3"]
     options += ["--vocabulary.unknown=default", f"--output={tmp_path / 'model'}"]

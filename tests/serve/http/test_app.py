@@ -291,6 +291,7 @@ def test_description_and_metrics(raw):
     assert "jaxrec_waiting_samples 0.0" in text
 
 
+@pytest.mark.slow
 def test_examples_of_all_models_are_answered(tmp_path):
     for name, make in MODELS.items():
         with endpoint(exported(make(), tmp_path / name)) as client:

@@ -43,6 +43,7 @@ def with_zeros(model: jaxrec.EmbeddingBagCollection, small) -> None:
         model.load_table(config.name, np.asarray(small.table(config.name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])
 @pytest.mark.parametrize("dtype", ["int8", "int4", "float16"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])

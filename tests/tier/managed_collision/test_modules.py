@@ -227,6 +227,7 @@ def test_a_checkpoint_has_the_maps(tmp_path):
 ROWS = 20_011
 
 
+@pytest.mark.slow
 def test_no_copy_of_a_table():
     model, optimizer = models.make(probed=models.OPT_IN, rows=ROWS)
     graphdef, state = nnx.split((model, optimizer))
