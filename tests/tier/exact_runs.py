@@ -104,7 +104,8 @@ def _train_step(model, optimizer, batch):
 
 def make_batches(sizes: Sizes) -> Iterator[Any]:
     """Yield batches of power-law ids, scattered over the tables."""
-    rng = np.random.default_rng(0)
+    # With seed 0 an input of a ReLU is 8e-9 on one device, with row-wise Adagrad, and -5e-8 on eight.
+    rng = np.random.default_rng(1)
     for _ in range(sizes.steps):
         shape = sizes.batch, sizes.bag
         ids = {name: rng.zipf(1.2, shape) % sizes.rows * 7919 % sizes.rows for name in sizes.names}
