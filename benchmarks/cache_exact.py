@@ -37,7 +37,8 @@ class Exact:
         simulate_cpus(max(self.devices))
         from tests.tier import exact_runs
 
-        sizes = exact_runs.Sizes(steps=self.steps, rows=self.rows)
+        # With seed 0 and row-wise Adagrad an input of a ReLU is 8e-9 on one device, -5e-8 on eight.
+        sizes = exact_runs.Sizes(steps=self.steps, rows=self.rows, seed=1)
         num_wrong = 0
         with tempfile.TemporaryDirectory() as name, redis_server(name) as port:
             for optimizer, devices in itertools.product(self.optimizers, self.devices):
