@@ -133,8 +133,10 @@ def test_one_of_three_is_killed(forks, victim, is_started_by_hand):
         processes[victim].send_signal(signal.SIGKILL)
         for number, process in enumerate(processes):
             assert process.wait(60) == (-signal.SIGKILL if number == victim else 1)
-            last = process.errors.splitlines()[-1:]
-            assert number == victim or last[0].startswith(f"process {victim} of 3 is lost: ")
+            # Threads of gRPC may write further lines.
+            lines = process.errors.splitlines()
+            says = [line.startswith(f"process {victim} of 3 is lost: ") for line in lines]
+            assert number == victim or any(says), process.errors
         assert time.monotonic() - start < 30
     finally:
         for process in processes:
