@@ -192,6 +192,7 @@ TESTED_BY = {
     "train/test_columns": ("train/features",),
     "train/test_config": ("train/option_groups",),
     "train/test_evaluation": ("train/routed_calls",),
+    "tier/vocabulary/test_vocabulary": ("tier/vocabulary/assignment",),
     "train/test_hold_out": ("train/resumed",),
     "train/test_sweep": ("train/sweep_report",),
     "train/test_trainer": ("train/train_steps",),

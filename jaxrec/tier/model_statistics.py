@@ -11,7 +11,7 @@ from jaxrec.tier.planning.batch_ids import HostBatch
 from jaxrec.tier.planning.batch_order import PlannedBatch
 from jaxrec.tier.planning.model_tables import TableVocabulary
 from jaxrec.tier.planning.tier import Tier, TierObserver, tier_of
-from jaxrec.tier.vocabulary.vocabulary import Assignment
+from jaxrec.tier.vocabulary.assignment import Assignment
 
 
 def statistics(model: nnx.Module) -> dict[str, dict[str, float]]:

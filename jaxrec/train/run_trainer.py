@@ -10,7 +10,7 @@ import jax
 from rich.console import Console
 
 from jaxrec.data import DataError, TableEncoder
-from jaxrec.tier.vocabulary.vocabulary import TableFullError
+from jaxrec.tier.vocabulary.assignment import TableFullError
 from jaxrec.train import checkpoint
 from jaxrec.train.devices import Devices, plan_devices
 from jaxrec.train.model import make_kind, table_configs

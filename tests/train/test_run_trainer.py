@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxrec.data import DataError
-from jaxrec.tier.vocabulary.vocabulary import TableFullError
+from jaxrec.tier.vocabulary.assignment import TableFullError
 from jaxrec.train.run_trainer import train_on
 from jaxrec.train.trainer import Trainer
 

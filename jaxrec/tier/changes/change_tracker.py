@@ -29,7 +29,7 @@ from jaxrec.tier.planning.batch_ids import HostBatch
 from jaxrec.tier.planning.id_rows import raw_ids
 from jaxrec.tier.planning.model_tables import TableVocabulary
 from jaxrec.tier.planning.tier import TierObserver, tier_of
-from jaxrec.tier.vocabulary.vocabulary import Assignment
+from jaxrec.tier.vocabulary.assignment import Assignment
 
 Batch = TypeVar("Batch")
 

@@ -17,7 +17,8 @@ from jaxrec.tier.changes.change_flags import IdFlags, RowFlags
 from jaxrec.tier.managed_collision.modules import ManagedCollisions
 from jaxrec.tier.planning.model_tables import TableVocabulary
 from jaxrec.tier.planning.tier import Tier
-from jaxrec.tier.vocabulary.vocabulary import Assignment, Vocabulary
+from jaxrec.tier.vocabulary.assignment import Assignment
+from jaxrec.tier.vocabulary.vocabulary import Vocabulary
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jaxrec.mesh.agree import fail_together
 from jaxrec.ragged import KeyedJaggedArray
 from jaxrec.tier.ids import implementation
 from jaxrec.tier.planning.model_tables import TableVocabulary
-from jaxrec.tier.vocabulary.vocabulary import TableFullError, VocabularyFullError
+from jaxrec.tier.vocabulary.assignment import TableFullError, VocabularyFullError
 
 _MAX_ROW = np.iinfo(np.int32).max
 

@@ -21,7 +21,7 @@ from jaxrec.tier.rows.first_rows import NewRows, reset
 from jaxrec.tier.rows.row_exchange import send_to_owners, write_from_owners
 from jaxrec.tier.rows.transfer import StoredRows, announce_all, fetch_all, receive, send_all
 from jaxrec.tier.rows.under_way import EvictedRows
-from jaxrec.tier.vocabulary.vocabulary import NO_CHANGE, Assignment
+from jaxrec.tier.vocabulary.assignment import NO_CHANGE, Assignment
 
 
 @dataclasses.dataclass(frozen=True)

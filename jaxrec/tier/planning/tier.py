@@ -26,16 +26,15 @@ from jaxrec.tier.planning.moves import NO_MOVE, Move, PendingMoves, begin_moves,
 from jaxrec.tier.rows.records import step_of
 from jaxrec.tier.rows.transfer import RowTransfer
 from jaxrec.tier.store import TierStore
-from jaxrec.tier.vocabulary.vocabulary import (
+from jaxrec.tier.vocabulary.assignment import (
     NO_CHANGE,
     Assignment,
     LoadedRows,
     Proposal,
     TableFullError,
     VocabularyFullError,
-    commit_all,
-    propose_all,
 )
+from jaxrec.tier.vocabulary.vocabulary import commit_all, propose_all
 
 # In place of a row: the id reads the row that `Dynamic.unknown` says, even after rows were brought
 # from the store. An id with -1 has no row yet and may get one.

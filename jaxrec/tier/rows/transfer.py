@@ -214,6 +214,8 @@ def _send_all(task: Sequence[tuple[RowTransfer, EvictedRows, Callable[[], Any]]]
     for transfer, evicted, rows in task:
         try:
             parts = transfer.layout.parts(rows())
+            if len(parts[0]) != evicted.ids.size:
+                raise ValueError(f"{evicted.ids.size} ids were announced, got {len(parts[0])} rows")
             # Before the write: an id that returns at once gets its row from here.
             evicted.parts.set_result(parts)
             by_class.setdefault(type(transfer.store), []).append((transfer, evicted, parts))

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxrec.tier.ids import implementation
 from jaxrec.tier.ids.id_map import Places
+from jaxrec.tier.ids.implementation import checked
 
 _FIRST_ROOM = 1024
 
@@ -103,20 +104,31 @@ class RowsUnderWay:
         return find_all([self], [ids])[0]
 
     def _add(self, ids: np.ndarray) -> tuple[EvictedRows, Evictions]:
-        self._num_evictions += 1
-        number = self._num_evictions
-        evicted = self._evictions[number] = EvictedRows(ids, number)
-        places = ids
-        if self._places is not None:
+        if self._places is None:
+            places = self._checked(ids)
+        else:
             places = self._places.assign(ids).astype(np.int64)
             grown = self._places.room - self._last.size
             if grown > 0:
                 self._last = np.concatenate([self._last, np.zeros(grown, np.int64)])
+        self._num_evictions += 1
+        number = self._num_evictions
+        evicted = self._evictions[number] = EvictedRows(ids, number)
         return evicted, Evictions(self._last, places, _NO_IDS, number)
 
     def _find(self, ids: np.ndarray) -> Evictions:
-        places = ids if self._places is None else self._places.find(ids).astype(np.int64)
+        if self._places is None:
+            places = self._checked(ids)
+        else:
+            places = self._places.find(ids).astype(np.int64)
         return Evictions(self._last, places, np.array(list(self._evictions), np.int64), 0)
+
+    def _checked(self, ids: np.ndarray) -> np.ndarray:
+        """Return ids that are indices of `_last`, as native code needs them."""
+        ids, size = checked(ids, np.int64, "ids"), self._last.size
+        if ids.size and not 0 <= ids.min() <= ids.max() < size:
+            raise ValueError(f"ids are 0 to {size - 1}, got {ids.min()} to {ids.max()}")
+        return ids
 
     def _wanted(self, which: np.ndarray, index: np.ndarray, positions: np.ndarray) -> WantedRows:
         if not positions.size:

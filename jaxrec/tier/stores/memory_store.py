@@ -56,10 +56,7 @@ class MemoryStore(RowStore):
         return super().get_all(stores, ids) if cls.get != MemoryStore.get else _get_all(stores, ids)
 
     def put(self, ids: np.ndarray, records: np.ndarray) -> None:
-        rows = np.ascontiguousarray(records, np.uint8)
-        if rows.shape != (ids.size, self.format.width):
-            raise ValueError(f"{ids.size} records of {self.format}, got shape {rows.shape}")
-        _put_all([self], [ids], [[rows]])
+        _put_all([self], [ids], [[np.ascontiguousarray(records, np.uint8)]])
 
     @classmethod
     def put_all(
@@ -125,6 +122,15 @@ def _put_all(
     parts: Sequence[Sequence[np.ndarray]],
 ) -> None:
     """Write records of several stores, from their parts, by two native calls."""
+    for each, of_store, of_records in zip(stores, ids, parts, strict=True):
+        shapes = [part.shape for part in of_records]
+        # Native code reads as many rows of each part as there are ids.
+        if any(len(shape) != 2 or shape[0] != of_store.size for shape in shapes) or (
+            sum(shape[1] for shape in shapes) != each.format.width
+        ):
+            raise ValueError(
+                f"{of_store.size} records of {each.format}, got shape {', '.join(map(str, shapes))}"
+            )
     with _locked(stores):
         places = assign_all([each._places for each in stores], ids)
         for each in stores:

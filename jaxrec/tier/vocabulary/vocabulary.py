@@ -11,6 +11,12 @@ import numpy as np
 from jaxrec.embed.config import MAX_ROWS
 from jaxrec.tier.ids.batch_ops import Search, mix, search, smallest
 from jaxrec.tier.ids.id_map import IdMap, Lookup, MapChange, commit, lookup_all
+from jaxrec.tier.vocabulary.assignment import (
+    Assignment,
+    LoadedRows,
+    Proposal,
+    VocabularyFullError,
+)
 from jaxrec.tier.vocabulary.counts import Sightings, Statistics, Uses
 from jaxrec.tier.vocabulary.eviction import FIRST_POWER, Eviction, Records
 from jaxrec.tier.vocabulary.next_use import spare_coming
@@ -23,73 +29,21 @@ _NO_IDS = np.zeros(0, np.int64)
 _NO_ROWS = np.zeros(0, np.int32)
 
 
-class VocabularyFullError(ValueError):
-    """The batches under way have more distinct ids than the table has rows."""
-
-    def __init__(self, needed: int, available: int, room: int, first_id: int) -> None:
-        super().__init__(needed, available, room, first_id)
-        self.needed, self.available, self.room, self.first_id = needed, available, room, first_id
-        self.index = 0  # of the vocabulary, among those of a batch
-
-
-class TableFullError(ValueError):
-    """No row is left for an id of a batch; the message tells the user which id and what to do."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Assignment:
-    """Rows that a vocabulary gives to a batch's ids, and ids that get or lose a row for it."""
-
-    rows: np.ndarray  # int32 [n], the row of each id of the batch
-    new_ids: np.ndarray  # int64 [m]
-    new_rows: np.ndarray  # int32 [m]
-    # An evicted row may be among `new_rows`: apply the evictions first.
-    evicted_ids: np.ndarray  # int64 [e]
-    evicted_rows: np.ndarray  # int32 [e]
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadedRows:
-    """Rows that ids had in a saved table, and have after a vocabulary loaded its state."""
-
-    old_rows: np.ndarray  # int32 [n], rows in the saved table
-    rows: np.ndarray  # int32 [n], rows of the same ids in this table
-    # Ids that did not fit into a smaller table, and their rows in the saved table.
-    dropped_ids: np.ndarray  # int64 [m]
-    dropped_rows: np.ndarray  # int32 [m]
-
-
-NO_CHANGE = Assignment(_NO_ROWS, _NO_IDS, _NO_ROWS, _NO_IDS, _NO_ROWS)
-
-
-@dataclasses.dataclass(frozen=True)
-class Proposal:
-    """Changes that a batch would make to a vocabulary, computed and not yet carried out."""
-
-    ids: np.ndarray  # int64 [n], with repeats
-    batch: int
-    lookup: Lookup
-    sightings: np.ndarray  # int64 [absent], of each of `lookup.absent`
-    admitted: np.ndarray | None  # bool [absent]; None: every absent id gets a row
-    victims: np.ndarray  # int32 [e], rows to evict
-
-    @property
-    def new_ids(self) -> np.ndarray:
-        """The distinct ids that get rows, int64 ``[m]``."""
-        absent = self.lookup.absent
-        return absent if self.admitted is None else absent[self.admitted]
-
-
 @dataclasses.dataclass(frozen=True)
 class _Shortage:
-    """A batch whose new ids may need more rows than are free, and the search for rows to evict."""
+    """A batch that evicts rows, since its new ids may need more than are free or some expired."""
 
-    search: Search
     new_ids: np.ndarray  # int64 [m]
     batch: int
-    # With one of these, the search only tells which rows are eligible.
-    coming: Sequence[np.ndarray]
-    expired: np.ndarray | None  # bool [rows]
+    bound: int  # rows used from this batch on stay
+    hits: np.ndarray  # int32 [n], rows that stay; negative items are skipped
+    coming: Sequence[np.ndarray] = ()  # ids of the next batches, if the policy spares their rows
+    expired: np.ndarray | None = None  # bool [rows]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the rows of the smallest keys are evicted, and no others."""
+        return not self.coming and self.expired is None
 
 
 class Vocabulary:
@@ -234,9 +188,7 @@ class Vocabulary:
         # evict them when it is short of rows: an evaluation must not make training fail.
         records, victims = self.records, _NO_ROWS
         if ids.size > self._num_free:
-            shortage = self._shortage(ids, batch, last_use + 1, hits)
-            assert shortage is not None
-            victims = self._victims(shortage, *search([shortage.search])[0])
+            victims = self._find_victims(_Shortage(ids, batch, last_use + 1, hits))
         evicted_ids = self._evict(victims)
         rows = self._take_free(ids.size)
         self._insert(ids, rows, batch)
@@ -273,55 +225,51 @@ class Vocabulary:
             admitted &= draws < self.settings.admit_probability
         return admitted
 
-    def _may_expire(self, batch: int) -> bool:
-        """Whether the policy looks for expired rows at a batch."""
-        policy = self.settings.eviction
-        return type(policy).expired is not Eviction.expired and not batch % policy.expiry_interval
-
-    def _searches_last_uses(self, batch: int, coming: Sequence[np.ndarray]) -> bool:
-        """Whether the rows to evict for a batch are those of the smallest last uses."""
-        policy = self.settings.eviction
-        is_plain = not coming[: policy.foresight] and not self._may_expire(batch)
-        return is_plain and policy.orders_by_last_use
-
     def _shortage(
-        self,
-        new_ids: np.ndarray,
-        batch: int,
-        bound: int,
-        hits: np.ndarray,
-        coming: Sequence[np.ndarray] = (),
-        *,
-        may_expire: bool = False,
+        self, proposal: Proposal, held: int, coming: Sequence[np.ndarray]
     ) -> _Shortage | None:
-        """Return the search for rows for the new ids of a batch; None: the batch evicts no row.
-
-        The rows in ``hits``, int32 ``[n]``, and those used from batch ``bound`` on stay.
-        """
-        policy, lacking = self.settings.eviction, new_ids.size - self._num_free
-        coming = coming[: policy.foresight]
-        expired = policy.expired(self.records, batch) if may_expire else None
+        """Return what a proposal lacks; None: it evicts no row."""
+        policy, batch, expired = self.settings.eviction, proposal.batch, None
+        # Up-to-date records cost a pass over the uses that wait.
+        if type(policy).expired is not Eviction.expired and batch % policy.expiry_interval == 0:
+            expired = policy.expired(self.records, batch)
         # The usual batch of a table with free rows ends here; all else reads every record.
-        if expired is None and lacking <= 0:
+        if expired is None and proposal.new_ids.size <= self._num_free:
             return None
-        if coming or expired is not None:
-            eligible = np.empty(self.num_rows, np.bool_)
-            wanted = Search(self.records, (), bound, hits, None, 0, 0, eligible)
-        else:
-            keys = None
-            if not policy.orders_by_last_use:
-                keys = policy.keys(self.records, batch)
-            uses, most = self._uses.take(), self._most(lacking)
-            wanted = Search(self._records, uses, bound, hits, keys, lacking, most)
-        return _Shortage(wanted, new_ids, batch, coming, expired)
+        hits, coming = proposal.lookup.slots, coming[: policy.foresight]
+        return _Shortage(proposal.new_ids, batch, batch - held, hits, coming, expired)
 
-    def _victims(self, shortage: _Shortage, available: int, found: np.ndarray) -> np.ndarray:
+    def _is_by_last_use(self, shortage: _Shortage) -> bool:
+        """Whether the rows with the smallest last uses are evicted, and no others."""
+        return shortage.is_plain and self.settings.eviction.orders_by_last_use
+
+    def _search(self, shortage: _Shortage) -> Search:
+        """Return the search for the rows to evict, or just for all that may be."""
+        bound, hits = shortage.bound, shortage.hits
+        if not shortage.is_plain:
+            eligible = np.empty(self.num_rows, np.bool_)
+            return Search(self.records, (), bound, hits, None, 0, 0, eligible)
+        policy, lacking = self.settings.eviction, shortage.new_ids.size - self._num_free
+        keys = None
+        if not policy.orders_by_last_use:
+            keys = policy.keys(self.records, shortage.batch)
+        uses, most = self._uses.take(), self._most(lacking)
+        return Search(self._records, uses, bound, hits, keys, lacking, most)
+
+    def _find_victims(self, shortage: _Shortage) -> np.ndarray:
+        """Return the rows to evict, int32 ``[e]``."""
+        searched = self._search(shortage)
+        return self._victims(shortage, searched, *search([searched])[0])
+
+    def _victims(
+        self, shortage: _Shortage, searched: Search, available: int, found: np.ndarray
+    ) -> np.ndarray:
         """Return the rows to evict, int32 ``[e]``: expired ones, and others if new ids need them.
 
         ``available`` rows are eligible; ``found`` are those that the search found.
         """
         new_ids, free, expired = shortage.new_ids, self._num_free, shortage.expired
-        eligible, victims = shortage.search.eligible, _NO_ROWS
+        eligible, victims = searched.eligible, _NO_ROWS
         if expired is not None and eligible is not None:
             victims = np.flatnonzero(expired & eligible).astype(np.int32)
             eligible[victims] = False
@@ -334,8 +282,8 @@ class Vocabulary:
             raise VocabularyFullError(new_ids.size, fitting, self.room, int(new_ids[fitting]))
         if eligible is None:
             return found
-        keys, count = self.settings.eviction.keys(self.records, shortage.batch), self._most(lacking)
-        count = min(count, available)
+        keys = self.settings.eviction.keys(self.records, shortage.batch)
+        count = min(self._most(lacking), available)
         if shortage.coming:
             found = spare_coming(keys, eligible, lacking, count, self.map, shortage.coming)
         else:
@@ -482,26 +430,23 @@ def propose_all(
         for each, of_ids, lookup in zip(vocabularies, ids, lookups, strict=True)
     ]
 
-    def shortage_of(index: int) -> _Shortage | None:
-        each, proposal = vocabularies[index], proposals[index]
-        bound, hits, may_expire = batch - held, proposal.lookup.slots, each._may_expire(batch)
-        return each._shortage(
-            proposal.new_ids, batch, bound, hits, coming[index], may_expire=may_expire
-        )
-
+    shortages = {}
+    for i, (each, proposal) in enumerate(zip(vocabularies, proposals, strict=True)):
+        shortage = each._shortage(proposal, held, coming[i])
+        if shortage is not None:
+            shortages[i] = shortage
     # One native call searches all tables by last uses. Others are searched in turn: their keys take
     # memory.
-    indices = range(len(vocabularies))
-    together = {i for i in indices if vocabularies[i]._searches_last_uses(batch, coming[i])}
-    shortages = {i: shortage for i in together if (shortage := shortage_of(i)) is not None}
-    found = dict(zip(shortages, search([x.search for x in shortages.values()]), strict=True))
-    for i in indices:
-        shortage = shortages.get(i) if i in together else shortage_of(i)
-        if shortage is None:
-            continue
+    together = {i: vocabularies[i]._search(shortage) for i, shortage in shortages.items()
+                if vocabularies[i]._is_by_last_use(shortage)}  # fmt: skip
+    results = dict(zip(together, search(list(together.values())), strict=True))
+    for i, shortage in shortages.items():
+        each = vocabularies[i]
         try:
-            result = found[i] if i in together else search([shortage.search])[0]
-            victims = vocabularies[i]._victims(shortage, *result)
+            if i in together:
+                victims = each._victims(shortage, together[i], *results[i])
+            else:
+                victims = each._find_victims(shortage)
         except VocabularyFullError as error:
             error.index = i
             raise

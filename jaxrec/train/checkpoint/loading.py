@@ -28,7 +28,7 @@ from jaxrec.mesh.ahead import restore_capacities
 from jaxrec.tier.planning.model_tables import TableVocabulary
 from jaxrec.tier.planning.tier import RUN_STATE, Tier, tier_of
 from jaxrec.tier.saved_stores import check_stores, load_stores
-from jaxrec.tier.vocabulary.vocabulary import LoadedRows
+from jaxrec.tier.vocabulary.assignment import LoadedRows
 from jaxrec.train.checkpoint.arrays import (
     read_arrays,
     read_changes,

@@ -340,6 +340,16 @@ def test_rows_that_cannot_be_read_from_the_devices():
         fetched.result()
 
 
+def test_fewer_rows_than_were_announced():
+    """Native code reads a row for each id, also where an id returns before the store is written."""
+    transfer = RowTransfer(MemoryStore(), layout_of())
+    evicted = transfer.announce(np.array([5, 6, 7]))
+    fetched = transfer.fetch(np.array([7]))
+    transfer.send(evicted, lambda: rows_of(np.array([5, 6])))
+    with pytest.raises(RuntimeError, match="3 ids were announced, got 2 rows"):
+        fetched.result()
+
+
 def test_a_store_that_cannot_be_read():
     transfer = RowTransfer(BadStore("get"), layout_of())
     message = (

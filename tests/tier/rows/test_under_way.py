@@ -51,3 +51,12 @@ def test_many_ids(num_ids):
     np.testing.assert_array_equal(wanted.index, ids[::-1])
     under_way.remove(evicted)
     assert len(under_way.find(ids)) == 0
+
+
+@pytest.mark.parametrize("ids", [[0, 10], [-1]], ids=["above", "below"])
+@pytest.mark.parametrize("method", ["add", "find"])
+def test_ids_under_way_that_index_nothing(method, ids):
+    under_way = RowsUnderWay(num_ids=10)
+    with pytest.raises(ValueError, match=r"ids are 0 to 9, got"):
+        getattr(under_way, method)(np.array(ids))
+    assert len(under_way) == 0

@@ -65,6 +65,17 @@ def test_agrees_with_a_dict(steps):
     assert contents(store) == expected
 
 
+@pytest.mark.parametrize(
+    "shapes", [[(1, 3)], [(2, 2)], [(2, 1), (1, 2)]], ids=["rows", "width", "rows of a part"]
+)
+def test_parts_that_are_no_records(shapes):
+    store = opened()
+    parts = [np.zeros(shape, np.uint8) for shape in shapes]
+    with pytest.raises(ValueError, match=r"^2 records of .* got shape"):
+        MemoryStore.put_all([store], [np.array([1, 2])], [parts])
+    assert len(store) == 0
+
+
 def test_several_stores_at_once():
     stores = [opened(), opened()]
     for number, store in enumerate(stores):

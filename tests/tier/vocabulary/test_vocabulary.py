@@ -26,7 +26,8 @@ from jaxrec.tier import (
     ttl,
     zeros,
 )
-from jaxrec.tier.vocabulary.vocabulary import Vocabulary, VocabularyFullError
+from jaxrec.tier.vocabulary.assignment import VocabularyFullError
+from jaxrec.tier.vocabulary.vocabulary import Vocabulary
 from tests.fuzz import max_examples
 from tests.tier.vocabulary_oracle import POLICIES, FullError, Oracle
 
