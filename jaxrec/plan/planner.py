@@ -406,7 +406,7 @@ class Planner:
             share = _AVERAGED if is_small(problem) else _AVERAGED_ALONE
             limit = share * self.time_limit
             # A bound that is itself a gap below its optimum would leave none for the plan.
-            answer = solve_averaged(problem, time_limit=limit, gap=self.gap / 4)
+            answer = solve_averaged(problem, best, time_limit=limit, gap=self.gap / 4)
             bound = answer.bound
             steps.append("averaged program" + ("" if answer.is_finished else " (cut short)"))
             if answer.proposal is not None:

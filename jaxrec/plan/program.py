@@ -415,7 +415,8 @@ class Program:
             # Only where there is no basis to start from; HiGHS goes on by the simplex method.
             solver.setOptionValue("mip_lp_solver", "ipm")
         solver.passModel(self._model())
-        if start is not None:
+        # HiGHS can only start from a solution that fits.
+        if start is not None and start.fits:
             variables, starts = self._values(start)
             solver.setSolution(len(variables), variables, starts)
         solver.run()

@@ -34,19 +34,22 @@ class Answer:
     is_finished: bool
 
 
-def solve_averaged(problem: Problem, *, time_limit: float, gap: float) -> Answer:
-    """Find the best options for the average load of all devices, and so a bound on every plan."""
+def solve_averaged(
+    problem: Problem, incumbent: Solution | None = None, *, time_limit: float, gap: float
+) -> Answer:
+    """Find the best options for the average load of all devices, and so a bound on every plan.
+
+    The search starts from the options of ``incumbent``.
+    """
     program = Program(problem, with_sites=False)
-    values, bound, is_finished = program.solve(time_limit, gap)
+    values, bound, is_finished = program.solve(time_limit, gap, incumbent)
     return Answer(program.proposal(values), None, bound, is_finished)
 
 
 def solve(problem: Problem, incumbent: Solution | None, *, time_limit: float, gap: float) -> Answer:
     """Find the best plan, to within ``gap`` of the bound as a fraction."""
     program = Program(problem, with_sites=True)
-    # HiGHS can only start from a solution that fits.
-    start = incumbent if incumbent is not None and incumbent.fits else None
-    values, bound, is_finished = program.solve(time_limit, gap, start)
+    values, bound, is_finished = program.solve(time_limit, gap, incumbent)
     solution = program.solution(values)
     # A search that is cut short may return a plan that is worse than the one it began with.
     if incumbent is not None and (solution is None or not solution.better_than(incumbent)):

@@ -189,13 +189,25 @@ def test_a_search_that_is_cut_short_has_a_bound():
     assert 0.5 * answer.solution.seconds < answer.bound <= answer.solution.seconds
 
 
-def test_a_bound_of_many_tables_takes_little_time():
+@pytest.fixture(scope="module")
+def many_tables():
     random = np.random.default_rng(0)
     shapes = [
         (int(10 ** random.uniform(1, 6)), int(2 ** random.integers(5, 8)), random.integers(1, 50))
         for _ in range(100)
     ]
-    problem = problem_of(shapes, hosts=2, each=8, memory=10**11)
+    return problem_of(shapes, hosts=2, each=8, memory=10**11)
+
+
+def test_the_averaged_program_starts_from_a_plan(many_tables):
+    start = place_fastest(many_tables, next(propose_uniformly(many_tables)))
+    assert start.fits
+    # Too short for the first relaxation; before it the search has nothing but its start.
+    assert solve_averaged(many_tables, start, time_limit=1e-9, gap=0.01).proposal is not None
+
+
+def test_a_bound_of_many_tables_takes_little_time(many_tables):
+    problem = many_tables
     answer = solve_averaged(problem, time_limit=10, gap=0.01)
     placed = place_fastest(problem, answer.proposal)
     assert placed.fits
