@@ -64,11 +64,11 @@ def thin_out(items: list[pytest.Item]) -> list[pytest.Item]:
     """Leave out of ``items`` the cases that are not asked for, and return them."""
     if runs_all() or (fuzz.CASES and not CASES):  # a seed of a fuzz test is a case
         return []
-    of_tests: dict[str, list[pytest.Item]] = {}
+    of_tests: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
-        of_tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        of_tests.setdefault((item.nodeid.partition("[")[0], backend_of(item)), []).append(item)
     kept: set[pytest.Item] = set()
-    for name, of_test in of_tests.items():
+    for (name, _), of_test in of_tests.items():
         if len(of_test) == 1 or (not CASES and of_test[0].get_closest_marker("every_case")):
             kept.update(of_test)
         else:
@@ -85,6 +85,11 @@ def thin_out(items: list[pytest.Item]) -> list[pytest.Item]:
     left_out = [item for item in items if item not in kept]
     items[:] = [item for item in items if item in kept]
     return left_out
+
+
+def backend_of(item: pytest.Item) -> str:
+    """The parameter ``gpu``, else nothing: each backend of kernels has cases of its own."""
+    return item.callspec.params.get("gpu", "") if hasattr(item, "callspec") else ""
 
 
 def is_slow(item: pytest.Item) -> bool:

@@ -63,7 +63,7 @@ def test_how_many_cases_run(slow, kept, quick):
     items = [
         Item(
             nodeid=f"test_a[{place}]",
-            callspec=types.SimpleNamespace(indices={"x": place}),
+            callspec=types.SimpleNamespace(indices={"x": place}, params={"x": place}),
             own_markers=[pytest.mark.slow.mark] * is_slow,
         )
         for place, is_slow in enumerate(slow)
@@ -85,3 +85,22 @@ def test_names_of_tests_hold_no_address(value, space):
     name = repr(value).replace(" ", space)
     with pytest.raises(pytest.UsageError, match=r"give ids= to test_a\[<"):
         refuse_addresses([types.SimpleNamespace(nodeid=f"test_a[{name}]")])
+
+
+@pytest.mark.skipif(bool(CASES or fuzz.CASES), reason="the environment names the cases")
+def test_each_backend_has_cases_of_its_own():
+    items = [
+        Item(
+            nodeid=f"test_a[{gpu}-{place}]",
+            callspec=types.SimpleNamespace(
+                indices={"gpu": number, "x": place}, params={"gpu": gpu, "x": place}
+            ),
+            own_markers=[],
+        )
+        for number, gpu in enumerate(["mosaic", "triton"])
+        for place in range(3)
+    ]
+    thin_out(items)
+    quick = [item.nodeid for item in items if item.get_closest_marker("slow") is None]
+    assert [len([name for name in quick if gpu in name]) for gpu in ("mosaic", "triton")] == [1, 1]
+    assert len(items) == 4

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+import jaxrec
+
 # In a process of its own: what it sets cannot be taken back.
 TOUCH_AGAIN = """
 import resource
@@ -68,3 +70,8 @@ done.set()
 @pytest.mark.parametrize("program", [IN_THREADS, TOO_LATE], ids=["in threads", "too late"])
 def test_threads(program):
     subprocess.run([sys.executable, "-P", "-c", program], check=True)
+
+
+def test_other_libraries_keep_their_settings(monkeypatch):
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("musl", "1.2"))
+    assert not jaxrec.keep_freed_memory()

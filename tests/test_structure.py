@@ -53,7 +53,6 @@ TESTED_BY = {
         "embed/kernels/mosaic/lanes",
         "embed/kernels/mosaic/lookups",
         "embed/kernels/mosaic/programs",
-        "embed/kernels/mosaic/readers",
         "embed/kernels/mosaic/sorted_lookups",
         "embed/kernels/mosaic/stand_ins",
         "embed/kernels/mosaic/tile",

@@ -68,3 +68,19 @@ def test_wrong_work(work, devices, message):
 def test_negative_lengths_have_no_work():
     with pytest.raises(ValueError, match="a row has -3 tokens"):
         sequence_work([4, -3], attention_dim=1, dense_flops=1)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("targets", [[1], [1, 3], [-1, 0]], ids=["one row", "too many", "negative"])
+def test_targets_that_are_none(targets):
+    with pytest.raises(ValueError, match="num_targets are a number for each row, from 0 to the"):
+        sequence_work([3, 2], attention_dim=2, dense_flops=1, num_targets=targets)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "work", [[[1.0]], [1.0, np.nan], [1.0, -1.0]], ids=["2d", "nan", "below 0"]
+)
+def test_work_that_is_none(work):
+    with pytest.raises(ValueError, match="work has one finite number of 0 or more for each row"):
+        balanced_order(work, devices=1)

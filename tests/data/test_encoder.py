@@ -118,6 +118,21 @@ def test_saved_and_loaded(tmp_path):
         TableEncoder.load(tmp_path / "features")
 
 
+def test_examples_that_are_none(tmp_path):
+    path = tmp_path / "features"
+    learn_encoder(SCHEMA, [TABLE]).save(path)
+    (example,) = path.glob("*example*.parquet")
+    rows = pq.read_table(example)
+    pq.write_table(rows.select(rows.column_names[:1]), example)
+    with pytest.raises(
+        DataError, match=rf"{example.name} has \d+ rows of the columns .*; expected"
+    ):
+        TableEncoder.load(path)
+    example.write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=rf"{example.name} is not a Parquet file, or damaged"):
+        TableEncoder.load(path)
+
+
 def changed(name, values):
     return TABLE.set_column(TABLE.column_names.index(name), name, values)
 

@@ -100,6 +100,7 @@ WRONG = {
         "has the splits a, b, which are data sets of their own; name one: .*saved/a",
     ),
     "state": ("state", "state.json names b.arrow, which is not there"),
+    "damaged": ("damaged", "state.json is not JSON"),
 }
 
 
@@ -110,10 +111,12 @@ def test_what_is_no_data_set(tmp_path, path, message):
         "ice/metadata/v1.metadata.json", "deep/x=1/y=1/a.parquet", "deep/x=2/z=1/a.parquet",
         "twice/x=1/x=2/a.parquet", "splits/train-00000-of-00002.parquet",
         "splits/test-00000-of-00001.parquet", "saved/a/x.parquet", "state/a.parquet",
+        "damaged/a.parquet",
     ):  # fmt: skip
         write(tmp_path / name)
     (tmp_path / "saved/dataset_dict.json").write_text('{"splits": ["a", "b"]}')
     (tmp_path / "state/state.json").write_text('{"_data_files": [{"filename": "b.arrow"}]}')
+    (tmp_path / "damaged/state.json").write_text('{"_data_files": [')
     (tmp_path / "delta/_delta_log").mkdir()
     (tmp_path / "none").mkdir()
     (tmp_path / "text").mkdir()

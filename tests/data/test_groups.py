@@ -87,3 +87,9 @@ def test_errors_name_the_file(paths):
     paths[0].write_text("{")
     with pytest.raises(DataError, match=r"rows.jsonl, row group 1: it cannot be read \(.*rows"):
         groups.read(1)
+
+
+def test_groups_that_do_not_say_where_they_stand():
+    groups = GroupRange(Lines(pa.table({"x": [1, 2, 3]})), 0, 3)
+    with pytest.raises(TypeError, match="Lines has no method location"):
+        groups.location(0)

@@ -231,3 +231,9 @@ def test_schemas_that_are_wrong(roles, message):
     categorical, *dense = roles
     with pytest.raises(SchemaError, match=re.escape(message)):
         schema(*(dense or [None]), categorical)
+
+
+def test_times_that_are_all_null():
+    times = instants(pa.nulls(3), LOCATION)
+    assert times.type == pa.timestamp("us", "UTC")
+    assert times.null_count == 3

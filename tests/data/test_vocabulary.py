@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrec.data import DataError, ValueCounts, Vocabulary, vocabulary
+from jaxrec.data.parquet import write_checked
+from jaxrec.data.vocabulary import FrozenVocabulary
 from jaxrec.ragged import KeyedJaggedArray
 
 pytestmark = pytest.mark.every_case
@@ -225,3 +227,27 @@ def test_rows_are_packed_as_they_are():
     rows = Vocabulary.build(tags)(tags)
     batch = KeyedJaggedArray.from_arrow({"tags": rows})
     assert batch["tags"].to_lists() == [[2, 1], [], [1]]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"value": [1]}, "holds no frozen vocabulary"),
+        ({"id": ["a"]}, "holds no frozen vocabulary"),
+        ({"id": [2, 1]}, "holds ids that do not ascend"),
+        ({"id": [1, None]}, "holds ids that do not ascend"),
+    ],
+    ids=["column", "type", "order", "null"],
+)
+def test_other_files_than_frozen_vocabularies(table, message, tmp_path):
+    path = tmp_path / "user.parquet"
+    write_checked(pa.table(table), path)
+    with pytest.raises(DataError, match=message):
+        FrozenVocabulary.load(path)
+
+
+def test_values_of_a_vocabulary_differ():
+    twice = Vocabulary(pa.array(["a", "b", "a"]), np.ones(3, np.int64))
+    with pytest.raises(ValueError, match="must all be different"):
+        assert twice.index

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 
+import jax
 import pytest
 
 from jaxrec.mesh.call_checks import SWITCH, CallMismatchError, CallSequence, check_call
@@ -82,3 +83,10 @@ def test_two_processes_whose_batches_differ(forks):
         assert "('a', 'b'), capacities (8, 8)" in of_lookup
         assert "('a', 'b'), capacities (8, 16)" in of_lookup
         assert of_number.startswith("" if process else "process 0 is at call 3, shard_batch; ")
+
+
+def test_a_switch_that_is_no_number(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setenv(SWITCH, "on")
+    with pytest.raises(ValueError, match=f"{SWITCH} is a number of seconds, got 'on'"):
+        check_call("a sequence of its own", "step", dict)

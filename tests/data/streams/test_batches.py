@@ -206,6 +206,7 @@ def test_errors_of_the_transform():
         next(iterator)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "options",
     [

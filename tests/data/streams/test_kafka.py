@@ -333,3 +333,12 @@ def test_address():
     for address in ("kafka://a:1", "kafka:///clicks", "a:1/clicks", "kafka://a:1/x/y"):
         with pytest.raises(ValueError, match="give kafka://HOST:PORT/TOPIC"):
             parse_address(address)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("options", [{"timeout": 0}, {"buffer_bytes": 1}], ids=str)
+def test_options_that_are_none(options):
+    with pytest.raises(
+        ValueError, match="timeout is above 0 seconds and buffer_bytes 1024 or more"
+    ):
+        KafkaSource(brokers="localhost:1", topics="clicks", **options)

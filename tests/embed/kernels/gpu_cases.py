@@ -29,8 +29,8 @@ def _runs_here(name: str) -> bool:
         return False
 
 
-# Pallas' backends that this version of JAX has.
-BACKENDS = tuple(filter(_runs_here, ("triton", "mosaic")))
+# Pallas' backends that this version of JAX has, the newest first.
+BACKENDS = tuple(filter(_runs_here, ("mosaic", "triton")))
 
 
 @dataclasses.dataclass(frozen=True)

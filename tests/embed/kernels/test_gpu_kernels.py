@@ -19,7 +19,6 @@ from jaxrec.embed.kernels import Lookups, reference, use_kernels
 from jaxrec.optim.hyperparameters import UpdateStep
 from jaxrec.ragged import KeyedJaggedArray
 from tests.embed.kernels.gpu_cases import (
-    BACKENDS,
     Batch,
     compiled_fast,
     gpu_kernels,
@@ -168,12 +167,11 @@ def test_runs_of_any_lengths_at_any_cuts(gpu: ModuleType, rows: list[int]):
     np.testing.assert_array_equal(sums, expected)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_weights_of_64_bits(name: str):
+def test_weights_of_64_bits(gpu: ModuleType):
     batch = BATCHES["dim_1_weighted"]
     table, ids, lengths, weights = batch.arrays()
     expected = reference.pooled_lookup(table, ids, lengths, weights, batch.layout, "float32")
-    with jax.enable_x64(True), gpu_kernels(name):
+    with jax.enable_x64(True), gpu_kernels(gpu.__name__.rpartition(".")[2]):
         wide = jnp.asarray(np.float64(weights))
         pooled = kernels.pooled_lookup(table, ids, lengths, wide, batch.layout, "float32")
         np.testing.assert_allclose(pooled, expected, rtol=1e-6)

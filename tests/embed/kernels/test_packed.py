@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,10 +20,10 @@ from tests.embed.kernels.gpu_cases import BACKENDS, kernels_in, lowered_for_cuda
 
 pytestmark = pytest.mark.jax_version
 
-IMPLEMENTATIONS = ("reference", "cpu-avx512", "cpu-avx2", "cpu-portable")
-every_implementation = pytest.mark.parametrize(
-    "implementation", [*IMPLEMENTATIONS, *BACKENDS], indirect=True
-)
+COMPILED = ("reference", "cpu-avx512", "cpu-avx2", "cpu-portable")
+# Of the first and the last there is a case where one or two run; see `conftest.IMPLEMENTATIONS`.
+IMPLEMENTATIONS = [n for n in ("mosaic", *COMPILED, "triton") if n in (*COMPILED, *BACKENDS)]
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
 # Those of inference, and those of training.
 ROW_FORMATS = {name: FORMATS[name] for name in ("int8", "int4", "int2", "float8")} | {
     "fused_int8": TABLE_FORMATS["int8"],
@@ -75,12 +77,12 @@ INTERPRETED = (
 @pytest.mark.parametrize(
     ("implementation", "shape", "name"),
     [
-        (implementation, shape, name)
+        (implementation, *each)
         for implementation in IMPLEMENTATIONS
-        for shape in SHAPES
-        for name in ROW_FORMATS
-    ]
-    + [(name, *each) for name in BACKENDS for each in INTERPRETED],
+        for each in (
+            itertools.product(SHAPES, ROW_FORMATS) if implementation in COMPILED else INTERPRETED
+        )
+    ],
     indirect=["implementation"],
 )
 def test_pooled_lookup(implementation, shape, name):
@@ -107,25 +109,26 @@ def test_type_of_pooled_lookup(implementation, dtype):
     )
 
 
+INTERPRETED_ROWS = (
+    *itertools.product((3, 100), ROW_FORMATS),
+    *((1, "int2"), (1, "fused_int8"), (4, "int4"), (16, "int2"), (64, "int8"), (128, "float8")),
+    (1024, "int4"),
+)
+
+
 @pytest.mark.parametrize(
     ("implementation", "dim", "name"),
     [
-        (implementation, dim, name)
+        (implementation, *each)
         for implementation in IMPLEMENTATIONS
-        for dim in (1, 3, 4, 16, 64, 100, 128, 1024)
-        for name in ROW_FORMATS
-    ]
-    + [(gpu, dim, name) for gpu in BACKENDS for dim in (3, 100) for name in ROW_FORMATS]
-    + [
-        (gpu, dim, name)
-        for gpu in BACKENDS
-        for dim, name in [
-            (1, "int2"), (1, "fused_int8"), (4, "int4"), (16, "int2"), (64, "int8"),
-            (128, "float8"), (1024, "int4"),
-        ]
+        for each in (
+            itertools.product((1, 3, 4, 16, 64, 100, 128, 1024), ROW_FORMATS)
+            if implementation in COMPILED
+            else INTERPRETED_ROWS
+        )
     ],
     indirect=["implementation"],
-)  # fmt: skip
+)
 def test_row_lookup(implementation, dim, name):
     packed = packed_table(name, 7, dim)
     rows = jnp.array([0, 6, 7, 3, 3, 8, -1, 2**31 - 1, -(2**31), 6], jnp.int32)

@@ -7,13 +7,22 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from jaxrec.tier.ids import implementation, library, reference
 from jaxrec.tier.rows.under_way import RowsUnderWay
 from tests.fuzz import max_examples
 
 IDS = st.lists(st.integers(-9, 9).filter(lambda i: i != -1), unique=True, max_size=8)
 
 
+@pytest.fixture(autouse=True, scope="module", params=[library, reference], ids=["native", "python"])
+def each_implementation(request):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(implementation, "current", lambda: request.param)
+        yield
+
+
 # A range whose ids index an array, and one whose ids are hashed.
+@pytest.mark.every_case
 @pytest.mark.parametrize("num_ids", [None, 19, 2**40])
 @settings(max_examples=max_examples(60))
 @given(st.lists(st.tuples(st.sampled_from(["add", "remove", "find"]), IDS), max_size=30))

@@ -73,11 +73,17 @@ def assert_near(found, expected):
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(
-    "name",
-    ["causal", *(pytest.param(name, marks=pytest.mark.slow) for name in ("targets", "wide"))],
-)
+@pytest.mark.parametrize("name", ["causal", pytest.param("targets", marks=pytest.mark.slow)])
 def test_output_and_gradients(name):
+    check(name)
+
+
+def test_wide_heads():
+    """Their sums for keys and for values do not fit the registers of one group of threads."""
+    check("wide")
+
+
+def check(name):
     backend("mosaic")
     (out, found), (expected, gradients) = results(name)
     assert out.dtype == CASES[name][2]
