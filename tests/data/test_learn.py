@@ -23,7 +23,7 @@ import pytest
 from jaxrec.data import DataError, EncoderLearner, Schema, TableEncoder, learn_encoder
 from jaxrec.data.learn import ColumnStatistics
 from jaxrec.data.schema import SchemaError
-from jaxrec.data.statistics import NumberSums
+from jaxrec.data.statistics import Moments, NumberSums
 
 pytestmark = pytest.mark.every_case
 
@@ -145,6 +145,7 @@ def test_moments_are_rounded_once():
     assert found.scale == pytest.approx(values.std(), rel=1e-9)
     assert NumberSums.of(np.ones(3)).moments().scale == 1
     assert NumberSums.of(np.array([1e300, -1e300])).moments().squares == float("inf")
+    assert NumberSums.of(np.zeros(0)).moments() == Moments()
 
 
 def test_columns_of_several_types_do_not_merge():
