@@ -11,8 +11,8 @@ from jaxrec.embed import kernels
 from jaxrec.embed.kernels import cpu
 from tests.embed.kernels.gpu_cases import BACKENDS, backend, gpu_kernels
 
-# Of the first one each test has a case, whatever is left out: the oldest JAX lacks Mosaic, and with
-# the newest it is what may differ.
+# Each test has a case of the first one, however few cases run. That is Mosaic where JAX has it: the
+# oldest JAX lacks it, so that only runs with a newer one test it.
 _ORDER = ("mosaic", "reference", "triton", "cpu-avx512", "cpu-avx2", "cpu-portable")
 _MISSING = {"mosaic", "triton"}.difference(BACKENDS)
 IMPLEMENTATIONS = tuple(name for name in _ORDER if name not in _MISSING)

@@ -21,7 +21,7 @@ from tests.embed.kernels.gpu_cases import BACKENDS, kernels_in, lowered_for_cuda
 pytestmark = pytest.mark.jax_version
 
 COMPILED = ("reference", "cpu-avx512", "cpu-avx2", "cpu-portable")
-# Of the first and the last there is a case where one or two run; see `conftest.IMPLEMENTATIONS`.
+# Where two cases of a test run, they are of the first and the last.
 IMPLEMENTATIONS = [n for n in ("mosaic", *COMPILED, "triton") if n in (*COMPILED, *BACKENDS)]
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
 # Those of inference, and those of training.
