@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from flax import nnx
 
 import jaxrec
 from jaxrec.embed import tables
-from jaxrec.embed.taps import AheadVariable
+from jaxrec.embed.taps import Ahead, AheadVariable
 
 pytestmark = pytest.mark.jax_version
 
@@ -254,3 +256,24 @@ def test_a_derivative_waits_for_rows_of_the_next_step(has_aux):
     for one, other, nan in zip(gradients, expected, nans, strict=True):
         np.testing.assert_array_equal(one, other)
         assert np.isnan(nan).all()
+
+
+def test_each_call_takes_the_embeddings_that_came_ahead_for_it():
+    """Of three calls two were computed ahead: as ones, and as twos."""
+    model = make()
+    other = batch(((7,), (1,), ()), ((0,), (), (4,)))
+    embeddings = model.tables.get_value().lookup(batch())[0]
+    for value in (1, 2):
+        filled = jax.tree.map(functools.partial(jnp.full_like, fill_value=value), embeddings)
+        model.ahead.append(AheadVariable(Ahead(None, filled)))
+
+    def loss_fn(model):
+        found = [model(features).values for features in (batch(), batch(), other)]
+        return sum(values.sum() for values in found), found
+
+    (_, found), gradients = jaxrec.value_and_grad(loss_fn, has_aux=True)(model)
+    np.testing.assert_array_equal(found[0], np.ones_like(found[0]))
+    np.testing.assert_array_equal(found[1], np.full_like(found[1], 2))
+    np.testing.assert_array_equal(found[2], make()(other).values)
+    (calls,) = gradients.tables.values()
+    assert len(calls) == 3
