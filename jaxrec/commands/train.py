@@ -269,13 +269,15 @@ class _Run:
                 samples_per_second=progress.samples_per_second,
             )
             results = self._results(values, facts)
-            self._write(results)
+            no_picture = self._write(results)
             # The results are there whatever comes of their explanation.
             if explanation := self._explanation():
                 results |= explanation
                 self._write(results)
             files = [self.output / name for name in (RESULTS_FILE, SUMMARY_FILE)]
             record.finish(facts.steps, final_values(self.kind.measures, results), files)
+        if no_picture:
+            console.print(no_picture)
         measures = self.kind.measures
         if stopping is not None:
             console.print(stopping.describe(num_steps))
@@ -318,9 +320,11 @@ class _Run:
             return self.kind.explain(held_out, self.config.explain_rows)
         return {}
 
-    def _write(self, results: Mapping[str, Any]) -> None:
-        if jax.process_index() == 0:
-            write_results(results, self.kind.measures, self.output, self.console)
+    def _write(self, results: Mapping[str, Any]) -> str:
+        """Write the results from process 0; return why there is no picture of them, or ""."""
+        if jax.process_index() != 0:
+            return ""
+        return write_results(results, self.kind.measures, self.output)
 
     def _steps(self, batches: Iterator[ClickBatch]) -> None:
         """Train on batches; print warnings of the vocabularies on the console."""

@@ -255,7 +255,7 @@ def require_matplotlib() -> Any:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "drawing a plan needs matplotlib: pip install 'jaxrec[plot]'", name="matplotlib"
+            "drawing needs matplotlib: pip install 'jaxrec[plot]'", name="matplotlib"
         ) from error
     return Figure
 

@@ -99,9 +99,8 @@ def write_results(
     results: Mapping[str, Any],
     measures: Sequence[Measure],
     output: pathlib.Path,
-    console: Console,
-) -> None:
-    """Write the results' file and the picture of a run to its directory."""
+) -> str:
+    """Write the results' file and the picture of a run; return why there is no picture, or ""."""
     # A run with this file counts as finished: it is complete or absent.
     with write_atomically(output / RESULTS_FILE) as unfinished:
         unfinished.write_text(json.dumps(_strict(results), indent=2, allow_nan=False) + "\n")
@@ -109,7 +108,8 @@ def write_results(
     try:
         draw_summary(read_history(output / HISTORY_FILE), results, curves, output / SUMMARY_FILE)
     except ImportError as error:
-        console.print(str(error))
+        return f"no {SUMMARY_FILE}: {error}"
+    return ""
 
 
 def _strict(value: Any) -> Any:

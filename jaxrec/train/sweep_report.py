@@ -108,7 +108,7 @@ def report_sweep(
         try:
             draw_sweep(rows, measures[0], output / PICTURE_FILE)
         except ImportError as error:
-            console.print(str(error))
+            console.print(f"no {PICTURE_FILE}: {error}")
     console.print(f"the runs are in {output}, and this table in {output / TABLE_FILE}")
 
 

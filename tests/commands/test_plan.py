@@ -226,7 +226,7 @@ def test_a_missing_package_is_named_before_the_search(capsys, model, monkeypatch
     monkeypatch.setattr(Planner, "plan", lambda *_, **__: pytest.fail("searched"))
     code, _, error = run(capsys, model, "--plot", tmp_path / "plan.png")
     assert code == 1
-    assert error == ("jaxrec plan: drawing a plan needs matplotlib: pip install 'jaxrec[plot]'\n")
+    assert error == ("jaxrec plan: drawing needs matplotlib: pip install 'jaxrec[plot]'\n")
 
 
 def test_no_such_files(capsys, tmp_path):

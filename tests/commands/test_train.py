@@ -109,6 +109,17 @@ def test_results_are_written_before_they_are_explained(model, monkeypatch, capsy
     assert json.loads((model / "results.json").read_text())["log_loss"] > 0
 
 
+def test_a_package_that_pictures_lack_is_named_once(model, monkeypatch, capsys):
+    """The results are written twice, without their explanation and with it."""
+    (model / "results.json").unlink()
+    monkeypatch.setattr(RowModel, "explain", lambda *_: {"explained": True})
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # an import of it fails
+    assert main(["train", f"--resume={model}", "--explain-rows=5"]) == 0
+    wanted = "no summary.png: drawing needs matplotlib: pip install 'jaxrec[plot]'\n"
+    assert capsys.readouterr().out.count(wanted) == 1
+    assert json.loads((model / "results.json").read_text())["explained"]
+
+
 @pytest.mark.slow
 def test_an_interrupt_saves_and_says_so(tmp_path):
     """By SIGINT; by SIGTERM one of two processes is stopped below."""

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -290,6 +291,15 @@ def test_runs_of_other_held_out_rows_are_not_compared(tmp_path):
     assert not said(one, one | {"seed": 1}, {})
     assert said(one, one | {"hold_out": "the last 20 % of the rows"})
     assert said(one | {"data": None}, one | {"data": None, "seed": 1})
+
+
+def test_a_package_that_the_picture_lacks_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # an import of it fails
+    console = Console(file=io.StringIO(), soft_wrap=True, markup=False)
+    rows = [RunRow("0", {"x": "0"}, {"auc": 0.5})]
+    report_sweep(rows, [Measure("auc", "AUC", "max")], tmp_path, console, is_last=True)
+    wanted = "no sweep.png: drawing needs matplotlib: pip install 'jaxrec[plot]'\n"
+    assert wanted in console.file.getvalue()
 
 
 def test_a_picture_of_numbers_and_names(tmp_path):
