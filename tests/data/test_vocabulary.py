@@ -229,7 +229,6 @@ def test_rows_are_packed_as_they_are():
     assert batch["tags"].to_lists() == [[2, 1], [], [1]]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("table", "message"),
     [

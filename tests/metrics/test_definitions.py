@@ -273,6 +273,7 @@ WRONG = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("make", "message"), WRONG.values(), ids=WRONG)
 def test_wrong_options(make, message):
@@ -298,22 +299,3 @@ def test_wrong_batches():
     classes = metrics.MulticlassRecall(num_classes=3)
     with pytest.raises(ValueError, match=r"predictions of \[1, batch, 3\]"):
         classes.update(classes.init(), jnp.zeros((1, 5, 2)), jnp.zeros((1, 5)))
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Bins(count=0), "Bins: count=0 must be 1 or more"),
-        (lambda: Bins(spacing="log"), "Bins: spacing='log' must be 'logit' or 'linear'"),
-        (lambda: metrics.MulticlassRecall(num_classes=0), "num_classes=0 must be 1 or more"),
-        (lambda: metrics.NDCG(k=0), "NDCG: k=0 must be 1 or more, or None"),
-        (lambda: metrics.NDCG(negative_tasks=(True, False)), "must have an entry for each task"),
-        (lambda: metrics.AUC(window=0), "AUC: window=0 must be 1 or more"),
-        (lambda: metrics.SessionRecall(top=0), "top=0 must be 1 or more"),
-    ],
-    ids=["bins", "spacing", "classes", "ranks", "tasks", "window", "session"],
-)
-def test_settings_that_are_none(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

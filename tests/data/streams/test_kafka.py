@@ -313,6 +313,7 @@ def test_without_the_client(monkeypatch):
         read(KafkaSource(brokers="127.0.0.1:1", topics="clicks"))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -320,6 +321,7 @@ def test_without_the_client(monkeypatch):
         ({"bad_messages": "keep"}, "bad_messages is"),
         ({"deleted": "keep"}, "deleted is"),
         ({"timeout": 0}, "timeout is above 0"),
+        ({"buffer_bytes": 1}, "buffer_bytes 1024 or more"),
         ({"decode": "avro"}, "decode is"),
     ],
 )
@@ -333,12 +335,3 @@ def test_address():
     for address in ("kafka://a:1", "kafka:///clicks", "a:1/clicks", "kafka://a:1/x/y"):
         with pytest.raises(ValueError, match="give kafka://HOST:PORT/TOPIC"):
             parse_address(address)
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("options", [{"timeout": 0}, {"buffer_bytes": 1}], ids=str)
-def test_options_that_are_none(options):
-    with pytest.raises(
-        ValueError, match="timeout is above 0 seconds and buffer_bytes 1024 or more"
-    ):
-        KafkaSource(brokers="localhost:1", topics="clicks", **options)

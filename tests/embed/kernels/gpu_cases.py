@@ -108,6 +108,11 @@ def backend(name: str) -> ModuleType:
     return _module(name)
 
 
+def name_of(gpu: ModuleType) -> str:
+    """The name of such a backend, as `use_kernels` takes it."""
+    return gpu.__name__.rpartition(".")[2]
+
+
 @contextlib.contextmanager
 def gpu_kernels(name: str) -> Iterator[None]:
     """Runs the primitives by a backend's kernels: on a GPU if tests run there, else interpreted."""

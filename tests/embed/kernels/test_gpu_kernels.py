@@ -24,6 +24,7 @@ from tests.embed.kernels.gpu_cases import (
     gpu_kernels,
     kernels_in,
     lowered_for_cuda,
+    name_of,
 )
 
 pytestmark = pytest.mark.jax_version
@@ -171,7 +172,7 @@ def test_weights_of_64_bits(gpu: ModuleType):
     batch = BATCHES["dim_1_weighted"]
     table, ids, lengths, weights = batch.arrays()
     expected = reference.pooled_lookup(table, ids, lengths, weights, batch.layout, "float32")
-    with jax.enable_x64(True), gpu_kernels(gpu.__name__.rpartition(".")[2]):
+    with jax.enable_x64(True), gpu_kernels(name_of(gpu)):
         wide = jnp.asarray(np.float64(weights))
         pooled = kernels.pooled_lookup(table, ids, lengths, wide, batch.layout, "float32")
         np.testing.assert_allclose(pooled, expected, rtol=1e-6)
@@ -272,6 +273,6 @@ def test_a_step_lowers_for_cuda_when_kernels_are_named(gpu: ModuleType):
         return lowered_for_cuda(step, tables, batch)
 
     names = "pool", "flatten", "update"
-    with use_kernels(gpu.__name__.rpartition(".")[2], "reference"):
+    with use_kernels(name_of(gpu), "reference"):
         assert kernels_in(program(), *names) == list(names)
     assert kernels_in(program(), *names) == []

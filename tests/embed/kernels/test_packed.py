@@ -16,7 +16,7 @@ from jaxrec.embed.kernels import BagLayout
 from tests.embed import row_oracle
 from tests.embed.kernels import oracle
 from tests.embed.kernels.cases import SMALL, Case, case
-from tests.embed.kernels.gpu_cases import BACKENDS, kernels_in, lowered_for_cuda
+from tests.embed.kernels.gpu_cases import BACKENDS, kernels_in, lowered_for_cuda, name_of
 
 pytestmark = pytest.mark.jax_version
 
@@ -207,7 +207,7 @@ def test_gpus_read_packed_rows(gpu, shape, name):
         pooled = kernels.pooled_lookup(table, *arrays, this.layout, "float32")
         return pooled, kernels.row_lookup(table, rows)
 
-    with kernels.use_kernels(gpu.__name__.rpartition(".")[2], "reference"):
+    with kernels.use_kernels(name_of(gpu), "reference"):
         text = lowered_for_cuda(look_up, table, jnp.arange(7), *this.arrays)
     assert kernels_in(text, "pool", "copy_rows") == ["pool", "copy_rows"]
     lookups = this.layout.num_positions
