@@ -22,6 +22,7 @@ from jaxrec.data.addresses import Address, data_path
 from jaxrec.mesh.agree import on_process_zero
 from jaxrec.mesh.processes import join_processes, losses_first
 from jaxrec.plan import PlanError
+from jaxrec.plan.report import require_matplotlib
 from jaxrec.train import checkpoint
 from jaxrec.train.callbacks import StepTrace
 from jaxrec.train.checkpoint import CheckpointError, CheckpointManager, PreservationPolicy
@@ -246,6 +247,10 @@ class _Run:
         )
         for path, count in bad_lines(self.rows, self.held_out).items():
             console.print(f"{path}: {count:,} bad lines left out")
+        try:
+            require_matplotlib()
+        except ImportError as error:  # said now: a run that has ended is not drawn later
+            console.print(f"no {SUMMARY_FILE}: {error}")
         policy = preservation_policy(config, self.kind.measures)
         begun = time.perf_counter()
         with contextlib.closing(open_record(config, self.output, trainer.step, console)) as record:
@@ -269,15 +274,13 @@ class _Run:
                 samples_per_second=progress.samples_per_second,
             )
             results = self._results(values, facts)
-            no_picture = self._write(results)
+            self._write(results)
             # The results are there whatever comes of their explanation.
             if explanation := self._explanation():
                 results |= explanation
                 self._write(results)
             files = [self.output / name for name in (RESULTS_FILE, SUMMARY_FILE)]
             record.finish(facts.steps, final_values(self.kind.measures, results), files)
-        if no_picture:
-            console.print(no_picture)
         measures = self.kind.measures
         if stopping is not None:
             console.print(stopping.describe(num_steps))
@@ -320,11 +323,9 @@ class _Run:
             return self.kind.explain(held_out, self.config.explain_rows)
         return {}
 
-    def _write(self, results: Mapping[str, Any]) -> str:
-        """Write the results from process 0; return why there is no picture of them, or ""."""
-        if jax.process_index() != 0:
-            return ""
-        return write_results(results, self.kind.measures, self.output)
+    def _write(self, results: Mapping[str, Any]) -> None:
+        if jax.process_index() == 0:
+            write_results(results, self.kind.measures, self.output)
 
     def _steps(self, batches: Iterator[ClickBatch]) -> None:
         """Train on batches; print warnings of the vocabularies on the console."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -99,17 +100,14 @@ def write_results(
     results: Mapping[str, Any],
     measures: Sequence[Measure],
     output: pathlib.Path,
-) -> str:
-    """Write the results' file and the picture of a run; return why there is no picture, or ""."""
+) -> None:
+    """Write the results' file of a run, and its picture if matplotlib is installed."""
     # A run with this file counts as finished: it is complete or absent.
     with write_atomically(output / RESULTS_FILE) as unfinished:
         unfinished.write_text(json.dumps(_strict(results), indent=2, allow_nan=False) + "\n")
     curves = [*measures, *([] if LOSS in measures else [LOSS])]
-    try:
+    with contextlib.suppress(ImportError):
         draw_summary(read_history(output / HISTORY_FILE), results, curves, output / SUMMARY_FILE)
-    except ImportError as error:
-        return f"no {SUMMARY_FILE}: {error}"
-    return ""
 
 
 def _strict(value: Any) -> Any:
