@@ -88,7 +88,7 @@ def thin_out(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def backend_of(item: pytest.Item) -> str:
-    """The parameter ``gpu``, else nothing: each backend of kernels has cases of its own."""
+    """The value of the parameter ``gpu``, or "": each backend of kernels has cases of its own."""
     return item.callspec.params.get("gpu", "") if hasattr(item, "callspec") else ""
 
 

@@ -247,9 +247,10 @@ class _Run:
         )
         for path, count in bad_lines(self.rows, self.held_out).items():
             console.print(f"{path}: {count:,} bad lines left out")
+        # Before the run: a finished run is not drawn later.
         try:
             require_matplotlib()
-        except ImportError as error:  # said now: a run that has ended is not drawn later
+        except ImportError as error:
             console.print(f"no {SUMMARY_FILE}: {error}")
         policy = preservation_policy(config, self.kind.measures)
         begun = time.perf_counter()

@@ -39,7 +39,7 @@ def solve_averaged(
 ) -> Answer:
     """Find the best options for the average load of all devices, and so a bound on every plan.
 
-    The search starts from the options of ``incumbent`` if that fits.
+    The search starts from the options of the plan ``incumbent`` if that plan fits.
     """
     program = Program(problem, with_sites=False)
     values, bound, is_finished = program.solve(time_limit, gap, incumbent)

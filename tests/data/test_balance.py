@@ -73,6 +73,6 @@ def test_negative_lengths_have_no_work():
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("targets", [[1], [1, 3], [-1, 0]], ids=["one row", "too many", "negative"])
-def test_targets_that_are_none(targets):
+def test_wrong_targets(targets):
     with pytest.raises(ValueError, match="num_targets are a number for each row, from 0 to the"):
         sequence_work([3, 2], attention_dim=2, dense_flops=1, num_targets=targets)

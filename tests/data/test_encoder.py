@@ -118,7 +118,7 @@ def test_saved_and_loaded(tmp_path):
         TableEncoder.load(tmp_path / "features")
 
 
-def test_examples_that_are_none(tmp_path):
+def test_damaged_examples(tmp_path):
     path = tmp_path / "features"
     learn_encoder(SCHEMA, [TABLE]).save(path)
     (example,) = path.glob("*example*.parquet")

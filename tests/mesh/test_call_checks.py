@@ -85,7 +85,7 @@ def test_two_processes_whose_batches_differ(forks):
         assert of_number.startswith("" if process else "process 0 is at call 3, shard_batch; ")
 
 
-def test_a_switch_that_is_no_number(monkeypatch):
+def test_a_switch_that_is_not_a_number(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setenv(SWITCH, "on")
     with pytest.raises(ValueError, match=f"{SWITCH} is a number of seconds, got 'on'"):

@@ -109,7 +109,7 @@ def backend(name: str) -> ModuleType:
 
 
 def name_of(gpu: ModuleType) -> str:
-    """The name of such a backend, as `use_kernels` takes it."""
+    """The name of the backend with these kernels, as `use_kernels` takes it."""
     return gpu.__name__.rpartition(".")[2]
 
 
